@@ -1,0 +1,25 @@
+# Two commands do everything on a fresh machine, virtual environment and installation included:
+#   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
+#   make test     runs the whole suite; pass options as ARGS="-k parity"
+# PYTHON chooses the interpreter, VENV the folder of the environment.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+WORKERS ?= 2
+
+.PHONY: train test clean
+
+train: $(VENV)/installed
+	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
+
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+$(VENV)/installed: setup.cfg setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet -e .[train,test]
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* runs *.egg-info

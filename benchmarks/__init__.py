@@ -1,0 +1,1 @@
+"""What the library costs against what a user would pick instead, and the training job that shows it at work."""

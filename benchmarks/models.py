@@ -1,0 +1,255 @@
+"""Byte-level language models in Flax Linen: an xLSTM and a Transformer with one skeleton.
+
+    bytes[b, t]  -- embedding -->  x[b, t, d]  -- scan over layers of one block -->  norm  -- head -->  logits[b, t, 256]
+
+The block is chosen by name. The layers are one ``nn.scan``, so a parameter of the block W[d, f] is stacked to
+W[layers, d, f] and XLA compiles a single block. Sharding is a field, ``wrap``: a function from a module class to a module
+class, applied to the embedding, the block and the head. ``wrap=None`` is the very same model without sharding: same
+parameter names, shapes and initial values.
+
+The mLSTM (xLSTM, arXiv 2405.04517, section 2.3) keeps a matrix memory per head. With q[d], k[d], v[e], an exponential
+input gate exp(i) and a forget gate f = sigmoid(f~), a step is
+
+    C_t = f_t C_{t-1} + exp(i_t) k_t v_t^T                 memory[d, e]
+    n_t = f_t n_{t-1} + exp(i_t) k_t                       normaliser[d]
+    h_t = C_t^T q_t / max(|n_t^T q_t|, 1)                  output[e]
+
+``chunkwise_mlstm`` computes it for whole chunks with matrix products and passes only (C, n) from one chunk to the next.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+VOCAB_SIZE = 256
+CHUNK_SIZE = 64
+CONV_WIDTH = 4
+ROTARY_BASE = 10_000.0
+
+ModuleWrapper = Callable[[type[nn.Module]], type[nn.Module]]
+
+
+def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
+    """Outputs of the mLSTM recurrence, computed chunk by chunk.
+
+    Shapes: ``q, k [b, h, t, d]``, ``v [b, h, t, e]``, input gate before its exponential ``i_gate [b, h, t]`` and logarithm
+    of the forget gate ``log_f [b, h, t]``; returns ``[b, h, t, e]`` in v's dtype. ``q`` or ``k`` carries its own 1/sqrt(d).
+    Gates and states are in float32 or wider. ``t`` need not be a multiple of ``chunk_size``: the recurrence is causal, so
+    steps padded at the end change nothing before them.
+    """
+    length, dtype = q.shape[2], v.dtype
+    # The normaliser n is the memory of a constant 1: as one more column of v it costs no operation of its own.
+    v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    inputs = [_chunks(x.astype(wide), chunk_size) for x in (q, k, v, i_gate, log_f)]
+    _, h = jax.lax.scan(_mlstm_chunk, _empty_state(*inputs), tuple(inputs))
+    h = jnp.moveaxis(h, 0, 2)
+    return h.reshape(*h.shape[:2], -1, h.shape[-1])[:, :, :length].astype(dtype)
+
+
+def _chunks(x, chunk_size: int):
+    """[b, h, t, ...] -> [chunks, b, h, chunk_size, ...], padded with zeros at the end."""
+    padding = [(0, 0)] * x.ndim
+    padding[2] = (0, -x.shape[2] % chunk_size)
+    x = jnp.pad(x, padding)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, chunk_size, *x.shape[3:]), 2, 0)
+
+
+def _empty_state(q, k, v, i_gate, log_f):
+    """Memory and stabiliser before the first step: zeros.
+
+    Written as a sum over no steps, because inside ``shard_map`` the carry of a scan must vary over the same mesh axes as
+    what is added to it, and ``jnp.zeros`` varies over none.
+    """
+    memory = jnp.einsum("bhtd,bhte->bhde", k[0, :, :, :0], v[0, :, :, :0])
+    return memory, jnp.sum(i_gate[0, :, :, :0] + log_f[0, :, :, :0], axis=-1)
+
+
+def _mlstm_chunk(state, inputs):
+    """One chunk: every step reads the memory left by earlier chunks and the steps of its own chunk.
+
+    All exponents are taken relative to the running maximum m (the stabiliser); it cancels in the quotient, where the floor
+    1 of the normaliser becomes exp(-m).
+    """
+    memory, m = state
+    q, k, v, i_gate, log_f = inputs
+    decay = jnp.cumsum(log_f, axis=-1)  # log of the product of forget gates since the chunk began
+    causal = jnp.tril(jnp.ones((q.shape[2], q.shape[2]), bool))
+    log_weight = decay[..., :, None] - decay[..., None, :] + i_gate[..., None, :]
+    log_weight = jnp.where(causal, log_weight, -jnp.inf)
+    log_past = decay + m[..., None]
+    m_step = jnp.maximum(log_past, log_weight.max(-1))
+
+    scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * jnp.exp(log_weight - m_step[..., None])
+    past = jnp.einsum("bhtd,bhde->bhte", q, memory) * jnp.exp(log_past - m_step)[..., None]
+    summed = past + jnp.einsum("bhts,bhse->bhte", scores, v)
+    h = summed[..., :-1] / jnp.maximum(jnp.abs(summed[..., -1:]), jnp.exp(-m_step)[..., None])
+
+    # The last step's weights are those with which the chunk enters the memory.
+    k_weighted = k * jnp.exp(log_weight[..., -1, :] - m_step[..., -1:])[..., None]
+    carried = jnp.exp(log_past[..., -1] - m_step[..., -1])[..., None, None] * memory
+    return (carried + jnp.einsum("bhsd,bhse->bhde", k_weighted, v), m_step[..., -1]), h
+
+
+def causal_conv(x, taps):
+    """Each feature of ``x[b, t, d]`` summed over its last ``len(taps)`` steps with the weights ``taps[w, d]``.
+
+    Shifted products instead of ``nn.Conv`` with one group per feature, whose gradient on CPU costs more than the block.
+    """
+    length, width = x.shape[1], len(taps)
+    x = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    return sum(x[:, i : i + length] * taps[i] for i in range(width))
+
+
+def rotary(x, base: float = ROTARY_BASE):
+    """Rotary positions for ``x[..., t, d]``, d even: a pair of features turns by an angle proportional to its step."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[-2])[:, None] * base ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def causal_attention(q, k, v):
+    """Softmax attention over earlier steps, ``[b, h, t, d]`` each; the softmax is in float32 or wider."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bhsd->bhtd", weights.astype(v.dtype), v)
+
+
+def _split_heads(x, num_heads: int):
+    """[b, t, h * d] -> [b, h, t, d]"""
+    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+def _merge_heads(x):
+    """[b, h, t, d] -> [b, t, h * d]"""
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
+
+
+class Block(nn.Module):
+    """What both blocks share: their fields, and the projections that read from and write to the residual stream.
+
+    A block returns ``(x, None)``, the (carry, output) pair of ``nn.scan``.
+    """
+
+    num_layers: int
+    num_heads: int
+    dropout: float = 0.0
+    deterministic: bool = True
+    dtype: Any = jnp.float32
+
+    def norm(self, name: str, x):
+        return nn.RMSNorm(dtype=self.dtype, name=name)(x)
+
+    def project(self, name: str, features: int, x):
+        return nn.Dense(features, use_bias=False, dtype=self.dtype, name=name)(x)
+
+    def add(self, name: str, residual, x):
+        """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
+        start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
+        x = nn.Dense(residual.shape[-1], use_bias=False, dtype=self.dtype, kernel_init=start, name=name)(x)
+        return residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
+
+
+def _forget_bias(key, shape, dtype=jnp.float32):
+    """Heads start with memories of different length: sigmoid(2) to sigmoid(6), some 8 to 400 bytes."""
+    del key
+    return jnp.linspace(2.0, 6.0, shape[0], dtype=dtype)
+
+
+class XLSTMBlock(Block):
+    """The mLSTM block of the paper's figure 11: project up, convolve, mLSTM, norm per head, gate, project down."""
+
+    @nn.compact
+    def __call__(self, x):
+        width, heads = 2 * x.shape[-1], self.num_heads
+        u, gate = jnp.split(self.project("up", 2 * width, self.norm("norm", x)), 2, axis=-1)
+        taps = self.param("conv", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), (CONV_WIDTH, width))
+        mixed = nn.silu(causal_conv(u, taps.astype(self.dtype)))
+        q, k = jnp.split(self.project("query_key", width, mixed), 2, axis=-1)
+        v = self.project("value", width, u)
+        k = k * (k.shape[-1] // heads) ** -0.5
+        q, k, v = (_split_heads(y, heads) for y in (q, k, v))
+        h = chunkwise_mlstm(q, k, v, *self.gates(mixed), chunk_size=CHUNK_SIZE)
+        h = nn.RMSNorm(use_scale=False, dtype=self.dtype, name="head_norm")(h)
+        scale = self.param("head_scale", nn.initializers.ones, (width,))
+        skip = self.param("skip", nn.initializers.ones, (width,))
+        h = _merge_heads(h) * scale + mixed * skip
+        return self.add("down", x, (h * nn.silu(gate)).astype(self.dtype)), None
+
+    def gates(self, x):
+        """Input gate (before its exponential) and log of the forget gate, ``[b, h, t]`` each, in float32."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        gate = partial(nn.Dense, self.num_heads, kernel_init=nn.initializers.zeros)
+        i_gate = gate(name="input_gate")(x)
+        f_gate = gate(name="forget_gate", bias_init=_forget_bias)(x)
+        return i_gate.swapaxes(1, 2), nn.log_sigmoid(f_gate).swapaxes(1, 2)
+
+
+class TransformerBlock(Block):
+    """Pre-norm attention with rotary positions, then a gated MLP."""
+
+    @nn.compact
+    def __call__(self, x):
+        dim = x.shape[-1]
+        qkv = self.project("query_key_value", 3 * dim, self.norm("attention_norm", x))
+        q, k, v = (_split_heads(y, self.num_heads) for y in jnp.split(qkv, 3, axis=-1))
+        x = self.add("attention_out", x, _merge_heads(causal_attention(rotary(q), rotary(k), v)))
+        gate, y = jnp.split(self.project("up", 6 * dim, self.norm("mlp_norm", x)), 2, axis=-1)
+        return self.add("down", x, nn.silu(gate) * y), None
+
+
+BLOCKS: dict[str, type[Block]] = {"xlstm": XLSTMBlock, "transformer": TransformerBlock}
+
+
+class LanguageModel(nn.Module):
+    """Logits of the next byte for ``tokens[b, t]``: float32 ``[b, t, 256]``.
+
+    ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the classes
+    of the embedding, the block and the head; with ``remat`` a block's activations, gathered weights among them, are
+    computed again in the backward pass. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
+    """
+
+    block: str
+    dim: int
+    num_layers: int
+    num_heads: int
+    dropout: float = 0.0
+    remat: bool = False
+    wrap: ModuleWrapper | None = None
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens, *, train: bool = False):
+        wrap = self.wrap or (lambda module: module)
+        x = wrap(nn.Embed)(VOCAB_SIZE, self.dim, dtype=self.dtype, name="embed")(tokens)
+        x, _ = self.blocks(wrap, deterministic=not train)(x)
+        x = nn.RMSNorm(dtype=self.dtype, name="final_norm")(x)
+        start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln 256 nats
+        head = wrap(nn.Dense)(VOCAB_SIZE, use_bias=False, dtype=self.dtype, kernel_init=start, name="head")
+        logits = head(x)
+        return logits.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
+        """All layers as one module; the parameters of layer l are index l of every leaf."""
+        block = wrap(BLOCKS[self.block])
+        if self.remat:
+            block = nn.remat(block, prevent_cse=False)  # within a scan nothing can be merged across iterations
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.num_layers,
+            metadata_params={nn.PARTITION_NAME: None},  # the layers' dim is not split over any mesh axis
+        )
+        return layers(
+            self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, name="blocks"
+        )

@@ -1,0 +1,108 @@
+"""What a training run leaves behind: tables for the terminal, ``metrics.csv``, ``loss.png``, ``memory.png``.
+
+Everything here is a plain function of numbers; nothing knows how they came about.
+"""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+METRIC_NAMES = ("step", "loss", "held_out_loss", "tokens_per_s", "seconds")
+STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
+QUIET, STRONG, ACCENT = "#9db7d1", "#1f4e79", "#d1495b"
+
+Row = Mapping[str, float | None]
+
+
+def memory_table(layouts: Mapping[str, Mapping[str, int]]) -> Table:
+    """Bytes on one device for each kind of state, in two layouts, and what the first takes of the second."""
+    (first, first_kinds), (second, second_kinds) = layouts.items()
+    totals = sum(first_kinds.values()), sum(second_kinds.values())
+    table = Table(title="bytes per device", title_style="bold", show_footer=True)
+    table.add_column("state", footer="total")
+    table.add_column(first, justify="right", footer=format_bytes(totals[0]))
+    table.add_column(second, justify="right", footer=format_bytes(totals[1]))
+    table.add_column("share", justify="right", footer=f"{totals[0] / totals[1]:.1%}")
+    for kind, size in first_kinds.items():
+        whole = second_kinds[kind]
+        table.add_row(kind, format_bytes(size), format_bytes(whole), f"{size / whole:.1%}")
+    return table
+
+
+def comparison_table(held_out_loss: float, baseline: float) -> Table:
+    """The model beside a model of byte frequencies."""
+    table = Table(title="held-out text", title_style="bold")
+    for name in ("", "nats per byte", "bits per byte", "perplexity"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, loss in (("byte frequencies", baseline), ("this model", held_out_loss)):
+        table.add_row(name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{math.exp(loss):.2f}")
+    return table
+
+
+def format_bytes(count: int) -> str:
+    """1234567 -> "1.18 MiB" """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count} B" if unit == "B" else f"{count:.2f} {unit}"
+
+
+def write_metrics(path: Path, rows: Sequence[Row]) -> None:
+    """One line a step; a value that was not measured at that step is left empty."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, METRIC_NAMES)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> None:
+    """Training and held-out loss over steps, under the line of the byte-frequency model."""
+    figure, axes = _figure(7.5, 4.5, title)
+    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color=QUIET, lw=1, label="training batch")
+    held_out = [(r["step"], r["held_out_loss"]) for r in rows if r["held_out_loss"] is not None]
+    axes.plot(*zip(*held_out, strict=True), color=STRONG, lw=2, marker="o", ms=4, label="held-out text")
+    axes.axhline(baseline, color=ACCENT, ls="--", lw=1.2, label=f"byte frequencies ({baseline:.2f})")
+    step, loss = held_out[-1]
+    axes.annotate(f"{loss:.2f}", (step, loss), (0, 8), textcoords="offset points", ha="center", color=STRONG)
+    axes.set(xlabel="step", ylabel="loss in nats per byte", xlim=(0, step * 1.03), ylim=(0, None))
+    axes.legend(frameon=False)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def draw_memory(path: Path, title: str, layouts: Mapping[str, Mapping[str, int]]) -> None:
+    """A stacked bar for each layout: the bytes that each kind of state takes on one device."""
+    figure, axes = _figure(6.5, 4.5, title)
+    totals = [sum(kinds.values()) for kinds in layouts.values()]
+    scale, unit = _unit(max(totals))
+    below = [0.0] * len(layouts)
+    for kind, color in zip(next(iter(layouts.values())), STATE_COLORS, strict=True):
+        heights = [kinds[kind] / scale for kinds in layouts.values()]
+        axes.bar(list(layouts), heights, bottom=below, color=color, width=0.5, label=kind)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    for index, (height, total) in enumerate(zip(below, totals, strict=True)):
+        axes.annotate(format_bytes(total), (index, height), (0, 4), textcoords="offset points", ha="center")
+    axes.set(ylabel=f"{unit} on one device, between steps", xlim=(-0.6, len(layouts) - 0.4), ylim=(0, max(below) * 1.12))
+    axes.legend(frameon=False, reverse=True, loc="upper left")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    power = min(3, int(math.log(max(largest, 1), 1024)))
+    return 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+
+
+def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e5e5", lw=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes

@@ -1,0 +1,270 @@
+"""The training job: its models follow the mathematics, its text is split honestly, sharding leaves the loss curve alone."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from benchmarks import models, text, train_lm
+from benchmarks.models import LanguageModel, chunkwise_mlstm
+from xlstm_jax.distributed import shard_module_params
+
+TINY = train_lm.TrainConfig(
+    steps=6, batch_size=8, context=32, d_model=16, layers=2, heads=2, min_weight_size=64, eval_every=3, sample_bytes=8
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def mlstm_step_by_step(q, k, v, i_gate, log_f):
+    """The recurrence of arXiv 2405.04517, equations 19 to 27, without stabiliser and without chunks, in float64."""
+    b, h, t, d = q.shape
+    memory, normaliser = np.zeros((b, h, d, v.shape[-1])), np.zeros((b, h, d))
+    out = []
+    for s in range(t):
+        forget, write = np.exp(log_f[:, :, s]), np.exp(i_gate[:, :, s])
+        memory = forget[..., None, None] * memory
+        memory += write[..., None, None] * k[:, :, s, :, None] * v[:, :, s, None, :]
+        normaliser = forget[..., None] * normaliser + write[..., None] * k[:, :, s]
+        overlap = np.abs(np.einsum("bhd,bhd->bh", normaliser, q[:, :, s]))
+        out.append(np.einsum("bhde,bhd->bhe", memory, q[:, :, s]) / np.maximum(overlap, 1)[..., None])
+    return np.stack(out, axis=2)
+
+
+def mlstm_inputs(length, input_gate_scale=2.0):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 2, 3, length, 4))
+    v = rng.normal(size=(2, 3, length, 5))
+    i_gate = input_gate_scale * rng.normal(size=(2, 3, length))
+    log_f = -np.logaddexp(0, -rng.normal(2.0, 2.0, size=(2, 3, length)))  # log sigmoid
+    return q, k, v, i_gate, log_f
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 24, 64])
+def test_chunkwise_mlstm_is_the_recurrence(chunk_size):
+    inputs = mlstm_inputs(24)
+    want = mlstm_step_by_step(*inputs)
+    with jax.enable_x64(True):
+        got = chunkwise_mlstm(*map(jnp.asarray, inputs), chunk_size=chunk_size)
+    assert got.dtype == np.float64
+    assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_chunkwise_mlstm_carries_its_state():
+    inputs = mlstm_inputs(24)
+    apart = [mlstm_step_by_step(*(x[:, :, s : s + 8] for x in inputs)) for s in (0, 8, 16)]
+    assert not np.allclose(np.concatenate(apart, axis=2), mlstm_step_by_step(*inputs), rtol=0.1)
+
+
+def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32():
+    inputs = mlstm_inputs(24, input_gate_scale=150.0)
+    assert np.exp(inputs[3], dtype=np.float32, where=inputs[3] < 80).size and inputs[3].max() > 200
+    got = chunkwise_mlstm(*(jnp.asarray(x, jnp.float32) for x in inputs), chunk_size=8)
+    assert_allclose(got, mlstm_step_by_step(*inputs), rtol=1e-3, atol=1e-4)
+
+
+def small_model(block, **kwargs):
+    return LanguageModel(block, dim=16, num_layers=2, num_heads=2, **kwargs)
+
+
+@pytest.mark.parametrize("block", models.BLOCKS)
+def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
+    monkeypatch.setattr(models, "CHUNK_SIZE", 8)
+    model, tokens = small_model(block), jax.random.randint(jax.random.key(1), (2, 20), 0, 256)
+    variables = model.init(jax.random.key(0), tokens)
+    before = model.apply(variables, tokens)
+    after = model.apply(variables, tokens.at[:, 13].add(1) % 256)
+    assert_array_equal(after[:, :13], before[:, :13])
+    assert np.all(np.abs(after[:, 13:] - before[:, 13:]).max(-1) > 0)  # guard: every later step does see it
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("block", models.BLOCKS)
+def test_wrapping_and_remat_change_no_name_shape_or_value(block, remat):
+    def wrap(module):
+        return shard_module_params(module, "fsdp", min_weight_size=64)
+
+    tokens = jnp.zeros((2, 8), jnp.int32)
+    plain = small_model(block).init(jax.random.key(0), tokens)
+    wrapped = small_model(block, wrap=wrap, remat=remat).init(jax.random.key(0), tokens)
+    assert jax.tree.structure(plain) == jax.tree.structure(wrapped)
+    jax.tree.map(assert_array_equal, plain, wrapped)
+
+
+def test_dropout_is_random_in_training_only():
+    model, tokens = small_model("xlstm", dropout=0.5), jnp.zeros((1, 8), jnp.int32)
+    variables = model.init(jax.random.key(0), tokens)
+
+    def logits(seed):
+        return model.apply(variables, tokens, train=True, rngs={"dropout": jax.random.key(seed)})
+
+    assert not np.allclose(logits(1), logits(2))
+    assert_array_equal(model.apply(variables, tokens), small_model("xlstm").apply(variables, tokens))
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """40 files of different text, and what must not be read: a binary, a hidden file, a copy."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"file {i:02} says: " + "the cat sat on the mat. " * 40)
+    (folder / "image.bin").write_bytes(b"\x00\xff" * 100)
+    (folder / ".hidden").write_text("hidden")
+    (folder / "copy.txt").write_text((folder / "00.txt").read_text())
+    return folder
+
+
+def test_whole_files_are_held_out_always_the_same(corpus):
+    first, second = text.load_text([corpus]), text.load_text([corpus])
+    assert_array_equal(first.held_out, second.held_out)
+    train, held_out = ({part[:8] for part in x.tobytes().split(b"\0")[:-1]} for x in (first.train, first.held_out))
+    assert len(held_out) == 2 and len(train) == 38 and not train & held_out
+    assert "40 files" in first.summary and "2 whole files" in first.summary
+
+
+def test_of_a_single_file_the_end_is_held_out(corpus):
+    split = text.load_text([corpus / "01.txt"])
+    whole = (corpus / "01.txt").read_bytes()
+    assert split.train.tobytes()[:-1] + split.held_out.tobytes()[:-1] == whole
+    assert len(split.held_out) == pytest.approx(0.05 * len(whole), abs=2)
+
+
+def test_the_standard_library_is_the_default():
+    split = text.load_text()
+    assert len(split.train) > 5e6 and 0.02 < len(split.held_out) / len(split.train) < 0.15
+
+
+def test_windows_are_pieces_of_the_text_and_follow_the_seed():
+    data = np.arange(200, dtype=np.uint8)
+    windows = text.random_windows(data, 6, 9, seed=(0, 1))
+    assert windows.shape == (6, 10) and np.all(np.diff(windows, axis=1) == 1)
+    assert_array_equal(windows, text.random_windows(data, 6, 9, seed=(0, 1)))
+    assert not np.array_equal(windows, text.random_windows(data, 6, 9, seed=(0, 2)))
+    fixed = text.fixed_windows(data, 5, 9)
+    assert fixed[0, 0] == 0 and fixed[-1, -1] == 199
+
+
+def test_byte_frequency_loss_is_an_entropy():
+    data = np.repeat(np.array([65, 66], np.uint8), 100_000)
+    assert text.byte_frequency_loss(data, data) == pytest.approx(np.log(2), rel=2e-2)
+    assert text.byte_frequency_loss(data, np.array([7], np.uint8)) == pytest.approx(np.log(200_256))
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    """The same tiny training, replicated and sharded in several ways, trained when first asked for."""
+    done = {}
+
+    def run(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in done:
+            out = tmp_path_factory.mktemp("run")
+            done[key] = train_lm.train(train_lm.dataclasses.replace(TINY, data=(str(corpus),), out=str(out), **changes))
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("mesh", [None, {"dp": 2, "fsdp": 4}, {"fsdp_x": 2, "fsdp_y": 4}], ids=str)
+@pytest.mark.parametrize("model", models.BLOCKS)
+def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, model, mesh):
+    if model == "transformer" and mesh is not None:
+        pytest.skip("the meshes are covered with the xLSTM")
+    sharded, replicated = runs(model=model, mesh=mesh), runs(model=model, replicated=True)
+    assert_allclose(sharded.losses, replicated.losses, rtol=2e-5)
+    assert sharded.held_out_loss == pytest.approx(replicated.held_out_loss, rel=2e-5)
+    assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: it trained, so the curve is one
+    here, whole = sharded.memory.values()
+    assert sum(here.values()) < 0.5 * sum(whole.values())
+    assert len(set(map(str, replicated.memory.values()))) == 1
+
+
+def test_remat_and_minibatches_leave_the_loss_curve_alone(runs):
+    assert_allclose(runs(mesh={"fsdp": 4}, remat=True, num_minibatches=2).losses, runs().losses, rtol=2e-5)
+
+
+def test_the_model_beats_byte_frequencies(runs):
+    result = runs(steps=60, lr=2e-2, replicated=True, eval_every=60)
+    assert result.held_out_loss < 0.8 * result.baseline
+
+
+def test_a_run_leaves_metrics_config_and_pictures(runs):
+    result = runs()
+    with (result.out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, TINY.steps + 1))
+    assert [float(row["loss"]) for row in rows] == result.losses
+    assert [bool(row["held_out_loss"]) for row in rows] == [False, False, True, False, False, True]
+    assert json.loads((result.out / "config.json").read_text())["mesh"] == {"fsdp": 8}
+    for picture in ("loss.png", "memory.png"):
+        assert (result.out / picture).read_bytes().startswith(b"\x89PNG")
+    assert len(result.sample) == len(train_lm.SAMPLE_PROMPT) + TINY.sample_bytes
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--mesh", "fsdp"], r"argument --mesh: 'fsdp': .* Write it as dp=2,fsdp=4"),
+        (["--mesh", "fsdp=2,fsdp=4"], "'fsdp=4' is not a new axis"),
+        (["--mesh", "fsdp=16"], "takes 16 devices, and there are 8"),
+        (["--mesh", "dp=8"], "no axis named fsdp.* give --replicated"),
+        (["--data", "no/such/file"], "--data no/such/file: no such file or folder"),
+        (["--data", "{empty}"], "no text in it. Name a file"),
+        (["--data", "{binary}"], "image.bin: not UTF-8 text"),
+        (["--context", "4000", "--data", "{short}"], "context=4000 needs 4001 bytes, and this text has"),
+        (["--batch-size", "12"], "8 devices . 1 minibatches = 8 do not divide it. Take 16"),
+        (["--d-model", "100", "--heads", "8"], "--d-model 100: must be a multiple of 2 . --heads = 16"),
+        (["--steps", "0"], "argument --steps: '0' is not a positive integer"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(arguments, message, corpus, tmp_path, capsys):
+    paths = {"empty": tmp_path, "binary": corpus / "image.bin", "short": corpus / "01.txt"}
+    assert exit_code([a.format(**paths) for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+
+
+def exit_code(arguments):
+    try:
+        return train_lm.main(arguments)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_help_lists_every_option(capsys):
+    assert exit_code(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in train_lm.TrainConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_the_module_runs_as_a_program_on_simulated_devices(corpus, tmp_path):
+    arguments = "--steps 2 --batch-size 4 --mesh fsdp=4 --context 16 --d-model 16 --layers 1 --heads 2 --sample-bytes 4"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train_lm", *arguments.split(), "--data", corpus, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for shown in ("sharded, fsdp=4", "on 4 ", "a whole copy", "byte frequencies", "a sample"):
+        assert shown in done.stdout

@@ -1,0 +1,156 @@
+"""All communication of the library: the only file that calls ``jax.lax`` collectives.
+
+Two things are settled here, so that nobody else thinks of them.
+
+*Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
+over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to do.
+Under ``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
+
+*Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the outermost
+first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links of one
+axis. Sums of values narrower than 32 bits run in float32.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.common_types import PyTree
+
+
+def is_bound(axis: str) -> bool:
+    """Whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap``, or ``vmap`` with that name."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes that the enclosing ``shard_map`` has bound."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def check_bound(axes: Sequence[str], *, caller: str) -> None:
+    """Raises a ``ValueError`` that names the axis and lists those that are bound, where one of ``axes`` is not."""
+    unbound = [axis for axis in axes if not is_bound(axis)]
+    if unbound:
+        raise ValueError(unbound_message(unbound[0], caller))
+
+
+def unbound_message(axis: str, caller: str) -> str:
+    """The text of an unbound axis: what was asked, which axes there are, what to do."""
+    if manual_axes():
+        there = f"the axes bound here are {manual_axes()}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
+    else:
+        there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
+    return f"{caller}: {axis!r} is not a bound mesh axis; {there}."
+
+
+def axis_size(axes: Sequence[str]) -> int:
+    """The number of devices over these axes together, a Python int."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def axis_index(axes: Sequence[str]) -> jax.Array:
+    """This device's place along the axes, the first being the outermost; int32 scalar.
+
+    Axes of size 1 are left out: they add nothing to the place, and would make its type vary over them.
+    """
+    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual axes over which the type of ``value`` says that it varies; empty under ``check_vma=False``."""
+    aval = jax.typeof(value)
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+
+
+def is_tracked(axis: str) -> bool:
+    """Whether types say over which devices along ``axis`` a value varies, i.e. ``check_vma=True``."""
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def to_varying(tree: PyTree, axes: Sequence[str]) -> PyTree:
+    """The same values, typed as varying over the tracked ones of ``axes``; costs nothing.
+
+    JAX transposes the implicit form of this cast to a sum over the axes. Done by hand before differentiation, the cast
+    lies outside of what is differentiated, and gradients arrive as each device's own.
+    """
+    tracked = [axis for axis in axes if is_tracked(axis)]
+
+    def cast(value):
+        missing = tuple(axis for axis in tracked if axis not in varying_axes(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(cast, tree)
+
+
+def zeros_of_type(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros with the shape, dtype and varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
+    varying = getattr(abstract, "manual_axis_type", abstract)
+    axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
+    return to_varying(jnp.zeros(abstract.shape, abstract.dtype), axes)
+
+
+def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...], n being the product of the axis sizes."""
+    for axis in reversed(tuple(axes)):
+        if lax.axis_size(axis) > 1:
+            value = lax.all_gather(value, axis, axis=dim, tiled=True)
+    return value
+
+
+def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """Sums over devices and leaves each its piece of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
+    for axis in axes:
+        if lax.axis_size(axis) > 1:
+            value = lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
+    return value
+
+
+def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a reduction of ``value`` has something to do.
+
+    A tracked axis of size 1 that the value varies over is kept: the reduction is what makes the type say otherwise.
+    """
+    varying = varying_axes(value)
+    return tuple(a for a in axes if (a in varying if is_tracked(a) else lax.axis_size(a) > 1))
+
+
+def _accumulator_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _reduce_together(reduce: Any, values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Applies ``reduce(list, axes)`` once for each distinct set of axes: one collective, not one for each value."""
+    groups = defaultdict(list)
+    for index, (value, over) in enumerate(zip(values, axes, strict=True)):
+        groups[_axes_to_reduce(value, over)].append(index)
+    out = [jnp.asarray(value) for value in values]
+    for over, indices in groups.items():
+        if over:
+            wide = [out[i].astype(_accumulator_dtype(out[i].dtype)) for i in indices]
+            for i, reduced in zip(indices, reduce(wide, over), strict=True):
+                out[i] = reduced.astype(out[i].dtype)
+    return out
+
+
+def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Sums ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes.
+
+    A value that its type declares equal along an axis counts once there, not once for each device.
+    """
+    return _reduce_together(lax.psum, values, axes)
+
+
+def pmean(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Averages ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes."""
+    return _reduce_together(lax.pmean, values, axes)
