@@ -15,7 +15,7 @@ from rich.table import Table
 
 METRIC_NAMES = ("step", "loss", "held_out_loss", "tokens_per_s", "seconds")
 STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
-QUIET, STRONG, ACCENT = "#9db7d1", "#1f4e79", "#d1495b"
+QUIET, STRONG, ACCENT = "#b9cde0", "#1f4e79", "#d1495b"
 
 Row = Mapping[str, float | None]
 
@@ -70,8 +70,8 @@ def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> N
     axes.plot(*zip(*held_out, strict=True), color=STRONG, lw=2, marker="o", ms=4, label="held-out text")
     axes.axhline(baseline, color=ACCENT, ls="--", lw=1.2, label=f"byte frequencies ({baseline:.2f})")
     step, loss = held_out[-1]
-    axes.annotate(f"{loss:.2f}", (step, loss), (0, 8), textcoords="offset points", ha="center", color=STRONG)
-    axes.set(xlabel="step", ylabel="loss in nats per byte", xlim=(0, step * 1.03), ylim=(0, None))
+    axes.annotate(f"{loss:.2f}", (step, loss), (6, 0), textcoords="offset points", va="center", color=STRONG)
+    axes.set(xlabel="step", ylabel="loss in nats per byte", xlim=(0, step * 1.06), ylim=(0, None))
     axes.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(path)
 
@@ -88,7 +88,7 @@ def draw_memory(path: Path, title: str, layouts: Mapping[str, Mapping[str, int]]
         below = [a + b for a, b in zip(below, heights, strict=True)]
     for index, (height, total) in enumerate(zip(below, totals, strict=True)):
         axes.annotate(format_bytes(total), (index, height), (0, 4), textcoords="offset points", ha="center")
-    axes.set(ylabel=f"{unit} on one device, between steps", xlim=(-0.6, len(layouts) - 0.4), ylim=(0, max(below) * 1.12))
+    axes.set(ylabel=f"{unit} on one device", xlim=(-0.6, len(layouts) - 0.4), ylim=(0, max(below) * 1.12))
     axes.legend(frameon=False, reverse=True, loc="upper left")
     FigureCanvasAgg(figure).print_png(path)
 

@@ -54,7 +54,7 @@ from xlstm_jax.distributed import (
 
 SIMULATED_DEVICES = 8
 SHARD_AXIS_PREFIX = "fsdp"
-HELD_OUT_WINDOWS = 64
+HELD_OUT_WINDOWS = 128
 WARM_UP_SHARE = 0.05
 FINAL_LR_SHARE = 0.05
 MAX_GRAD_NORM = 1.0
@@ -72,9 +72,9 @@ class TrainConfig:
     mesh: dict[str, int] | None = None
     data: tuple[str, ...] = ()
     replicated: bool = False
-    steps: int = 300
-    batch_size: int = 16
-    context: int = 256
+    steps: int = 1300
+    batch_size: int = 8
+    context: int = 128
     d_model: int = 128
     layers: int = 4
     heads: int = 4
@@ -87,7 +87,7 @@ class TrainConfig:
     seed: int = 0
     out: str | None = None
     sample_bytes: int = 300
-    eval_every: int = 50
+    eval_every: int = 130
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""What the tests share: meshes by shape, small models that can be wrapped, and comparison to the rounding of float32."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager, partition_specs, shard_module_params, unbox
+from xlstm_jax.distributed.partitioning import path_string
+
+AXES = ("dp", "fsdp")
+FLOAT32_ROUNDING = 1e-5
+
+
+@cache
+def mesh_of(dp: int, fsdp: int):
+    """A dp x fsdp mesh on the first dp * fsdp devices."""
+    return DeviceMeshManager.create_device_mesh({"dp": dp, "fsdp": fsdp}, devices=jax.devices()[: dp * fsdp])
+
+
+def on_mesh(fn: Callable, mesh, check_vma: bool, in_specs: Any, out_specs: Any) -> Callable:
+    """``jit(shard_map(fn))``."""
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
+
+
+def fsdp(cls=None, *, axis_name: Any = "fsdp", min_weight_size: int = 32, **options):
+    """``shard_module_params`` with a threshold that suits small models; usable with the class left out."""
+    wrap = partial(shard_module_params, axis_name=axis_name, min_weight_size=min_weight_size, **options)
+    return wrap if cls is None else wrap(cls)
+
+
+def plain(cls):
+    """The wrapper that does nothing."""
+    return cls
+
+
+class Block(nn.Module):
+    """A residual MLP block with a bias whose gradient is not small and a scale that stays replicated."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.LayerNorm()(x)
+        h = nn.gelu(nn.Dense(2 * self.width)(h))
+        return x + nn.Dense(self.width)(h), None
+
+
+class Model(nn.Module):
+    """Dense, three blocks (a scan or a loop), Dense; every part is wrapped with ``wrap``, and only that."""
+
+    wrap: Callable = plain
+    scan: bool = True
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(16)(x)
+        block = self.wrap(Block)
+        block = nn.remat(block) if self.remat else block
+        if self.scan:
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="blocks")(x, None)
+        else:
+            for i in range(3):
+                x, _ = block(name=f"block_{i}")(x)
+        return self.wrap(nn.Dense)(4)(x)
+
+
+def data(batch: int = 16, features: int = 8, seed: int = 1):
+    """Inputs [b, 8], targets [b, 4] and uneven weights [b]; examples differ in scale, so that no share is the mean."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    x = jax.random.normal(keys[0], (batch, features)) * (1 + jnp.arange(batch) % 7)[:, None] / 4
+    y = jax.random.normal(keys[1], (batch, 4))
+    weight = jnp.where(jnp.arange(batch) % 5 < 2, 1.0 + jnp.arange(batch), 0.0)
+    return {"x": x, "y": y, "weight": weight}
+
+
+def mean_loss(params, apply_fn, batch, rng=None):
+    """Mean squared error over the batch at hand."""
+    del rng
+    return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def weighted_loss(params, apply_fn, batch, rng=None):
+    """(weighted sum of errors, sum of weights) over the batch at hand."""
+    del rng
+    error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"])
+
+
+def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING) -> None:
+    """Every leaf within ``tolerance`` of its largest entry.
+
+    A leaf whose true value vanishes is compared at the scale of the tree instead: its entries are rounding alone.
+    """
+    got, want = unbox(got), unbox(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, want)) if leaf.size)
+    for (path, w), g in zip(jax.tree_util.tree_flatten_with_path(want)[0], jax.tree.leaves(got), strict=True):
+        w, g = np.asarray(w, np.float64), np.asarray(g, np.float64)
+        largest = np.abs(w).max(initial=0)
+        largest = scale if largest < 1e-6 * scale else largest
+        worst = np.abs(g - w).max(initial=0)
+        assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
+
+
+def boxed_specs(variables, mesh):
+    """The specs of a boxed tree, and of a batch split over all the axes."""
+    return partition_specs(variables, mesh), P(AXES)

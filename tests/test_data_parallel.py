@@ -1,0 +1,367 @@
+"""shard, gather and sync: the life of a leaf, against one device without any collective."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+from tests.support import AXES, FLOAT32_ROUNDING, mesh_of, on_mesh
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    gather_array_with_mean_grads,
+    gather_params,
+    shard_params,
+    sync_gradients,
+)
+from xlstm_jax.distributed.partitioning import Sharded, is_box, unbox
+
+BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def sharded_tree(tree, mesh, axis_name, min_weight_size=0):
+    """What ``shard_params`` makes of a tree, seen from outside: boxes with names around local shapes."""
+    boxes, threshold = [], () if min_weight_size is None else (min_weight_size,)
+
+    def local(tree):
+        boxes.append(shard_params(tree, axis_name, *threshold))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), tree)
+    return boxes[0]
+
+
+# ------------------------------------------------------------------------------------------------------- shard, gather
+
+
+@BOTH_MODES
+@MESHES
+@pytest.mark.parametrize("axis_name", ["fsdp", "dp", ("dp", "fsdp"), ["fsdp", "dp"]], ids=str)
+def test_gathering_undoes_sharding_bit_for_bit(axis_name, dp, fsdp, check_vma):
+    tree = {"w": normal(0, (16, 8)), "v": normal(1, (3, 5)), "scalar": jnp.float32(3), "empty": jnp.zeros((0, 8))}
+
+    def round_trip(tree):
+        back = gather_params(shard_params(tree, axis_name, 0), axis_name)
+        return jax.tree.map(lambda x: x[None], back)
+
+    got = on_mesh(round_trip, mesh_of(dp, fsdp), check_vma, P(), P(AXES))(tree)
+    for name, value in tree.items():
+        assert got[name].shape == (dp * fsdp, *value.shape)
+        assert all(np.array_equal(row, value) for row in got[name]), name
+
+
+@pytest.mark.parametrize(
+    "axis_name, names, local",
+    [
+        ("fsdp", ("fsdp", None), (4, 8)),
+        (("dp", "fsdp"), (("dp", "fsdp"), None), (2, 8)),
+        (["dp"], ("dp", None), (8, 8)),
+    ],
+    ids=str,
+)
+def test_a_slice_comes_in_a_box_with_the_axes_it_is_split_over(axis_name, names, local):
+    box = sharded_tree({"w": jnp.ones((16, 8))}, mesh_of(2, 4), axis_name)["w"]
+    assert isinstance(box, nn.Partitioned)
+    assert box.names == names and box.value.shape == local
+
+
+def test_the_order_of_axes_is_that_of_partition_specs():
+    w, mesh = jnp.arange(16.0).reshape(16, 1), mesh_of(2, 4)
+    for axes in [("dp", "fsdp"), ("fsdp", "dp")]:
+        got = on_mesh(lambda w, axes=axes: shard_params(w, axes, 0).value, mesh, False, P(), P(axes))(w)
+        assert_array_equal(got, w)
+
+
+def test_threshold_and_what_cannot_be_split():
+    tree = {"at": jnp.ones((8, 8)), "below": jnp.ones((8, 7)), "odd": jnp.ones((9, 9)), "key": jax.random.split(jax.random.key(0), 64)}
+    out = sharded_tree(tree, mesh_of(1, 8), "fsdp", min_weight_size=64)
+    assert [name for name, leaf in out.items() if is_box(leaf)] == ["at"]
+    default = sharded_tree({"at": jnp.ones((2**9, 2**9)), "below": jnp.ones((2**9, 2**9 - 1))}, mesh_of(1, 8), "fsdp", None)
+    assert is_box(default["at"]) and not is_box(default["below"])
+
+
+def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
+    tree = {"tp": nn.Partitioned(jnp.ones((16, 8)), ("tp", None)), "short": nn.Partitioned(jnp.ones((16, 8)), ())}
+
+    def local(tree):
+        once = shard_params(tree, "fsdp", 0)
+        assert [leaf.names for leaf in once.values()] == [("fsdp", None), ("tp", "fsdp")]
+        assert jax.tree.structure(shard_params(once, "fsdp", 0)) == jax.tree.structure(once)
+        back = gather_params(once, "fsdp")
+        assert back["tp"].names == ("tp", None) and not is_box(back["short"])
+        return unbox(back)
+
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2, "fsdp": 4})
+    specs = {"tp": P("tp"), "short": P()}
+    got = on_mesh(local, mesh, False, (specs,), specs)(
+        {"tp": nn.Partitioned(normal(0, (16, 8)), ("tp", None)), "short": nn.Partitioned(normal(1, (16, 8)), ())}
+    )
+    assert_array_equal(got["tp"], normal(0, (16, 8)))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("fsdp", "tp", "dp"), ("dp", "fsdp", "tp")], ids=str)
+@pytest.mark.parametrize("gathered", ["fsdp", ("dp", "fsdp")], ids=str)
+def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, check_vma):
+    """The gathered value is the slice that the axes left over hold in the plain layout, and its gradient too."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
+    w, c = normal(0, (16, 3)), normal(1, (16, 3))
+    gone = {gathered} if isinstance(gathered, str) else set(gathered)
+    left = tuple(axis for axis in names if axis not in gone)
+
+    def local(w, c):
+        box = Sharded(w, (names, None))
+
+        def loss(box):
+            out = gather_params(box, gathered)
+            assert out.names == ((left[0] if len(left) == 1 else left), None)
+            return jnp.sum(out.value * c), out.value
+
+        grad, value = jax.grad(loss, has_aux=True)(box)
+        return value[None], grad.value
+
+    specs = (P(names), P(left)), (P(tuple(a for a in mesh.axis_names if a not in left), left), P(names))
+    value, grad = on_mesh(local, mesh, check_vma, *specs)(w, c)
+    assert all(np.array_equal(row, w) for row in value)
+    # Every device along the gathered axes has the same loss, so the mean over them is the gradient of one.
+    assert_allclose(grad, c, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda d: d.__name__)
+def test_leaves_of_any_dtype_come_back_in_it(dtype):
+    w = (normal(0, (16, 8)) * 100).astype(dtype)
+    round_trip = on_mesh(
+        lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp"), mesh_of(1, 8), False, P(), P()
+    )
+    assert_array_equal(round_trip(w), w)
+    assert round_trip(w).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_], ids=lambda d: d.__name__)
+def test_integers_are_never_cast(dtype):
+    w = jnp.arange(1000, 1064).reshape(8, 8).astype(dtype)
+    got = on_mesh(
+        lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp", gather_dtype=jnp.bfloat16), mesh_of(1, 8), False, P(), P()
+    )(w)
+    assert_array_equal(got, w)
+
+
+def test_prng_keys_pass_and_a_sharded_one_is_gathered():
+    keys = jax.random.split(jax.random.key(7), 8)
+
+    def local(whole, part):
+        assert not is_box(shard_params(whole, "fsdp", 0))
+        out = gather_array_with_mean_grads(part, 0, "fsdp", jnp.bfloat16)
+        return jax.random.key_data(out)
+
+    got = on_mesh(local, mesh_of(1, 8), False, (P(), P("fsdp")), P())(keys, keys)
+    assert_array_equal(got, jax.random.key_data(keys))
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("shape", [(16, 3), (3, 16), (3, 5), (8,)], ids=str)
+@MESHES
+@BOTH_MODES
+def test_sharded_gradient_is_the_unsharded_gradient(check_vma, dp, fsdp, shape):
+    w, x = normal(0, shape), normal(1, (32, shape[0]))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def one_device(w, x):
+        grads = jax.grad(lambda s: loss(gather_params(s, "fsdp"), x))(shard_params(w, "fsdp", 0))
+        return gather_params(sync_gradients(grads, AXES), "fsdp")[None]
+
+    want = jax.grad(loss)(w, x)  # one device, no collectives
+    # The gradient comes back whole from every device. (Gathered, its type varies, hence the leading dim.)
+    got = on_mesh(one_device, mesh_of(dp, fsdp), check_vma, (P(), P(AXES)), P(AXES))(w, x)
+    for row in got:
+        assert_allclose(row, want, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING * np.abs(want).max())
+    assert not np.allclose(jax.grad(loss)(w, x[:4]), want, rtol=0.1)  # guard: the shares do differ
+
+
+@BOTH_MODES
+def test_the_backward_pass_is_the_mean_of_what_autodiff_would_sum(check_vma):
+    w, x = normal(0, (16, 4)), normal(1, (8, 4))
+
+    def local(gather):
+        def run(w, x):
+            return jax.grad(lambda w: jnp.sum(jnp.sin(gather(w)) @ x[0]))(w)
+
+        return on_mesh(run, mesh_of(1, 8), check_vma, (P("fsdp"), P("fsdp")), P("fsdp"))(w, x)
+
+    ours = local(lambda w: gather_array_with_mean_grads(w, 0, "fsdp"))
+    summed = local(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True))
+    assert_allclose(8 * ours, summed, rtol=1e-5, atol=1e-6)
+    assert np.abs(summed).max() > 0.1
+
+
+@BOTH_MODES
+def test_dtypes_on_the_wire(check_vma):
+    """The dtypes of the lowered collectives are those asked for; results come back in x's own."""
+
+    def run(gather_dtype, scatter_dtype):
+        def local(w, x):
+            out = jax.value_and_grad(
+                lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", gather_dtype, scatter_dtype) * x)
+            )(w)
+            return out[1], out[0][None]
+
+        fn = on_mesh(local, mesh_of(1, 8), check_vma, (P("fsdp"), P()), P("fsdp"))
+        args = normal(0, (16, 4)), jnp.ones((16, 4), jnp.float32)
+        assert fn(*args)[0].dtype == jnp.float32
+        lines = fn.lower(*args).as_text().splitlines()
+        gathers = [line for line in lines if "all_gather" in line]
+        scatters = [line for line in "".join(lines).split('"stablehlo.reduce_scatter"')[1:]]
+        assert len(gathers) == 1 and len(scatters) == 1
+        return gathers[0].split("->")[1], scatters[0].split("->")[1][:40]
+
+    for gather_dtype, scatter_dtype, on_gather, on_scatter in [
+        (None, None, "f32", "f32"),
+        (jnp.bfloat16, None, "bf16", "f32"),
+        (None, jnp.bfloat16, "f32", "bf16"),
+        ("bfloat16", "float16", "bf16", "f16"),
+    ]:
+        gather, scatter = run(gather_dtype, scatter_dtype)
+        assert f"x{on_gather}>" in gather and f"x{on_scatter}>" in scatter
+
+
+def test_a_float16_mean_does_not_overflow_where_its_sum_would():
+    big = jnp.full((8, 8), 9000, jnp.float16)
+
+    def local(w):
+        return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", None, jnp.float16) * big))(w)
+
+    got = on_mesh(local, mesh_of(1, 8), False, P("fsdp"), P("fsdp"))(jnp.ones((8, 8), jnp.float32))
+    assert_array_equal(got, np.full((8, 8), 9000))
+    assert 8 * 9000 > np.finfo(np.float16).max  # guard
+
+
+@BOTH_MODES
+def test_complex_gradients_keep_their_imaginary_part(check_vma):
+    w = (normal(0, (8, 4)) + 1j * normal(1, (8, 4))).astype(jnp.complex64)
+
+    def loss(w):
+        return jnp.sum(jnp.abs(w - (1 + 2j)) ** 2)
+
+    def local(w):
+        return jax.grad(lambda w: loss(gather_array_with_mean_grads(w, 0, "fsdp")))(w)
+
+    got = on_mesh(local, mesh_of(1, 8), check_vma, P("fsdp"), P("fsdp"))(w)
+    assert_allclose(got, jax.grad(loss)(w), rtol=1e-6)
+    assert np.abs(np.imag(got)).max() > 1
+
+
+def test_integer_leaves_get_no_gradient():
+    tree = {"w": normal(0, (8, 4)), "ids": jnp.arange(8)}
+
+    def local(tree):
+        def loss(tree):
+            whole = gather_params(tree, "fsdp")
+            return jnp.sum(whole["w"][whole["ids"]] ** 2)
+
+        grads = sync_gradients(jax.grad(loss, allow_int=True)(shard_params(tree, "fsdp", 0)), "fsdp")
+        assert grads["ids"].value.dtype == jax.dtypes.float0
+        return grads["w"].value
+
+    assert_allclose(on_mesh(local, mesh_of(1, 8), False, P(), P("fsdp"))(tree), 2 * tree["w"], rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sync
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("axis_names", [("dp", "fsdp"), ["fsdp", "dp"]], ids=str)
+def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_names, check_vma):
+    """Plain ``jax.grad`` in both modes, for a whole leaf and for ones over one axis and over both."""
+    mesh = mesh_of(2, 4)
+    w, x = normal(0, (16, 8)), normal(1, (32, 16))
+    boxes = {"whole": (None, None), "one": ("fsdp", None), "both": (("dp", "fsdp"), None)}
+
+    def loss(tree, x):
+        return sum(jnp.mean(jnp.tanh(x @ w) ** 2) for w in jax.tree.leaves(tree))
+
+    def local(tree, x):
+        tree = {k: Sharded(v, boxes[k]) if any(boxes[k]) else v for k, v in tree.items()}
+        return unbox(sync_gradients(jax.grad(lambda t: loss(gather_params(t, AXES), x))(tree), axis_names))
+
+    specs = {k: P(*names) for k, names in boxes.items()}
+    got = on_mesh(local, mesh, check_vma, (specs, P(AXES)), specs)({k: w for k in boxes}, x)
+    want = jax.grad(loss)({k: w for k in boxes}, x)
+    for name in boxes:
+        assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6 * float(jnp.abs(want[name]).max()))
+
+
+def test_without_sync_devices_would_drift_apart():
+    """The guard of the test above: the local gradient of a whole leaf is far from the mean."""
+    w, x = normal(0, (3, 5)), normal(1, (32, 3))
+    grads = on_mesh(
+        lambda w, x: jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)[None], mesh_of(1, 8), False, (P(), P("fsdp")), P("fsdp")
+    )(w, x)
+    assert np.abs(grads - grads.mean(0)).max() > 0.1 * np.abs(grads.mean(0)).max()
+
+
+def test_narrow_gradients_are_averaged_in_float32():
+    """8 x 9000 does not fit in float16; in bfloat16 the mean of 256 + i would lose every i."""
+    fp16 = jnp.full((8, 1), 9000, jnp.float16)
+    bf16 = (1 + jnp.arange(8) / 128).astype(jnp.bfloat16)[:, None]
+
+    def local(a, b):
+        return sync_gradients({"a": a[0], "b": b[0]}, "fsdp")
+
+    got = on_mesh(local, mesh_of(1, 8), False, (P("fsdp"), P("fsdp")), P())(fp16, bf16)
+    assert got["a"].dtype == jnp.float16 and got["a"] == 9000
+    assert got["b"].dtype == jnp.bfloat16 and got["b"] == jnp.mean(bf16.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: shard_params({"w": w}, "fdsp", 0),
+        lambda w: gather_params({"w": Sharded(w, ("fsdp",))}, "fdsp"),
+        lambda w: gather_array_with_mean_grads(w, 0, ("fsdp", "fdsp")),
+        lambda w: sync_gradients({"w": w}, ("dp", "fdsp")),
+    ],
+    ids=["shard_params", "gather_params", "gather_array_with_mean_grads", "sync_gradients"],
+)
+def test_a_misspelt_axis_lists_the_ones_there_are(call):
+    with pytest.raises(ValueError, match=r"'fdsp' is not a bound mesh axis; the axes bound here are \('dp', 'fsdp'\)"):
+        on_mesh(call, mesh_of(2, 4), False, P(), P())(jnp.ones((8, 4)))
+    with pytest.raises(ValueError, match=r"no mesh axis is bound here. Call it inside jax.shard_map"):
+        call(jnp.ones((8, 4)))
+
+
+def test_a_string_of_two_axes_is_not_two_axes():
+    mesh = DeviceMeshManager.create_device_mesh({"f": 2, "s": 4})
+    with pytest.raises(ValueError, match=r"'fs' is not a bound mesh axis; the axes bound here are \('f', 's'\)"):
+        on_mesh(lambda w: sync_gradients(w, "fs"), mesh, False, P(), P())(jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    "dtype, options, message",
+    [
+        (jnp.complex64, {"gather_dtype": jnp.bfloat16}, r"gather_dtype=bfloat16.*'a/w'.*complex64.*imaginary part"),
+        (jnp.complex64, {"grad_scatter_dtype": jnp.float32}, r"grad_scatter_dtype=float32.*'a/w'.*imaginary part"),
+        (jnp.float32, {"gather_dtype": jnp.complex64}, r"gather_dtype=complex64.*'a/w'.*is a real float"),
+        (jnp.float32, {"gather_dtype": jnp.int8}, r"gather_dtype=int8.*'a/w' of dtype float32.*floating dtype"),
+    ],
+    ids=["complex-gather", "complex-scatter", "real-complex", "int8"],
+)
+def test_a_dtype_that_would_change_the_kind_of_number_is_refused(dtype, options, message):
+    def local(w):
+        return gather_params({"a": {"w": Sharded(w, ("fsdp", None))}}, "fsdp", **options)["a"]["w"]
+
+    with pytest.raises(ValueError, match=message):
+        on_mesh(local, mesh_of(1, 8), False, P("fsdp"), P())(jnp.ones((8, 4), dtype))

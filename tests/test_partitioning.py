@@ -1,0 +1,112 @@
+"""Which dim is split, what a box says, and which spec follows: decided from shapes and names alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from tests.support import mesh_of
+from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed.partitioning import (
+    Sharded,
+    as_axis_names,
+    choose_shard_dim,
+    leaf_axes,
+    leaf_names,
+    leaves_with_path,
+    map_leaves_with_path,
+    split_differentiable,
+)
+
+
+@pytest.mark.parametrize(
+    "shape, names, sizes, threshold, dim, reason",
+    [
+        ((8, 16), (None, None), {"fsdp": 4}, 0, 1, "largest"),
+        ((16, 8), (None, None), {"fsdp": 4}, 0, 0, "largest"),
+        ((8, 8), (None, None), {"fsdp": 4}, 0, 1, "largest"),
+        ((15, 8), (None, None), {"fsdp": 4}, 0, 1, "largest that 4 divides"),
+        ((16, 8), ("tp", None), {"fsdp": 4}, 0, 1, "largest"),
+        ((16, 8), ("tp", None), {"fsdp": 16}, 0, None, "16 divides no free dim"),
+        ((16, 8), ("tp", "ep"), {"fsdp": 4}, 0, None, "taken"),
+        ((16, 8), (None, "fsdp"), {"fsdp": 4}, 0, None, "already split over 'fsdp'"),
+        ((16, 8), (None, ("dp", "fsdp")), {"fsdp": 4}, 0, None, "already split over 'fsdp'"),
+        ((16, 8), (None, "fsdp"), {"dp": 2, "fsdp": 4}, 0, None, "already split over 'fsdp'"),
+        ((16, 4), (None, None), {"dp": 2, "fsdp": 4}, 0, 0, "8 divides"),
+        ((3, 5), (None, None), {"fsdp": 4}, 0, None, "4 divides no free dim of shape"),
+        ((8, 8), (None, None), {"fsdp": 4}, 64, 1, "largest"),  # exactly the threshold: split
+        ((8, 8), (None, None), {"fsdp": 4}, 65, None, "64 values are fewer than min_weight_size=65"),
+        ((), (), {"fsdp": 4}, 0, None, "scalar"),
+        ((0, 8), (None, None), {"fsdp": 4}, 0, None, "no values"),
+    ],
+)
+def test_the_dim_is_the_largest_free_one_that_divides(shape, names, sizes, threshold, dim, reason):
+    choice = choose_shard_dim(shape, names, sizes, threshold)
+    assert choice.dim == dim
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize("given, want", [("fsdp", ("fsdp",)), (("dp", "fsdp"), ("dp", "fsdp")), (["fs"], ("fs",))])
+def test_a_string_is_one_axis_and_a_sequence_is_its_axes(given, want):
+    assert as_axis_names(given) == want
+
+
+@pytest.mark.parametrize("given", [None, (), "", ("fsdp", None), ("fsdp", "fsdp")], ids=str)
+def test_what_names_no_axis_is_refused(given):
+    with pytest.raises(ValueError, match=r"names (no mesh axis|an axis twice).*name|names no mesh axis; pass one"):
+        as_axis_names(given)
+
+
+def test_names_of_any_length_fit_the_dims():
+    assert leaf_names(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))) == ("fsdp", None)
+    assert leaf_names(nn.Partitioned(jnp.ones(()), ("fsdp", None))) == ()
+    assert leaf_names(jnp.ones((2, 3))) == (None, None)
+    assert leaf_axes(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))) == ("dp", "fsdp", "tp")
+
+
+def test_paths_read_like_names():
+    tree = {"blocks": {"kernel": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "list": [jnp.ones(3)]}}
+    assert [path for path, _ in leaves_with_path(tree)] == ["blocks/kernel", "blocks/list/0"]
+    assert map_leaves_with_path(lambda path, _: path, tree)["blocks"]["kernel"] == "blocks/kernel"
+    assert leaves_with_path(jnp.ones(2))[0][0] == "."
+
+
+def test_specs_name_the_axes_that_split_and_no_others():
+    tree = {
+        "column": Sharded(jnp.ones((4, 8)), (None, "fsdp")),
+        "both": Sharded(jnp.ones((8, 4)), (("dp", "fsdp"), None)),
+        "whole": jnp.ones((4, 4)),
+    }
+    assert partition_specs(tree, mesh_of(2, 4)) == {"column": P(None, "fsdp"), "both": P(("dp", "fsdp")), "whole": P()}
+    # An axis of size 1 splits nothing.
+    assert partition_specs(tree, mesh_of(8, 1)) == {"column": P(), "both": P("dp"), "whole": P()}
+
+
+def test_a_box_that_names_no_mesh_axis_is_refused_by_its_path():
+    tree = {"blocks": {"kernel": nn.Partitioned(jnp.ones((3, 8)), ("layers", "fsdp"))}}
+    with pytest.raises(ValueError, match=r"'blocks/kernel' is boxed.*\('dp', 'fsdp'\) and no 'layers'.*metadata_params"):
+        partition_specs(tree, mesh_of(2, 4))
+
+
+def test_what_takes_a_gradient_is_split_off_and_put_back():
+    tree = {"w": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "step": jnp.int32(3), "key": jax.random.key(0)}
+    live, put_back = split_differentiable(tree)
+    assert [leaf.names for leaf in live] == [("fsdp", None)]
+    back = put_back([live[0].replace_boxed(2 * live[0].value)])
+    assert np.array_equal(back["w"].value, 2 * np.ones((4, 2))) and back["step"] == 3 and back["key"] is tree["key"]
+    assert put_back(live, rest=lambda leaf: None)["key"] is None
+
+
+def test_unbox_leaves_values_and_their_places_alone():
+    mesh = mesh_of(2, 4)
+    value = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh):
+        assert unbox({"w": Sharded(value, (None, "dp"))})["w"] is value
+
+
+def test_bytes_are_those_that_lie_on_one_device():
+    mesh = mesh_of(1, 8)
+    split = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, P("fsdp")))
+    assert bytes_per_device({"w": Sharded(split, ("fsdp", None)), "b": jnp.ones(3, jnp.bfloat16)}) == 4 * 4 + 3 * 2
