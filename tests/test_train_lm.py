@@ -1,6 +1,7 @@
 """The training job: its models follow the mathematics, its text is split honestly, sharding leaves the loss curve alone."""
 
 import csv
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from benchmarks.models import LanguageModel, chunkwise_mlstm
 from xlstm_jax.distributed import shard_module_params
 
 TINY = train_lm.TrainConfig(
-    steps=6, batch_size=8, context=32, d_model=16, layers=2, heads=2, min_weight_size=64, eval_every=3, sample_bytes=8
+    steps=6, batch_size=8, context=32, d_model=16, layers=2, heads=2, min_weight_size=64, eval_every=3, sample_bytes=0
 )
 
 
@@ -65,7 +66,7 @@ def test_chunkwise_mlstm_carries_its_state():
 
 def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32():
     inputs = mlstm_inputs(24, input_gate_scale=150.0)
-    assert np.exp(inputs[3], dtype=np.float32, where=inputs[3] < 80).size and inputs[3].max() > 200
+    assert inputs[3].max() > np.log(np.finfo(np.float32).max)  # guard: without a stabiliser it would overflow
     got = chunkwise_mlstm(*(jnp.asarray(x, jnp.float32) for x in inputs), chunk_size=8)
     assert_allclose(got, mlstm_step_by_step(*inputs), rtol=1e-3, atol=1e-4)
 
@@ -78,35 +79,31 @@ def small_model(block, **kwargs):
 def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
     monkeypatch.setattr(models, "CHUNK_SIZE", 8)
     model, tokens = small_model(block), jax.random.randint(jax.random.key(1), (2, 20), 0, 256)
-    variables = model.init(jax.random.key(0), tokens)
-    before = model.apply(variables, tokens)
-    after = model.apply(variables, tokens.at[:, 13].add(1) % 256)
+    variables, apply = jax.jit(model.init)(jax.random.key(0), tokens), jax.jit(model.apply)
+    before, after = apply(variables, tokens), apply(variables, tokens.at[:, 13].add(1) % 256)
     assert_array_equal(after[:, :13], before[:, :13])
     assert np.all(np.abs(after[:, 13:] - before[:, 13:]).max(-1) > 0)  # guard: every later step does see it
 
 
-@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("block", models.BLOCKS)
-def test_wrapping_and_remat_change_no_name_shape_or_value(block, remat):
+def test_wrapping_and_remat_change_no_name_shape_or_value(block):
     def wrap(module):
         return shard_module_params(module, "fsdp", min_weight_size=64)
 
     tokens = jnp.zeros((2, 8), jnp.int32)
-    plain = small_model(block).init(jax.random.key(0), tokens)
-    wrapped = small_model(block, wrap=wrap, remat=remat).init(jax.random.key(0), tokens)
+    plain = jax.jit(small_model(block).init)(jax.random.key(0), tokens)
+    wrapped = jax.jit(small_model(block, wrap=wrap, remat=True).init)(jax.random.key(0), tokens)
     assert jax.tree.structure(plain) == jax.tree.structure(wrapped)
     jax.tree.map(assert_array_equal, plain, wrapped)
 
 
 def test_dropout_is_random_in_training_only():
     model, tokens = small_model("xlstm", dropout=0.5), jnp.zeros((1, 8), jnp.int32)
-    variables = model.init(jax.random.key(0), tokens)
-
-    def logits(seed):
-        return model.apply(variables, tokens, train=True, rngs={"dropout": jax.random.key(seed)})
-
-    assert not np.allclose(logits(1), logits(2))
-    assert_array_equal(model.apply(variables, tokens), small_model("xlstm").apply(variables, tokens))
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    train = jax.jit(lambda key: model.apply(variables, tokens, train=True, rngs={"dropout": key}))
+    assert not np.allclose(train(jax.random.key(1)), train(jax.random.key(2)))
+    without = small_model("xlstm")
+    assert_array_equal(jax.jit(model.apply)(variables, tokens), jax.jit(without.apply)(variables, tokens))
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -165,24 +162,26 @@ def test_byte_frequency_loss_is_an_entropy():
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
-    """The same tiny training, replicated and sharded in several ways, trained when first asked for."""
+    """``runs(steps=9)`` trains TINY with that change, once however often it is asked for."""
     done = {}
 
     def run(**changes):
-        key = repr(sorted(changes.items()))
+        config = dataclasses.replace(TINY, data=(str(corpus),), **changes)
+        key = repr(config)
         if key not in done:
             out = tmp_path_factory.mktemp("run")
-            done[key] = train_lm.train(train_lm.dataclasses.replace(TINY, data=(str(corpus),), out=str(out), **changes))
+            done[key] = train_lm.train(dataclasses.replace(config, out=str(out)))
         return done[key]
 
     return run
 
 
-@pytest.mark.parametrize("mesh", [None, {"dp": 2, "fsdp": 4}, {"fsdp_x": 2, "fsdp_y": 4}], ids=str)
-@pytest.mark.parametrize("model", models.BLOCKS)
+@pytest.mark.parametrize(
+    "model, mesh",
+    [("xlstm", None), ("xlstm", {"dp": 2, "fsdp_x": 2, "fsdp_y": 2}), ("transformer", None)],
+    ids=str,
+)
 def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, model, mesh):
-    if model == "transformer" and mesh is not None:
-        pytest.skip("the meshes are covered with the xLSTM")
     sharded, replicated = runs(model=model, mesh=mesh), runs(model=model, replicated=True)
     assert_allclose(sharded.losses, replicated.losses, rtol=2e-5)
     assert sharded.held_out_loss == pytest.approx(replicated.held_out_loss, rel=2e-5)
@@ -196,8 +195,9 @@ def test_remat_and_minibatches_leave_the_loss_curve_alone(runs):
     assert_allclose(runs(mesh={"fsdp": 4}, remat=True, num_minibatches=2).losses, runs().losses, rtol=2e-5)
 
 
-def test_the_model_beats_byte_frequencies(runs):
-    result = runs(steps=60, lr=2e-2, replicated=True, eval_every=60)
+def test_the_model_beats_byte_frequencies_and_writes_a_sample(runs):
+    result = runs(steps=60, lr=2e-2, mesh={"fsdp": 1}, eval_every=60, sample_bytes=8)
+    assert len(result.sample) == len(train_lm.SAMPLE_PROMPT) + 8
     assert result.held_out_loss < 0.8 * result.baseline
 
 
@@ -211,7 +211,6 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
     assert json.loads((result.out / "config.json").read_text())["mesh"] == {"fsdp": 8}
     for picture in ("loss.png", "memory.png"):
         assert (result.out / picture).read_bytes().startswith(b"\x89PNG")
-    assert len(result.sample) == len(train_lm.SAMPLE_PROMPT) + TINY.sample_bytes
 
 
 # --------------------------------------------------------------------------------------------------------- command line
