@@ -1,11 +1,11 @@
 """Byte-level language models in Flax Linen: an xLSTM and a Transformer with one skeleton.
 
-    bytes[b, t]  -- embedding -->  x[b, t, d]  -- scan over layers of one block -->  norm  -- head -->  logits[b, t, 256]
+    bytes[b, t] -- embedding --> x[b, t, d] -- one block, scanned over layers -->  norm, head  -->  logits[b, t, 256]
 
 The block is chosen by name. The layers are one ``nn.scan``, so a parameter of the block W[d, f] is stacked to
-W[layers, d, f] and XLA compiles a single block. Sharding is a field, ``wrap``: a function from a module class to a module
-class, applied to the embedding, the block and the head. ``wrap=None`` is the very same model without sharding: same
-parameter names, shapes and initial values.
+W[layers, d, f] and XLA compiles a single block. Sharding is a field, ``wrap``: a function from a module class to a
+module class, applied to the embedding, the block and the head. ``wrap=None`` is the very same model without sharding:
+same parameter names, shapes and initial values.
 
 The mLSTM (xLSTM, arXiv 2405.04517, section 2.3) keeps a matrix memory per head. With q[d], k[d], v[e], an exponential
 input gate exp(i) and a forget gate f = sigmoid(f~), a step is
@@ -36,10 +36,10 @@ ModuleWrapper = Callable[[type[nn.Module]], type[nn.Module]]
 def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
     """Outputs of the mLSTM recurrence, computed chunk by chunk.
 
-    Shapes: ``q, k [b, h, t, d]``, ``v [b, h, t, e]``, input gate before its exponential ``i_gate [b, h, t]`` and logarithm
-    of the forget gate ``log_f [b, h, t]``; returns ``[b, h, t, e]`` in v's dtype. ``q`` or ``k`` carries its own 1/sqrt(d).
-    Gates and states are in float32 or wider. ``t`` need not be a multiple of ``chunk_size``: the recurrence is causal, so
-    steps padded at the end change nothing before them.
+    Shapes: ``q, k [b, h, t, d]``, ``v [b, h, t, e]``, input gate before its exponential ``i_gate [b, h, t]`` and
+    logarithm of the forget gate ``log_f [b, h, t]``; returns ``[b, h, t, e]`` in v's dtype. ``q`` or ``k`` carries
+    its own 1/sqrt(d). Gates and states are in float32 or wider. ``t`` need not be a multiple of ``chunk_size``: the
+    recurrence is causal, so steps padded at the end change nothing before them.
     """
     length, dtype = q.shape[2], v.dtype
     # The normaliser n is the memory of a constant 1: as one more column of v it costs no operation of its own.
@@ -62,8 +62,8 @@ def _chunks(x, chunk_size: int):
 def _empty_state(q, k, v, i_gate, log_f):
     """Memory and stabiliser before the first step: zeros.
 
-    Written as a sum over no steps, because inside ``shard_map`` the carry of a scan must vary over the same mesh axes as
-    what is added to it, and ``jnp.zeros`` varies over none.
+    Written as a sum over no steps, because inside ``shard_map`` the carry of a scan must vary over the same mesh axes
+    as what is added to it, and ``jnp.zeros`` varies over none.
     """
     memory = jnp.einsum("bhtd,bhte->bhde", k[0, :, :, :0], v[0, :, :, :0])
     return memory, jnp.sum(i_gate[0, :, :, :0] + log_f[0, :, :, :0], axis=-1)
@@ -72,8 +72,9 @@ def _empty_state(q, k, v, i_gate, log_f):
 def _mlstm_chunk(state, inputs):
     """One chunk: every step reads the memory left by earlier chunks and the steps of its own chunk.
 
-    All exponents are taken relative to the running maximum m (the stabiliser); it cancels in the quotient, where the floor
-    1 of the normaliser becomes exp(-m).
+    All exponents are taken relative to m (the stabiliser), the largest of them so far and of the 0 that stands for
+    the 1 in max(|n^T q|, 1): so nothing overflows, neither where gates are wide open nor where all are shut. It
+    cancels in the quotient, so it takes no gradient.
     """
     memory, m = state
     q, k, v, i_gate, log_f = inputs
@@ -82,7 +83,7 @@ def _mlstm_chunk(state, inputs):
     log_weight = decay[..., :, None] - decay[..., None, :] + i_gate[..., None, :]
     log_weight = jnp.where(causal, log_weight, -jnp.inf)
     log_past = decay + m[..., None]
-    m_step = jnp.maximum(log_past, log_weight.max(-1))
+    m_step = jax.lax.stop_gradient(jnp.maximum(jnp.maximum(log_past, log_weight.max(-1)), 0))
 
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * jnp.exp(log_weight - m_step[..., None])
     past = jnp.einsum("bhtd,bhde->bhte", q, memory) * jnp.exp(log_past - m_step)[..., None]
@@ -213,9 +214,9 @@ BLOCKS: dict[str, type[Block]] = {"xlstm": XLSTMBlock, "transformer": Transforme
 class LanguageModel(nn.Module):
     """Logits of the next byte for ``tokens[b, t]``: float32 ``[b, t, 256]``.
 
-    ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the classes
-    of the embedding, the block and the head; with ``remat`` a block's activations, gathered weights among them, are
-    computed again in the backward pass. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
+    ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the
+    classes of the embedding, the block and the head; with ``remat`` a block's activations, gathered weights among
+    them, are computed again in the backward pass. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
     """
 
     block: str

@@ -2,9 +2,9 @@
 
     files  -- load_text -->  Text(train, held_out: uint8[bytes])  -- random_windows -->  uint8[batch, context + 1]
 
-The default is the source of Python's standard library, which every machine that runs this has. Whole files are held out,
-chosen by a hash of their relative path, and exact copies of a file count once, so that held-out text is unseen text; a zero
-byte ends every file.
+The default is the source of Python's standard library, which every machine that runs this has. Whole files are held
+out, chosen by a hash of their relative path, and exact copies of a file count once, so that held-out text is unseen
+text; a zero byte ends every file.
 
 A byte-frequency model, which knows how often each byte occurs and nothing about order, is the baseline that a language
 model must beat.
@@ -69,7 +69,7 @@ def fixed_windows(data: np.ndarray, count: int, context: int) -> np.ndarray:
 
 
 def byte_frequency_loss(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Cross-entropy, in nats per byte, of ``held_out`` under the byte frequencies of ``train`` (each counted once more)."""
+    """Cross-entropy, in nats per byte, of ``held_out`` under the byte frequencies of ``train`` (add-one)."""
     counts = np.bincount(train, minlength=256) + 1.0
     log_frequency = np.log(counts / counts.sum())
     return -float(np.bincount(held_out, minlength=256) @ log_frequency) / len(held_out)

@@ -1,13 +1,13 @@
 """Trains a byte-level language model, fully sharded, on real text: ``python -m benchmarks.train_lm``.
 
-    config  -- prepare -->  Job(text, mesh, model)  -- train -->  Result, and a folder with metrics.csv and pictures
+    TrainConfig  -- prepare -->  Job(text, mesh, model)  -- run -->  Result, and a folder with metrics.csv and pictures
 
-The mesh decides how. Axes whose name begins with "fsdp" split parameters, gradients and optimizer state; every axis splits
-the batch. ``--replicated`` trains the same model from the same initial values on the same batches without wrapping
-anything: the loss curve is the same, the bytes per device are not.
+The mesh decides how. Axes whose name begins with "fsdp" split parameters, gradients and optimizer state; every axis
+splits the batch. ``--replicated`` trains the same model from the same initial values on the same batches without
+wrapping anything: the loss curve is the same, the bytes per device are not.
 
-Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the model is
-compared with one that knows only the frequency of bytes, and writes some text of its own.
+Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the
+model is compared with one that knows only the frequency of bytes, and writes some text of its own.
 """
 
 import argparse
@@ -176,8 +176,8 @@ def make_mesh(shape: dict[str, int] | None) -> Mesh:
 def _devices(simulated: int) -> list[jax.Device]:
     """The accelerators, else ``simulated`` CPU devices, unless JAX runs already: then the devices that it has.
 
-    ``simulate_cpu_devices`` is for programs that want CPUs in any case. Here only JAX itself can say whether there is an
-    accelerator, and asking starts the backend; so the number is set first, which leaves an accelerator in charge.
+    ``simulate_cpu_devices`` is for programs that want CPUs in any case. Here only JAX itself can say whether there is
+    an accelerator, and asking starts the backend; so the number is set first, which leaves an accelerator in charge.
     """
     try:
         jax.config.update("jax_num_cpu_devices", simulated)
@@ -276,7 +276,11 @@ def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], float]:
 
 
 def fit(job: Job, state: TrainState, rng: jax.Array, console: Console) -> tuple[TrainState, list[dict[str, Any]]]:
-    """All steps, under a progress bar. The last row always has a held-out loss."""
+    """All steps, under a progress bar. The last row always has a held-out loss.
+
+    Raises:
+        FloatingPointError: a loss that is no number; says at which step.
+    """
     config = job.config
     step = make_train_step(loss_fn, job.mesh, job.batch_axes, config.num_minibatches)
     evaluate = make_evaluate(job, state)
@@ -290,6 +294,8 @@ def fit(job: Job, state: TrainState, rng: jax.Array, console: Console) -> tuple[
         for index in range(config.steps):
             state, metrics = step(state, _batch(job, index), rng)
             loss = float(metrics["loss"])
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at step {index + 1}; --lr {config.lr} is too large.")
             speed = config.batch_size * config.context / (time.perf_counter() - last)
             held_out = None
             if (index + 1) % config.eval_every == 0 or index + 1 == config.steps:
@@ -453,10 +459,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = prepare(config)
     except ValueError as error:
-        print(f"train_lm: error: {error}", file=sys.stderr)
-        return 2
-    run(job, Console())
+        return _fail(error, 2)
+    try:
+        run(job, Console())
+    except FloatingPointError as error:
+        return _fail(error, 1)
     return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"train_lm: error: {error}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The optax optimizers and wrappers that the tests put on sharded parameters, one row each.
 
-Left out, because one call of ``update(grads, state, params, value=, grad=, value_fn=)`` is not what they need:
-``lookahead`` and ``contrib.sam`` with ``opaque_mode`` (parameters or gradients of a kind of their own),
-``contrib.sophia`` (second derivatives of the loss, by its own ``obj_fn``), ``contrib.dpsgd`` and
+Left out, because one call of ``update(grads, state, params, value=, grad=, value_fn=)`` is not what they take:
+``lookahead`` (parameters in pairs, fast and slow), ``contrib.sam`` (refuses extra arguments but its own ``grad_fn``),
+``contrib.sophia`` (second derivatives of the loss, through its own ``obj_fn``), ``contrib.dpsgd`` and
 ``contrib.differentially_private_aggregate`` (a gradient for every example).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,14 @@ class Case:
       build: makes the transform; called anew for every use.
       on_shards: ``RIGHT`` where slices suffice, else a regex for what the guard must name as guilty.
       tolerance: between one device and eight, relative to the largest entry of each leaf, after four steps.
+      cache_entries: of the jitted step. A key in the state makes two of one compilation, as its sharding has two spellings.
     """
 
     name: str
     build: Callable[[], optax.GradientTransformationExtraArgs]
     on_shards: str = RIGHT
     tolerance: float = FLOAT32_ROUNDING
+    cache_entries: int = 1
 
 
 def matrices(params):
@@ -52,15 +55,11 @@ def labels(params):
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def kernels_only(params):
-    """True for every leaf that is a kernel by its path."""
-    return jax.tree.map(lambda label: label == "kernel", labels(params))
-
-
 def is_even_step(step):
     return step % 2 == 0
 
 
+FROZEN = {"kernel": True, "bias": False}
 WARMUP = optax.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6)
 
 CASES = [
@@ -87,7 +86,7 @@ CASES = [
     Case("amsgrad", lambda: optax.amsgrad(0.01)),
     Case("adabelief", lambda: optax.adabelief(0.01)),
     Case("yogi", lambda: optax.yogi(0.01)),
-    Case("radam", lambda: optax.radam(0.01, threshold=2.0)),
+    Case("radam", lambda: optax.radam(0.01)),
     Case("optimistic-adam", lambda: optax.optimistic_adam_v2(0.01)),
     Case("adan", lambda: optax.adan(0.01)),
     Case("rmsprop", lambda: optax.rmsprop(0.01)),
@@ -109,28 +108,36 @@ CASES = [
     Case("lars", lambda: optax.lars(1.0, weight_decay=0.1), "scale_by_trust_ratio"),
     Case("fromage", lambda: optax.fromage(0.01), "scale_by_trust_ratio"),
     Case("novograd", lambda: optax.novograd(0.01), "scale_by_novograd"),
-    Case("normalize-by-update-norm", lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)), "normalize"),
+    Case(
+        "normalize-by-update-norm",
+        lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+        "normalize_by_update_norm",
+    ),
     Case("normalize", lambda: optax.chain(contrib.normalize(), optax.sgd(0.1)), "normalize"),
     Case("param-block-norm", lambda: optax.chain(optax.scale_by_param_block_norm(), optax.sgd(0.1)), "block_norm"),
     Case("param-block-rms", lambda: optax.chain(optax.scale_by_param_block_rms(), optax.sgd(0.1)), "block_rms"),
     # Clipping.
     Case("clip", lambda: optax.chain(optax.clip(0.05), optax.sgd(0.1, momentum=0.9))),
-    Case("clip-by-global-norm", lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01)), "clip_by_global"),
+    Case(
+        "clip-by-global-norm-adamw",
+        lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01)),
+        "clip_by_global_norm",
+    ),
     Case("clip-by-block-rms", lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)), "clip_by_block_rms"),
     Case("adaptive-grad-clip", lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "adaptive_grad_clip"),
     Case("centralize", lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), "centralize"),
     # Factored moments and whole matrices.
-    Case("adafactor", lambda: optax.adafactor(0.01), "scale_by_factored_rms|clip_by_block_rms|block_rms"),
-    Case("adafactor-factored", lambda: optax.adafactor(0.01, min_dim_size_to_factor=2), "factored_rms|block_rms"),
+    Case("adafactor", lambda: optax.adafactor(0.01), "clip_by_block_rms"),
+    Case("adafactor-factored", lambda: optax.adafactor(0.01, min_dim_size_to_factor=2), "scale_by_factored_rms"),
     Case(
         "adafactor-unfactored-elementwise",
         lambda: optax.adafactor(0.01, clipping_threshold=None, multiply_by_parameter_scale=False),
     ),
     Case("sm3", lambda: optax.sm3(0.1), "scale_by_sm3"),
-    Case("muon", lambda: contrib.muon(0.01), "scale_by_muon|partition|muon"),
+    Case("muon", lambda: contrib.muon(0.01), "scale_by_muon"),
     Case("galore", lambda: contrib.galore(0.01, rank=2, update_proj_gap=2), "galore"),
     # Step sizes that are found from the whole tree.
-    Case("lbfgs", lambda: optax.lbfgs(), "lbfgs|linesearch"),
+    Case("lbfgs", lambda: optax.lbfgs(), "scale_by_lbfgs"),
     Case("lbfgs-no-linesearch", lambda: optax.lbfgs(0.05, linesearch=None), "scale_by_lbfgs"),
     Case(
         "backtracking-linesearch",
@@ -140,16 +147,20 @@ CASES = [
     Case("polyak-sgd", lambda: optax.polyak_sgd(0.5), "scale_by_polyak"),
     Case("momo", lambda: contrib.momo(0.5), "momo"),
     Case("momo-adam", lambda: contrib.momo_adam(0.05), "momo_adam"),
-    Case("dog", lambda: contrib.dog(1.0), "dog|distance_over_gradients"),
+    Case("dog", lambda: contrib.dog(1.0, reps_rel=1e-2), "scale_by_dog"),
     Case("dowg", lambda: contrib.dowg(1.0), "dowg"),
     Case("prodigy", lambda: contrib.prodigy(1.0, estim_lr0=1e-2), "prodigy"),
     Case("dadapt-adamw", lambda: contrib.dadapt_adamw(1.0, estim_lr0=1e-2), "dadapt_adamw"),
     Case("mechanize", lambda: contrib.mechanize(optax.adamw(0.01), s_init=1e-1), "mechanize"),
     Case("reduce-on-plateau", lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1))),
-    Case("sam", lambda: contrib.sam(optax.sgd(0.1), contrib.normalize(), sync_period=2), "sam"),
     # Noise: every shard would draw the same.
-    Case("noisy-sgd", lambda: optax.noisy_sgd(0.1, key=jax.random.key(3)), "add_noise"),
-    Case("add-noise", lambda: optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(5)), optax.adam(0.01)), "add_noise"),
+    Case("noisy-sgd", lambda: optax.noisy_sgd(0.1, key=jax.random.key(3)), "add_noise", cache_entries=2),
+    Case(
+        "add-noise",
+        lambda: optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(5)), optax.adam(0.01)),
+        "add_noise",
+        cache_entries=2,
+    ),
     # Wrappers.
     Case("zero-nans", lambda: optax.chain(optax.zero_nans(), optax.adam(0.01))),
     Case("apply-if-finite", lambda: optax.apply_if_finite(optax.adam(0.01), 2), "apply_if_finite"),
@@ -157,9 +168,9 @@ CASES = [
     Case(
         "multi-steps-skipping-large",
         lambda: optax.MultiSteps(
-            optax.adamw(0.01), 2, should_skip_update_fn=lambda *args: optax.skip_large_updates(*args, max_squared_norm=1.0)
+            optax.adamw(0.01), 2, should_skip_update_fn=partial(optax.skip_large_updates, max_squared_norm=20.0)
         ).gradient_transformation(),
-        "MultiSteps|gradient_transformation",
+        "MultiSteps",
     ),
     Case("apply-every", lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1))),
     Case("partition", lambda: optax.partition({"kernel": optax.adamw(0.01), "rest": optax.sgd(0.1)}, labels)),
@@ -172,7 +183,7 @@ CASES = [
     Case("inject-hyperparams", lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=WARMUP, weight_decay=0.1)),
     Case("ema", lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1))),
     Case("flatten-adam", lambda: optax.flatten(optax.adam(0.01)), "flatten"),
-    Case("freeze-kernels", lambda: optax.chain(optax.adam(0.01), optax.freeze({"up": {"kernel": True, "bias": False}, "down": {"kernel": True, "bias": False}}))),
+    Case("freeze-part", lambda: optax.chain(optax.adam(0.01), optax.freeze({"up": FROZEN, "down": FROZEN}))),
     Case("set-to-zero-part", lambda: optax.partition({"kernel": optax.adam(0.01), "rest": optax.set_to_zero()}, labels)),
     Case("keep-params-nonnegative", lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative())),
     Case("split-real-and-imaginary", lambda: contrib.split_real_and_imaginary(optax.adam(0.01))),
@@ -180,6 +191,6 @@ CASES = [
     Case("conditionally-mask", lambda: optax.conditionally_mask(optax.adam(0.01), is_even_step)),
     Case(
         "named-chain",
-        lambda: optax.named_chain(("decay", optax.add_decayed_weights(0.1)), ("rms", optax.scale_by_rms()), ("lr", optax.scale(-0.01))),
+        lambda: optax.named_chain(("decay", optax.add_decayed_weights(0.1)), ("rms", optax.rmsprop(0.01))),
     ),
 ]

@@ -11,13 +11,33 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.optimizer_cases import CASES, RIGHT
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain
-from xlstm_jax.distributed import create_train_state, make_train_step, partition_specs, unbox
-from xlstm_jax.distributed import elementwise_only
-from xlstm_jax.distributed.partitioning import Sharded, leaf_axes, leaf_names, leaves_with_path, map_leaves, rebox
+from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    clip_by_global_norm,
+    create_train_state,
+    elementwise_only,
+    global_norm,
+    make_train_step,
+    partition_specs,
+    shardings,
+    unbox,
+)
+from xlstm_jax.distributed.partitioning import Sharded, map_leaves, rebox
 
 STEPS = 4
-by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+MESHES = [(2, 4), (4, 2), (8, 1), (1, 8)]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_mesh = pytest.mark.parametrize("dp, fsdp", MESHES, ids=lambda size: str(size))
+each_mode = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
+
+
+def test_the_table_is_not_empty_and_names_nothing_twice():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 54
+    assert sum(case.on_shards == RIGHT for case in CASES) >= 20 <= sum(case.on_shards != RIGHT for case in CASES)
+
+
+# ------------------------------------------------------------------------------------- outside of shard_map: all exact
 
 
 class TwoLayers(nn.Module):
@@ -31,20 +51,25 @@ class TwoLayers(nn.Module):
         return self.wrap(nn.Dense)(4, name="down", bias_init=nn.initializers.normal(0.1))(x)
 
 
+NAMES = {"up": {"kernel": (None, "fsdp"), "bias": ("fsdp",)}, "down": {"kernel": ("fsdp", None), "bias": (None,)}}
+
+
 def wrapped(cls):
     return fsdp(cls, min_weight_size=16)
 
 
-# ------------------------------------------------------------------------------------- outside of shard_map: all exact
+@cache
+def plain_start():
+    return jax.jit(TwoLayers().init)(jax.random.key(0), whole_batch()["x"])["params"]
 
 
 @cache
-def plain_start():
-    return jax.jit(TwoLayers().init)(jax.random.key(0), data()["x"])["params"]
+def whole_batch():
+    return data()
 
 
 def loss_on_one_device(params):
-    return mean_loss(params, TwoLayers().apply, data())
+    return mean_loss(params, TwoLayers().apply, whole_batch())
 
 
 def on_one_device(tx):
@@ -58,27 +83,57 @@ def on_one_device(tx):
         return optax.apply_updates(params, updates), state
 
     params = plain_start()
-    state = jax.jit(tx.init)(params)
+    # Not weakly typed, as after a step: else the reference would be compiled twice.
+    state = strong(tx.init(params))
     for _ in range(STEPS):
         params, state = step(params, state)
     return params
+
+
+def strong(tree):
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), jax.tree.map(jnp.asarray, tree))
 
 
 def places(tree):
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-@by_name
+def furthest(got, want):
+    """The largest difference of any leaf, in parts of the leaf's largest entry."""
+    got, want = jax.tree.leaves(unbox(got)), jax.tree.leaves(unbox(want))
+    return max(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(w).max() for g, w in zip(got, want, strict=True))
+
+
+@each_case
 def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
-    mesh = mesh_of(2, 4)
-    state = create_train_state(TwoLayers(wrapped), case.build(), mesh, jax.random.key(0), data()["x"], batch_axes=AXES)
-    step = make_train_step(mean_loss, mesh, AXES)
+    mesh, traces = mesh_of(2, 4), []
+
+    def loss_fn(*args):
+        traces.append(args)
+        return mean_loss(*args)
+
+    state = create_train_state(TwoLayers(wrapped), case.build(), mesh, jax.random.key(0), whole_batch()["x"], batch_axes=AXES)
+    step = make_train_step(loss_fn, mesh, AXES)
     before = places((state.params, state.opt_state))
-    for _ in range(STEPS):
-        state, _ = step(state, data(), jax.random.key(1))
-    assert_same_params(state.params, on_one_device(case.build()), case.tolerance)
+    for index in range(STEPS):
+        state, _ = step(state, whole_batch(), jax.random.key(1))
+        traced = traced if index else len(traces)
+    want = on_one_device(case.build())
+    assert_same_params(state.params, want, case.tolerance)
     assert places((state.params, state.opt_state)) == before
-    assert step._cache_size() == 1
+    assert len(traces) == traced, "a later step was compiled again"
+    assert step._cache_size() <= case.cache_entries
+    assert furthest(want, plain_start()) > 20 * case.tolerance  # guard: the optimizer did something
+
+
+def test_the_model_of_the_table_splits_rows_columns_and_vectors_and_leaves_one_whole():
+    tx = optax.adam(0.01)
+    x = whole_batch()["x"]
+    state = create_train_state(TwoLayers(wrapped), tx, mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
+    assert map_leaves(lambda box: getattr(box, "names", (None,)), state.params) == NAMES
+    assert state.opt_state[0].mu["up"]["kernel"].sharding.spec == P(None, "fsdp")
+    assert state.opt_state[0].nu["down"]["kernel"].sharding.spec == P("fsdp")
+    assert_same_params(state.params, plain_start())
 
 
 # ------------------------------------------------------------------------------------- inside of it: right, or refused
@@ -86,8 +141,11 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
 
 def boxed(params):
     """The parameters of ``TwoLayers`` in the boxes that the wrapped model gives them."""
-    names = {"up": {"kernel": (None, "fsdp"), "bias": ("fsdp",)}, "down": {"kernel": ("fsdp", None), "bias": None}}
-    return jax.tree.map(lambda value, n: value if n is None else Sharded(value, n), params, names, is_leaf=lambda x: x is None)
+
+    def box(value, names):
+        return Sharded(value, names) if any(names) else value
+
+    return jax.tree.map(box, params, NAMES)
 
 
 @cache
@@ -104,41 +162,267 @@ def four_gradients():
     return jax.tree.map(gradients, plain_start())
 
 
+def one_update(tx, params, state, grads, value):
+    """One update with given gradients, to which a little of the parameters is added, as from a quadratic loss."""
+    grads = jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)
+    updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=lambda params: value)
+    return optax.apply_updates(params, updates), state
+
+
 def four_updates(tx, params, grads):
-    """Parameters after four updates with given gradients, plus a little of the parameters themselves."""
+    """Parameters after four updates."""
     tx = optax.with_extra_args_support(tx)
-    state = tx.init(params)
-    for step, value in enumerate((2.0, 1.0, 1.5, 1.5)):
-        grad = jax.tree.map(lambda g, p, step=step: g[step] + 0.1 * p, grads, params)
-        updates, state = tx.update(grad, state, params, value=jnp.float32(value), grad=grad, value_fn=_no_loss)
-        params = optax.apply_updates(params, updates)
-    return params
+
+    def step(carry, grads_and_value):
+        return strong(one_update(tx, *carry, *grads_and_value)), None
+
+    values = jnp.array([2.0, 1.0, 1.5, 1.5])  # of the loss, for those that watch it
+    return jax.lax.scan(step, (params, strong(tx.init(params))), (grads, values))[0][0]
 
 
-def _no_loss(params):
-    return jnp.float32(0) * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
-
-
-def on_shards(tx, mesh=None):
+def on_shards(tx, updates=four_updates, check_vma=False):
     """``four_updates`` inside ``shard_map``, every device with its slices."""
-    mesh = mesh or mesh_of(2, 4)
-    params, grads = boxed(plain_start()), four_gradients()
+    mesh, params = mesh_of(2, 4), boxed(plain_start())
     specs = partition_specs(params, mesh)
     stacked = jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
     def local(params, grads):
-        boxes = map_leaves(rebox, params, grads)
-        return four_updates(tx, params, boxes)
+        return updates(tx, params, map_leaves(rebox, params, grads))
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, stacked), out_specs=specs, check_vma=False)
-    return jax.jit(run)(params, grads)
+    return on_mesh(local, mesh, check_vma, (specs, stacked), specs)(params, four_gradients())
 
 
-@by_name
+def off_shards(tx):
+    """``four_updates`` on one device."""
+    return jax.jit(lambda params, grads: four_updates(tx, params, grads))(plain_start(), four_gradients())
+
+
+@each_case
 def test_guard_lets_through_what_is_right_and_refuses_the_rest(case):
+    tx = elementwise_only(case.build())
     if case.on_shards == RIGHT:
-        want = jax.jit(lambda params, grads: four_updates(case.build(), params, grads))(plain_start(), four_gradients())
-        assert_same_params(on_shards(elementwise_only(case.build())), want)
-        return
-    with pytest.raises(ValueError, match=rf"(?s)elementwise_only: '.*({case.on_shards}).*' is wrong on shards.*make_train_step"):
-        on_shards(elementwise_only(case.build()))
+        assert_same_params(on_shards(tx), off_shards(case.build()), case.tolerance)
+    else:
+        rule = rf"elementwise_only: '.*({case.on_shards}).*' is wrong on shards: .*make_train_step"
+        with pytest.raises(ValueError, match=rule):
+            on_shards(tx)
+
+
+WRONG_ON_SHARDS = {
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "lamb": lambda: optax.lamb(0.05),
+    "adafactor": lambda: optax.adafactor(0.05, min_dim_size_to_factor=2),
+}
+
+
+@pytest.mark.parametrize("build", WRONG_ON_SHARDS.values(), ids=WRONG_ON_SHARDS)
+def test_what_is_refused_would_be_clearly_wrong(build):
+    assert furthest(on_shards(build()), off_shards(build())) > 0.01
+
+
+# ------------------------------------------------------------------------------------- norm and clipping over the shards
+
+BOXES = {
+    "one": ("fsdp", None),
+    "other": (None, "dp"),
+    "tuple": (("dp", "fsdp"), None),
+    "two_dims": ("dp", "fsdp"),
+    "whole": (None, None),
+}
+
+
+def tree_of(leaves, dtype=jnp.float32):
+    """A tree {"layer": {name: 16 x 8}}, boxed as ``BOXES`` says; entries grow, so that every slice has a norm of its own."""
+    rng = np.random.default_rng(3)
+    values = {name: jnp.asarray(rng.normal(size=(16, 8)) * (1 + np.arange(128).reshape(16, 8)), dtype) for name in leaves}
+    return {"layer": {n: Sharded(v, BOXES[n]) if any(BOXES[n]) else v for n, v in values.items()}}
+
+
+def over_mesh(fn, tree, mesh, check_vma, out_specs=None):
+    specs = partition_specs(tree, mesh)
+    return on_mesh(fn, mesh, check_vma, (specs,), specs if out_specs is None else out_specs)
+
+
+def clip(max_norm):
+    tx = clip_by_global_norm(max_norm)
+    return lambda tree: tx.update(tree, tx.init(tree))[0]
+
+
+@each_mode
+@each_mesh
+@pytest.mark.parametrize("leaves", [[name] for name in BOXES] + [list(BOXES)], ids="-".join)
+def test_norm_over_shards_is_the_norm_of_the_whole(leaves, dp, fsdp, check_vma):
+    tree, mesh = tree_of(leaves), mesh_of(dp, fsdp)
+    got = over_mesh(global_norm, tree, mesh, check_vma, P())(tree)
+    np.testing.assert_allclose(got, optax.tree.norm(unbox(tree)), rtol=1e-6)
+    assert got.dtype == jnp.float32
+
+
+@each_mode
+@each_mesh
+def test_clipping_over_shards_is_that_of_the_whole(dp, fsdp, check_vma):
+    tree, mesh = tree_of(BOXES), mesh_of(dp, fsdp)
+    norm = float(optax.tree.norm(unbox(tree)))
+    got = over_mesh(clip(norm / 3), tree, mesh, check_vma)(tree)
+    want = optax.clip_by_global_norm(norm / 3).update(unbox(tree), optax.EmptyState())[0]
+    assert_same_params(got, want, 1e-6)
+    assert optax.tree.norm(want) < 0.4 * norm  # guard: the limit was passed
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+
+
+@each_mode
+def test_clipping_leaves_what_is_below_the_limit_bit_for_bit(check_vma):
+    tree, mesh = tree_of(BOXES), mesh_of(2, 4)
+    limit = 1.01 * float(optax.tree.norm(unbox(tree)))
+    got = over_mesh(clip(limit), tree, mesh, check_vma)(tree)
+    jax.tree.map(np.testing.assert_array_equal, got, tree)
+
+
+@each_mode
+@pytest.mark.parametrize(
+    "leaves, count",
+    [(["whole"], 0), (["one"], 1), (["tuple", "two_dims"], 1), (["one", "other", "whole"], 2), (list(BOXES), 3)],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_norm_costs_one_collective_for_each_set_of_axes(leaves, count, check_vma):
+    tree = tree_of(leaves)
+    text = over_mesh(global_norm, tree, mesh_of(2, 4), check_vma, P()).lower(tree).as_text()
+    assert text.count("all_reduce") == count
+
+
+def test_norm_refuses_a_gradient_that_was_not_averaged():
+    tree, mesh = tree_of(["one", "whole"]), mesh_of(2, 4)
+    specs = {"layer": {"one": P("fsdp"), "whole": P("dp")}}
+    rule = r"'layer/whole' of shape \(8, 8\) differs between devices along 'dp'.*sync_gradients.*in its box"
+    with pytest.raises(ValueError, match=rule):
+        on_mesh(global_norm, mesh, True, (specs,), P())(tree)
+
+
+@pytest.mark.parametrize("fn", [global_norm, clip(1.0)], ids=["norm", "clip"])
+def test_norm_refuses_a_box_that_names_no_bound_axis(fn):
+    def local(value):
+        return fn({"layer": {"kernel": Sharded(value, ("tp", "fsdp"))}})
+
+    rule = r"'layer/kernel'.*'tp' is not a bound mesh axis; the axes bound here are \('dp', 'fsdp'\)"
+    with pytest.raises(ValueError, match=rule):
+        on_mesh(local, mesh_of(2, 4), False, (P(None, "fsdp"),), P())(jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("placed", [True, False], ids=["on-the-mesh", "on-one-device"])
+def test_norm_and_clipping_outside_of_shard_map_see_global_values(placed):
+    tree = tree_of(BOXES)
+    norm = float(optax.tree.norm(unbox(tree)))
+    if placed:
+        tree = jax.device_put(tree, map_leaves(rebox, tree, shardings(tree, mesh_of(2, 4))))
+    np.testing.assert_allclose(jax.jit(global_norm)(tree), norm, rtol=1e-6)
+    np.testing.assert_allclose(optax.tree.norm(unbox(jax.jit(clip(norm / 3))(tree))), norm / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+def test_clipping_keeps_narrow_dtypes_and_sums_their_squares_in_float32(dtype):
+    tree = tree_of(["one", "whole"], dtype)
+    tree["layer"]["wide"] = tree_of(["two_dims"])["layer"]["two_dims"]
+    norm = float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), unbox(tree))))
+    got = over_mesh(clip(norm / 4), tree, mesh_of(2, 4), True)(tree)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, tree)
+    # Two roundings, of the norm and of the quotient, to the mantissa of the narrow dtype.
+    assert furthest(got, jax.tree.map(lambda x: x.astype(jnp.float32) / 4, tree)) < 2 * float(jnp.finfo(dtype).eps)
+
+
+def test_clipping_passes_what_takes_no_gradient():
+    count = np.zeros((3,), jax.dtypes.float0)
+
+    def local(tree):
+        clipped = clip(1.0)({**tree, "count": count})
+        assert clipped.pop("count") is count
+        return clipped
+
+    tree = tree_of(["one", "whole"])
+    got = over_mesh(local, tree, mesh_of(2, 4), True)(tree)
+    np.testing.assert_allclose(optax.tree.norm(unbox(got)), 1, rtol=1e-6)
+
+
+@each_mode
+def test_clipping_over_shards_before_adamw_passes_the_guard_and_is_right(check_vma):
+    def loop(tx, params, grads):
+        state = tx.init(params)
+        for step in range(STEPS):
+            params, state = one_update(tx, params, state, jax.tree.map(lambda g, step=step: g[step], grads), 1.0)
+        return params
+
+    def after(clipping):
+        return optax.chain(clipping, optax.adamw(0.1, eps=0.1))  # a large eps: Adam alone would undo the scaling
+
+    got = on_shards(elementwise_only(after(clip_by_global_norm(0.5))), loop, check_vma)
+    want = off_shards(after(optax.clip_by_global_norm(0.5)))
+    assert_same_params(got, want)
+    assert furthest(off_shards(after(optax.identity())), want) > 0.01  # guard: clipping matters
+
+
+# --------------------------------------------------------------------------------------------------- more of the guard
+
+
+def whole_and_split():
+    """A boxed tree outside of ``shard_map``, of global shapes."""
+    return boxed(plain_start())
+
+
+def only_the_first_kernel(params):
+    return {"up": jax.tree.map(lambda p: p.ndim > 1, params["up"]), "down": jax.tree.map(lambda p: False, params["down"])}
+
+
+def test_guard_refuses_a_norm_that_a_mask_hides_from_most_leaves():
+    tx = elementwise_only(optax.masked(optax.clip_by_global_norm(0.1), only_the_first_kernel))
+    with pytest.raises(ValueError, match=r"'masked\(clip_by_global_norm\)'.*'up/kernel'"):
+        tx.init(whole_and_split())
+
+
+def test_guard_finds_a_factored_moment_that_the_small_tree_is_too_small_to_show():
+    # Matrices of the small tree have dims of 3 and 4, below 8; the real ones are 8 x 16 and 16 x 4.
+    tx = optax.adafactor(0.01, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
+    with pytest.raises(ValueError, match=r"'scale_by_factored_rms'.*has the shape \(8,\), which no parameter has"):
+        elementwise_only(tx).init(whole_and_split())
+
+
+def test_guard_sees_a_leaf_that_is_split_along_two_dims_in_both():
+    # The mean over the second dim does not notice a cut through the first.
+    params = {"kernel": Sharded(jnp.ones((8, 8)), ("dp", "fsdp"))}
+    with pytest.raises(ValueError, match="'centralize' is wrong on shards"):
+        elementwise_only(optax.centralize()).init(params)
+
+
+@pytest.mark.parametrize("build", WRONG_ON_SHARDS.values(), ids=WRONG_ON_SHARDS)
+def test_guard_lets_anything_through_where_nothing_is_split(build):
+    params = plain_start()
+    guarded, grads = elementwise_only(build()), jax.tree.map(jnp.ones_like, params)
+    got, _ = guarded.update(grads, guarded.init(params), params)
+    want, _ = build().update(grads, build().init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_guard_tries_a_transform_once_for_each_kind_of_tree():
+    calls, adam = [], optax.adam(0.1)
+
+    def counting(updates, state, params=None):
+        calls.append(1)
+        return adam.update(updates, state, params)
+
+    def calls_of(fn, *args):
+        before = len(calls)
+        return fn(*args), len(calls) - before
+
+    tx, params = elementwise_only(optax.GradientTransformation(adam.init, counting)), whole_and_split()
+    state, tried = calls_of(tx.init, params)
+    assert tried > 0
+    assert calls_of(tx.update, params, state, params)[1] == 1
+    assert calls_of(tx.init, params)[1] == 0
+    assert calls_of(tx.init, {"kernel": params["up"]["kernel"]})[1] == tried
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda fn: lambda *args: jax.eval_shape(fn, *args)], ids=["jit", "eval_shape"])
+def test_guard_decides_while_a_trace_is_under_way(transform):
+    params = whole_and_split()
+    state = transform(elementwise_only(optax.adam(0.1)).init)(params)
+    assert state[0].mu["up"]["kernel"].names == (None, "fsdp")
+    with pytest.raises(ValueError, match="'scale_by_trust_ratio' is wrong on shards"):
+        transform(elementwise_only(optax.lamb(0.1)).init)(params)

@@ -1,4 +1,4 @@
-"""The training job: its models follow the mathematics, its text is split honestly, sharding leaves the loss curve alone."""
+"""The training job: models that follow the mathematics, text split honestly, one loss curve however it is sharded."""
 
 import csv
 import dataclasses
@@ -69,6 +69,23 @@ def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32(
     assert inputs[3].max() > np.log(np.finfo(np.float32).max)  # guard: without a stabiliser it would overflow
     got = chunkwise_mlstm(*(jnp.asarray(x, jnp.float32) for x in inputs), chunk_size=8)
     assert_allclose(got, mlstm_step_by_step(*inputs), rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_of_chunkwise_mlstm_are_those_of_the_recurrence():
+    inputs = mlstm_inputs(12)
+    directions = [np.random.default_rng(1).normal(size=x.shape) for x in inputs]
+    steps = [mlstm_step_by_step(*(x + e * d for x, d in zip(inputs, directions, strict=True))) for e in (1e-6, -1e-6)]
+    with jax.enable_x64(True):
+        _, got = jax.jvp(lambda *x: chunkwise_mlstm(*x, chunk_size=4), inputs, tuple(directions))
+    assert_allclose(got, (steps[0] - steps[1]) / 2e-6, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("i_gate, log_f", [(-120.0, -120.0), (120.0, -120.0), (120.0, -0.1), (0.0, -1000.0)])
+def test_chunkwise_mlstm_has_finite_gradients_with_gates_wide_open_or_shut(i_gate, log_f):
+    q, k, v, gate, _ = (jnp.asarray(x, jnp.float32) for x in mlstm_inputs(24))
+    gates = jnp.full_like(gate, i_gate), jnp.full_like(gate, log_f)
+    grads = jax.grad(lambda *x: jnp.sum(chunkwise_mlstm(*x, chunk_size=8) ** 2), range(5))(q, k, v, *gates)
+    assert all(np.all(np.isfinite(grad)) for grad in grads)
 
 
 def small_model(block, **kwargs):
@@ -240,6 +257,12 @@ def test_a_bad_option_is_one_line_and_exit_code_2(arguments, message, corpus, tm
     assert error.count("\n") == 1
     with pytest.raises(ValueError, match=message):
         raise ValueError(error)
+
+
+def test_a_training_that_diverges_says_so(corpus, tmp_path, capsys):
+    tiny = "--steps 20 --batch-size 2 --mesh fsdp=1 --context 8 --d-model 8 --layers 1 --heads 1 --model transformer"
+    assert train_lm.main([*tiny.split(), "--lr", "1e30", "--data", str(corpus), "--out", str(tmp_path)]) == 1
+    assert "the loss is nan at step" in capsys.readouterr().err
 
 
 def exit_code(arguments):

@@ -74,22 +74,24 @@ def init_sharded(
     Raises:
       ValueError: a wrapper or a box names an axis that the mesh does not have.
     """
+    return jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)(rng, inputs)
+
+
+def jitted_init(
+    model: nn.Module, mesh: Mesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
+) -> Any:
+    """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at."""
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
-    init = _init_fn(model, mesh, kwargs)
-    placed = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
-    out = shardings(jax.eval_shape(init, rng, inputs), mesh)
-    return jax.jit(init, in_shardings=placed, out_shardings=out)(rng, inputs)
-
-
-def _init_fn(model: nn.Module, mesh: Mesh, kwargs: dict[str, Any]) -> Callable[[PyTree, PyTree], PyTree]:
-    """``model.init`` where wrapped modules see the sizes of the mesh's axes and box global values accordingly."""
 
     def init(rng, inputs):
+        # Wrapped modules see the sizes of the axes here, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return model.init(rng, *inputs, **kwargs)
 
-    return init
+    placed = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
+    out = shardings(jax.eval_shape(init, rng, inputs), mesh)
+    return jax.jit(init, in_shardings=placed, out_shardings=out)
 
 
 def _input_sharding(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:

@@ -1,0 +1,106 @@
+"""Initialisation: the values of the plain model on one device, for any mesh, and no device ever holding the whole."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import AXES, Model, fsdp, mesh_of
+from xlstm_jax.distributed import init_sharded, unbox
+from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
+from xlstm_jax.distributed.training import jitted_init
+
+KEY, X = jax.random.key(0), jnp.ones((16, 8))
+
+
+class ManyInitializers(nn.Module):
+    """One leaf for each initializer of note, and raw random bits."""
+
+    @nn.compact
+    def __call__(self, x):
+        inits = nn.initializers
+        for name in ["lecun_normal", "lecun_uniform", "glorot_normal", "he_uniform", "orthogonal", "truncated_normal", "normal"]:
+            self.param(name, getattr(inits, name)(), (64, 32))
+        self.param("bits", lambda key: jax.random.bits(key, (64, 32)))
+        self.param("bf16", inits.normal(1.0, jnp.bfloat16), (64, 32))
+        self.param("complex", inits.normal(1.0, jnp.complex64), (64, 32))
+        self.param("constant", inits.constant(3.0), (64,))
+        return nn.Embed(48, 16)(jnp.zeros(4, jnp.int32)).sum() + x.sum()
+
+
+def units_apart(a, b):
+    """The largest distance in units of the last place, for real floats of one dtype."""
+    a, b = np.asarray(a), np.asarray(b)
+    spacing = np.spacing(np.maximum(np.abs(a), np.abs(b)).astype(np.float64).astype(a.dtype))
+    return np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)) / np.asarray(spacing, np.float64), initial=0)
+
+
+@pytest.mark.parametrize("dp, fsdp_size", [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", ["blocks", "initializers"])
+def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
+    plain, wrapped = {
+        "blocks": (Model(), Model(fsdp())),
+        "initializers": (ManyInitializers(), fsdp(ManyInitializers)()),
+    }[name]
+    want = jax.jit(plain.init)(KEY, X)
+    got = init_sharded(wrapped, mesh_of(dp, fsdp_size), KEY, X, batch_axes=AXES)
+    split_by_three = name == "initializers"  # the blocks have no dim that 3 divides, and stay whole there
+    assert fsdp_size == 3 and not split_by_three or any(is_box(leaf) for _, leaf in leaves_with_path(got))
+    for (path, w), g in zip(leaves_with_path(want), jax.tree.leaves(unbox(got)), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), path
+        if not jnp.issubdtype(w.dtype, jnp.inexact):
+            assert np.array_equal(g, w), path  # the random bits, always
+        elif path.endswith("orthogonal"):
+            # A QR decomposition: sums over a column, in an order that follows the layout.
+            np.testing.assert_allclose(g, w, atol=1e-6)
+        else:
+            parts = [(g.real, w.real), (g.imag, w.imag)] if jnp.issubdtype(w.dtype, jnp.complexfloating) else [(g, w)]
+            assert all(units_apart(a, b) <= 2 for a, b in parts), path
+
+
+def test_another_key_gives_other_values():
+    first, second = (init_sharded(Model(fsdp()), mesh_of(1, 8), jax.random.key(i), X, batch_axes=AXES) for i in (0, 1))
+    assert not np.allclose(first["params"]["Dense_0"]["kernel"].value, second["params"]["Dense_0"]["kernel"].value)
+
+
+def largest_buffer(compiled_text):
+    """The largest number of values in any array of a compiled program."""
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled_text)
+    return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
+
+
+def test_no_device_ever_holds_a_whole_leaf():
+    """Read off the compiled program of each device: its largest array is a slice, not the leaf."""
+    rows, columns = 256, 512
+    model = fsdp(nn.Dense)(columns)
+    x = jnp.ones((8, rows))
+    compiled = jitted_init(model, mesh_of(1, 8), KEY, x, batch_axes=AXES).lower(KEY, (x,)).compile().as_text()
+    assert largest_buffer(compiled) <= rows * columns // 8
+    plain = jax.jit(nn.Dense(columns).init).lower(KEY, x).compile().as_text()
+    assert largest_buffer(plain) >= rows * columns  # guard: the reading sees a whole leaf where there is one
+
+
+def test_inputs_of_any_size_and_keywords_pass():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dropout(0.5, deterministic=not train)(fsdp(nn.Dense)(32)(x))
+
+    rngs = {"params": KEY, "dropout": jax.random.key(1)}
+    one = init_sharded(Net(), mesh_of(2, 4), rngs, jnp.ones((1, 8)), batch_axes=AXES, train=True)
+    many = init_sharded(Net(), mesh_of(2, 4), rngs, np.ones((16, 8), np.float32), batch_axes=AXES, train=False)
+    assert jax.tree.all(jax.tree.map(np.array_equal, unbox(one), unbox(many)))
+
+
+def test_a_mesh_with_explicit_axes_does_as_well():
+    explicit = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    got, want = (init_sharded(Model(fsdp()), mesh, KEY, X, batch_axes=AXES) for mesh in (explicit, mesh_of(2, 4)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, unbox(got), unbox(want)))
+
+
+def test_a_batch_axis_that_is_no_mesh_axis_is_refused():
+    with pytest.raises(ValueError, match=r"batch_axes='data': the mesh has no axis 'data'; its axes are .*'dp': 2, 'fsdp': 4"):
+        init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes="data")

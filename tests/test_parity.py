@@ -1,0 +1,121 @@
+"""Sharded training is the training of one device: gradients and ten AdamW steps, over every mesh and option.
+
+The reference runs on one device without any collective. In float32 both do the same sums in another order, so they agree
+to 1e-5 of a leaf's largest entry. A gather in bfloat16 rounds each device's gradient to 8 bits before the mean: the
+reference does likewise, share by share, and an entry that lies at the border of two roundings may then fall to either
+side, one bfloat16 unit (2^-8) in one share out of N.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.support import FLOAT32_ROUNDING, Model, assert_same_params, data, fsdp, mean_loss
+from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed.partitioning import is_box, leaf_axes, leaves_with_path, map_leaves
+
+MESHES = {
+    "8": {"fsdp": 8},
+    "4x2": {"dp": 4, "fsdp": 2},
+    "2x4": {"dp": 2, "fsdp": 4},
+    "1x8": {"dp": 1, "fsdp": 8},
+    "1": {"fsdp": 1},
+}
+STEPS, LEARNING_RATE = 10, 1e-3
+BATCH = data()
+
+
+def keep_gradients():
+    """An optax transform that changes nothing and remembers the gradients that it was given."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
+    )
+
+
+def optimizer():
+    return optax.chain(keep_gradients(), optax.adamw(LEARNING_RATE))
+
+
+def train(step, state):
+    """The gradients of the first step, all losses, and the last parameters."""
+    losses = []
+    for index in range(STEPS):
+        state, metrics = step(state, BATCH, jax.random.key(0))
+        losses.append(float(metrics["loss"]))
+        if index == 0:
+            grads = jax.device_get(state.opt_state[0])
+    return grads, losses, jax.device_get(unbox(state.params))
+
+
+@cache
+def reference(scan: bool, cast: frozenset, shares: int):
+    """The same on one device: plain modules, a loop over the shares of the batch, leaves in ``cast`` rounded to bf16."""
+    model, tx = Model(scan=scan), optimizer()
+    params = jax.jit(model.init)(jax.random.key(0), BATCH["x"])["params"]
+
+    def rounded(path, leaf):
+        return leaf.astype(jnp.bfloat16) if jax.tree_util.keystr(path, simple=True, separator="/") in cast else leaf
+
+    def loss(params, share):
+        return mean_loss(jax.tree_util.tree_map_with_path(rounded, params), model.apply, share)
+
+    def gradient_of_share(params, share):
+        # Rounding happens where the gather is: on the gradient of each share, before the mean.
+        value, grads = jax.value_and_grad(loss)(params, share)
+        return value, grads
+
+    @jax.jit
+    def step(params, opt_state):
+        parts = [jax.tree.map(lambda x, i=i: jnp.split(x, shares)[i], BATCH) for i in range(shares)]
+        values, grads = zip(*[gradient_of_share(params, part) for part in parts], strict=True)
+        grads = jax.tree.map(lambda *g: sum(g) / shares, *grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return sum(values) / shares, grads, optax.apply_updates(params, updates), opt_state
+
+    opt_state, losses = tx.init(params), []
+    for index in range(STEPS):
+        value, grads, params, opt_state = step(params, opt_state)
+        losses.append(float(value))
+        first = grads if index == 0 else first
+    return jax.device_get(first), losses, jax.device_get(params)
+
+
+@pytest.mark.parametrize("gather_dtype", [None, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("remat", [False, True], ids=["keep", "remat"])
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("mesh_shape", MESHES)
+def test_sharded_training_is_the_training_of_one_device(mesh_shape, check_vma, scan, remat, gather_dtype):
+    shape = MESHES[mesh_shape]
+    devices = int(np.prod(list(shape.values())))
+    mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices])
+    model = Model(fsdp(gather_dtype=gather_dtype), scan, remat)
+    state = create_train_state(model, optimizer(), mesh, jax.random.key(0), BATCH["x"], batch_axes=tuple(shape))
+    boxed = frozenset(path for path, leaf in leaves_with_path(state.params) if is_box(leaf))
+    assert len(boxed) >= 5 and all(leaf_axes(leaf) == ("fsdp",) for _, leaf in leaves_with_path(state.params) if is_box(leaf))
+
+    got = train(make_train_step(mean_loss, mesh, tuple(shape), check_vma=check_vma), state)
+    want = reference(scan, boxed if gather_dtype else frozenset(), devices if gather_dtype else 1)
+
+    rounding = FLOAT32_ROUNDING if gather_dtype is None else 2.0**-8 / devices + FLOAT32_ROUNDING
+    assert_same_params(got[0], want[0], rounding)
+    np.testing.assert_allclose(got[1], want[1], rtol=max(rounding / 10, 2e-6))
+    # A step moves an entry by at most the learning rate; its relative error is that of the gradients.
+    assert_same_params(got[2], want[2], FLOAT32_ROUNDING if gather_dtype is None else STEPS * LEARNING_RATE * rounding * 4)
+
+
+def test_the_table_would_see_a_missing_mean():
+    """The guard: one device's share alone gives other gradients, and bfloat16 others than float32."""
+    first, _, _ = reference(True, frozenset(), 1)
+    model = Model()
+    params = jax.jit(model.init)(jax.random.key(0), BATCH["x"])["params"]
+    share = jax.tree.map(lambda x: x[:2], BATCH)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_params(jax.grad(mean_loss)(params, model.apply, share), first, tolerance=0.1)
+    with pytest.raises(AssertionError, match="off by"):
+        narrow = map_leaves(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+        assert_same_params(jax.grad(mean_loss)(narrow, model.apply, BATCH), first)
