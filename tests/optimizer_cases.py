@@ -30,7 +30,8 @@ class Case:
       build: makes the transform; called anew for every use.
       on_shards: ``RIGHT`` where slices suffice, else a regex for what the guard must name as guilty.
       tolerance: between one device and eight, relative to the largest entry of each leaf, after four steps.
-      cache_entries: of the jitted step. A key in the state makes two of one compilation, as its sharding has two spellings.
+      cache_entries: of the jitted step, at most. Two come of one compilation where the state holds a PRNG key, the
+        sharding of which JAX spells in two ways.
     """
 
     name: str
@@ -124,7 +125,11 @@ CASES = [
         "clip_by_global_norm",
     ),
     Case("clip-by-block-rms", lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)), "clip_by_block_rms"),
-    Case("adaptive-grad-clip", lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "adaptive_grad_clip"),
+    Case(
+        "adaptive-grad-clip",
+        lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+        "adaptive_grad_clip",
+    ),
     Case("centralize", lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), "centralize"),
     # Factored moments and whole matrices.
     Case("adafactor", lambda: optax.adafactor(0.01), "clip_by_block_rms"),
@@ -147,7 +152,7 @@ CASES = [
     Case("polyak-sgd", lambda: optax.polyak_sgd(0.5), "scale_by_polyak"),
     Case("momo", lambda: contrib.momo(0.5), "momo"),
     Case("momo-adam", lambda: contrib.momo_adam(0.05), "momo_adam"),
-    Case("dog", lambda: contrib.dog(1.0, reps_rel=1e-2), "scale_by_dog"),
+    Case("dog", lambda: contrib.dog(1.0, init_step=("distance", 0.01)), "scale_by_dog"),
     Case("dowg", lambda: contrib.dowg(1.0), "dowg"),
     Case("prodigy", lambda: contrib.prodigy(1.0, estim_lr0=1e-2), "prodigy"),
     Case("dadapt-adamw", lambda: contrib.dadapt_adamw(1.0, estim_lr0=1e-2), "dadapt_adamw"),
@@ -184,7 +189,10 @@ CASES = [
     Case("ema", lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1))),
     Case("flatten-adam", lambda: optax.flatten(optax.adam(0.01)), "flatten"),
     Case("freeze-part", lambda: optax.chain(optax.adam(0.01), optax.freeze({"up": FROZEN, "down": FROZEN}))),
-    Case("set-to-zero-part", lambda: optax.partition({"kernel": optax.adam(0.01), "rest": optax.set_to_zero()}, labels)),
+    Case(
+        "set-to-zero-part",
+        lambda: optax.partition({"kernel": optax.adam(0.01), "rest": optax.set_to_zero()}, labels),
+    ),
     Case("keep-params-nonnegative", lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative())),
     Case("split-real-and-imaginary", lambda: contrib.split_real_and_imaginary(optax.adam(0.01))),
     Case("conditionally-transform", lambda: optax.conditionally_transform(optax.adam(0.01), is_even_step)),

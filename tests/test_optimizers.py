@@ -1,6 +1,6 @@
 """Optimizers on sharded parameters: exact outside ``shard_map``, and inside of it exact or refused."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_the_table_is_not_empty_and_names_nothing_twice():
 
 
 class TwoLayers(nn.Module):
-    """A kernel whose columns are split, one whose rows are, a vector that is split, and one of 4 values that stays whole."""
+    """A kernel split by columns, one split by rows, a vector that is split, and one of 4 values that stays whole."""
 
     wrap: object = plain
 
@@ -112,7 +112,8 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
         traces.append(args)
         return mean_loss(*args)
 
-    state = create_train_state(TwoLayers(wrapped), case.build(), mesh, jax.random.key(0), whole_batch()["x"], batch_axes=AXES)
+    x = whole_batch()["x"]
+    state = create_train_state(TwoLayers(wrapped), case.build(), mesh, jax.random.key(0), x, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES)
     before = places((state.params, state.opt_state))
     for index in range(STEPS):
@@ -232,9 +233,9 @@ BOXES = {
 
 
 def tree_of(leaves, dtype=jnp.float32):
-    """A tree {"layer": {name: 16 x 8}}, boxed as ``BOXES`` says; entries grow, so that every slice has a norm of its own."""
-    rng = np.random.default_rng(3)
-    values = {name: jnp.asarray(rng.normal(size=(16, 8)) * (1 + np.arange(128).reshape(16, 8)), dtype) for name in leaves}
+    """A tree {"layer": {name: 16 x 8}}, boxed as ``BOXES`` says; entries grow, so that no two slices have one norm."""
+    rng, growing = np.random.default_rng(3), 1 + np.arange(128).reshape(16, 8)
+    values = {name: jnp.asarray(rng.normal(size=(16, 8)) * growing, dtype) for name in leaves}
     return {"layer": {n: Sharded(v, BOXES[n]) if any(BOXES[n]) else v for n, v in values.items()}}
 
 
@@ -368,7 +369,8 @@ def whole_and_split():
 
 
 def only_the_first_kernel(params):
-    return {"up": jax.tree.map(lambda p: p.ndim > 1, params["up"]), "down": jax.tree.map(lambda p: False, params["down"])}
+    first, rest = params["up"], params["down"]
+    return {"up": jax.tree.map(lambda p: p.ndim > 1, first), "down": jax.tree.map(lambda p: False, rest)}
 
 
 def test_guard_refuses_a_norm_that_a_mask_hides_from_most_leaves():
@@ -419,7 +421,7 @@ def test_guard_tries_a_transform_once_for_each_kind_of_tree():
     assert calls_of(tx.init, {"kernel": params["up"]["kernel"]})[1] == tried
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lambda fn: lambda *args: jax.eval_shape(fn, *args)], ids=["jit", "eval_shape"])
+@pytest.mark.parametrize("transform", [jax.jit, lambda fn: partial(jax.eval_shape, fn)], ids=["jit", "eval_shape"])
 def test_guard_decides_while_a_trace_is_under_way(transform):
     params = whole_and_split()
     state = transform(elementwise_only(optax.adam(0.1)).init)(params)

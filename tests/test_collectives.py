@@ -1,0 +1,117 @@
+"""What a step moves: counted in the lowered program, leaf by leaf; and nothing at all on one device."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.support import Model, data, fsdp, mean_loss, on_mesh
+from xlstm_jax.distributed import DeviceMeshManager, init_sharded, partition_specs, unbox, value_and_grad
+from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
+
+KEY, BATCH = jax.random.key(0), data()
+BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+
+
+def collectives(text):
+    """All collectives of a StableHLO text: (kind, shape of the first result)."""
+    flat = text.replace("\n", " ")
+    found = re.findall(r'"stablehlo\.(all_gather|reduce_scatter|all_reduce)"\(.*?->\s*\(?tensor<([^>]*)>', flat)
+    assert len(found) == len(re.findall(r"stablehlo\.(?:all_gather|reduce_scatter|all_reduce)\"", flat))
+    return [(kind, tuple(int(n) for n in re.findall(r"(\d+)x", shape))) for kind, shape in found]
+
+
+def lowered(shape, axis_name, check_vma, scan=False, remat=False):
+    """The boxed variables and the lowered loss and gradient of the model on a mesh."""
+    devices = jax.devices()[: int(np.prod(list(shape.values())))]
+    mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices), tuple(shape)
+    model = Model(fsdp(axis_name=axis_name), scan, remat)
+    variables = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=axes)
+    specs = partition_specs(variables, mesh)
+    split = tuple(axis for axis in axes if shape[axis] > 1)
+    fn = value_and_grad(lambda v, b: mean_loss(v["params"], model.apply, b), axes)
+    return variables, on_mesh(fn, mesh, check_vma, (specs, P(split)), (P(), specs)).lower(variables, BATCH)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("remat", [False, True], ids=["keep", "remat"])
+@pytest.mark.parametrize(
+    "shape, axis_name, stages",
+    [({"fsdp": 8}, "fsdp", 1), ({"dp": 2, "fsdp": 4}, "fsdp", 1), ({"dp": 2, "fsdp": 4}, ("dp", "fsdp"), 2)],
+    ids=["fsdp8", "dp2xfsdp4", "both axes"],
+)
+def test_one_gather_forward_at_most_one_backward_one_scatter(shape, axis_name, stages, remat, check_vma):
+    variables, program = lowered(shape, axis_name, check_vma, remat=remat)
+    count = Counter(kind for kind, _ in collectives(program.as_text()))
+    boxed = [path for path, leaf in leaves_with_path(variables) if is_box(leaf)]
+    in_blocks = [path for path in boxed if "block" in path]
+    assert len(in_blocks) == 9 and len(boxed) == 11
+    # Each sharded leaf is used once. Blocks under remat gather again in the backward pass, the ends do not.
+    assert count["all_gather"] == stages * (len(boxed) + (len(in_blocks) if remat else 0))
+    assert count["reduce_scatter"] == stages * len(boxed)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"dp": 2, "fsdp": 4}], ids=["fsdp8", "dp2xfsdp4"])
+def test_no_all_reduce_of_a_sharded_gradient(shape, check_vma):
+    variables, program = lowered(shape, "fsdp", check_vma)
+    reduced = Counter(dims for kind, dims in collectives(program.as_text()) if kind == "all_reduce")
+    leaves = leaves_with_path(variables)
+    whole = Counter(leaf.shape for _, leaf in leaves if not is_box(leaf))
+    shards = Counter(
+        leaf.value.sharding.shard_shape(leaf.value.shape) for _, leaf in leaves if is_box(leaf) and "dp" in shape
+    )
+    # The loss, every replicated leaf over all axes, and (with replicas) every shard over dp: nothing else.
+    assert reduced == Counter([()]) + whole + shards
+
+
+@BOTH_MODES
+def test_a_scan_gathers_one_layer_at_a_time(check_vma):
+    variables, program = lowered({"fsdp": 8}, "fsdp", check_vma, scan=True, remat=True)
+    gathered = [dims for kind, dims in collectives(program.as_text()) if kind == "all_gather"]
+    kernel = variables["params"]["blocks"]["Dense_0"]["kernel"].value.shape
+    assert kernel == (3, 16, 32)
+    assert kernel[1:] in gathered and kernel not in gathered
+    in_blocks = [path for path, leaf in leaves_with_path(variables) if is_box(leaf) and "blocks" in path]
+    assert len(gathered) == 2 * len(in_blocks) + 2
+
+
+@BOTH_MODES
+def test_compiled_as_lowered(check_vma):
+    """XLA adds no collective of its own."""
+    _, program = lowered({"dp": 2, "fsdp": 4}, "fsdp", check_vma, remat=True)
+    compiled = program.compile().as_text()
+    count = Counter(kind for kind, _ in collectives(program.as_text()))
+    ops = Counter(re.findall(r"= .*? (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\(", compiled))
+    assert set(ops) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert ops["all-gather"] <= count["all_gather"] and ops["reduce-scatter"] <= count["reduce_scatter"]
+    assert ops["all-reduce"] <= count["all_reduce"] and ops["all-gather"] > 0
+
+
+def instructions(compiled_text):
+    """How many instructions of each kind a compiled program has."""
+    return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][a-z\-]*)\(", compiled_text))
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("remat", [False, True], ids=["keep", "remat"])
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_on_one_device_it_compiles_to_what_the_plain_model_does(scan, remat, check_vma):
+    variables, program = lowered({"fsdp": 1}, "fsdp", check_vma, scan, remat)
+    assert any(is_box(leaf) for _, leaf in leaves_with_path(variables))
+    model, bare = Model(scan=scan, remat=remat), unbox(variables)
+    plain = jax.jit(jax.value_and_grad(lambda v, b: mean_loss(v["params"], model.apply, b))).lower(bare, BATCH)
+    got, want = (instructions(p.compile().as_text()) for p in (program, plain))
+    assert not [kind for kind in got if re.match("all-|reduce-scatter|collective", kind)]
+    assert got == want and got["fusion"] > 10  # the same instructions, copies among them
+
+
+def test_the_count_sees_a_collective():
+    fn = on_mesh(lambda x: jax.lax.psum(x, "fsdp"), DeviceMeshManager.create_device_mesh({"fsdp": 8}), True, P("fsdp"), P())
+    lowered_text = fn.lower(jnp.ones((8, 2)))
+    assert collectives(lowered_text.as_text()) == [("all_reduce", (1, 2))]
+    assert instructions(lowered_text.compile().as_text())["all-reduce"] == 1

@@ -1,0 +1,61 @@
+"""Meshes by name and size, and simulated devices."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+
+create = DeviceMeshManager.create_device_mesh
+
+
+@pytest.mark.parametrize(
+    "shape, want",
+    [
+        ({"dp": 2, "fsdp": 4}, {"dp": 2, "fsdp": 4}),
+        ([("dp", 4), ("fsdp", 2)], {"dp": 4, "fsdp": 2}),
+        ({"dp": 2, "fsdp": -1}, {"dp": 2, "fsdp": 4}),
+        ({"fsdp": -1}, {"fsdp": 8}),
+    ],
+    ids=str,
+)
+def test_axes_have_the_sizes_asked_for_and_are_auto(shape, want):
+    mesh = create(shape)
+    assert dict(mesh.shape) == want
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_devices_lie_in_the_order_given():
+    devices = jax.devices()[::-1][:4]
+    mesh = create({"dp": 2, "fsdp": 2}, devices)
+    assert mesh.devices.flatten().tolist() == devices
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ({"dp": 2, "fsdp": 3}, r"takes 6 devices, but there are 8. With 'fsdp' = 4 it would fit"),
+        ({"dp": 3, "fsdp": -1}, r"takes 3 devices or a multiple, but there are 8. Divisors of 8 fit"),
+        ({"dp": -1, "fsdp": -1}, r"at most one of them -1"),
+        ({"fsdp": 0}, r"a size is a positive integer"),
+        ({}, r"names no mesh axis"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused_with_both_numbers(shape, message):
+    with pytest.raises(ValueError, match=message):
+        create(shape)
+
+
+def test_simulating_too_late_says_so():
+    simulate_cpu_devices(8)  # what is there already is fine
+    with pytest.raises(RuntimeError, match=r"simulate_cpu_devices\(4\) came too late: JAX already runs on 8 cpu device"):
+        simulate_cpu_devices(4)
+
+
+def test_simulating_in_a_fresh_process():
+    code = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(3); import jax; print(jax.device_count())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "3"

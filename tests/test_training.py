@@ -1,0 +1,341 @@
+"""Gradients inside shard_map and the ready-made step, against one device on the whole batch."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
+
+from tests.support import AXES, Model, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
+from xlstm_jax.distributed import (
+    accumulate_gradients,
+    create_train_state,
+    fold_rng_over_axis,
+    init_sharded,
+    make_train_step,
+    partition_specs,
+    sync_gradients,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
+
+BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+KEY, BATCH = jax.random.key(0), data()
+WRAPPED, PLAIN = Model(fsdp()), Model()
+PARAMS = jax.jit(PLAIN.init)(KEY, BATCH["x"])["params"]
+
+
+def boxed_params(mesh):
+    return init_sharded(WRAPPED, mesh, KEY, BATCH["x"], batch_axes=AXES)["params"]
+
+
+def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
+    """(loss, grads) of ``fn(params, batch)`` inside shard_map."""
+    params = boxed_params(mesh) if params is None else params
+    specs = partition_specs(params, mesh)
+    return on_mesh(fn, mesh, check_vma, (specs, P(AXES)), (P(), specs))(params, batch)
+
+
+def whole_batch(loss):
+    """Loss and gradient of the plain model on one device."""
+    return jax.jit(jax.value_and_grad(lambda params: loss(params, PLAIN.apply, BATCH)))(PARAMS)
+
+
+def global_weighted_mean(params, apply_fn, batch):
+    total, weight = weighted_loss(params, apply_fn, batch)
+    return total / weight
+
+
+# ------------------------------------------------------------------------------------------------------ value_and_grad
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("dp, fsdp_size", [(1, 8), (2, 4), (8, 1), (1, 1)])
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+def test_value_and_grad_is_that_of_the_whole_batch(weighted, dp, fsdp_size, check_vma):
+    loss = weighted_loss if weighted else mean_loss
+    fn = value_and_grad(lambda p, b: loss(p, WRAPPED.apply, b), AXES, weighted=weighted)
+    got_loss, got = run_grads(fn, mesh_of(dp, fsdp_size), check_vma)
+    want_loss, want = whole_batch(global_weighted_mean if weighted else mean_loss)
+    assert_allclose(got_loss, want_loss, rtol=1e-5)
+    assert_same_params(got, want)
+
+
+def test_a_mean_of_means_would_be_wrong_where_weights_differ():
+    """The guard of the weighted case: devices do hold different weights, one of them none."""
+    weights = BATCH["weight"].reshape(8, 2).sum(1)
+    assert weights.min() == 0 and len(set(weights.tolist())) > 4
+    shares = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(8) if weights[i]]
+    mean_of_means = np.mean([global_weighted_mean(PARAMS, PLAIN.apply, share) for share in shares])
+    assert abs(mean_of_means / whole_batch(global_weighted_mean)[0] - 1) > 0.1
+
+
+@BOTH_MODES
+def test_no_weight_at_all_gives_zero_and_not_nan(check_vma):
+    batch = {**BATCH, "weight": jnp.zeros(16)}
+    fn = value_and_grad(lambda p, b: weighted_loss(p, WRAPPED.apply, b), AXES, weighted=True)
+    loss, grads = run_grads(fn, mesh_of(2, 4), check_vma, batch=batch)
+    assert loss == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+@BOTH_MODES
+def test_a_weight_that_is_a_python_number_counts_on_every_device(check_vma):
+    def loss(params, batch):
+        return len(batch["x"]) * mean_loss(params, WRAPPED.apply, batch), len(batch["x"])
+
+    got_loss, got = run_grads(value_and_grad(loss, AXES, weighted=True), mesh_of(2, 4), check_vma)
+    assert_allclose(got_loss, whole_batch(mean_loss)[0], rtol=1e-5)
+    assert_same_params(got, whole_batch(mean_loss)[1])
+
+
+def test_aux_is_what_this_device_computed():
+    def local(params, batch):
+        fn = value_and_grad(lambda p, b: (mean_loss(p, WRAPPED.apply, b), jnp.sum(b["x"])), AXES, has_aux=True)
+        (_, aux), _ = fn(params, batch)
+        return aux[None]
+
+    mesh = mesh_of(2, 4)
+    params = boxed_params(mesh)
+    got = on_mesh(local, mesh, True, (partition_specs(params, mesh), P(AXES)), P(AXES))(params, BATCH)
+    assert_allclose(got, BATCH["x"].reshape(8, -1).sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp"])
+def test_a_loss_that_is_already_reduced_is_refused_where_its_type_shows_it(axis):
+    fn = value_and_grad(lambda p, b: lax.pmean(mean_loss(p, WRAPPED.apply, b), axis), AXES)
+    with pytest.raises(ValueError, match=rf"the loss that loss_fn returned does not vary over '{axis}'.*already"):
+        run_grads(fn, mesh_of(2, 4), check_vma=True)
+
+
+def test_a_weight_that_is_already_reduced_is_refused_where_its_type_shows_it():
+    def loss(params, batch):
+        total, weight = weighted_loss(params, WRAPPED.apply, batch)
+        return total, lax.psum(weight, AXES)
+
+    with pytest.raises(ValueError, match="the weight that loss_fn returned does not vary over 'dp'"):
+        run_grads(value_and_grad(loss, AXES, weighted=True), mesh_of(2, 4), check_vma=True)
+
+
+def test_without_types_a_loss_that_is_already_averaged_gives_the_same():
+    fn = value_and_grad(lambda p, b: lax.pmean(mean_loss(p, WRAPPED.apply, b), AXES), AXES)
+    loss, grads = run_grads(fn, mesh_of(2, 4), check_vma=False)
+    assert_allclose(loss, whole_batch(mean_loss)[0], rtol=1e-5)
+    assert_same_params(grads, whole_batch(mean_loss)[1])
+
+
+def test_weighted_asks_for_a_pair():
+    fn = value_and_grad(lambda p, b: mean_loss(p, WRAPPED.apply, b), AXES, weighted=True)
+    with pytest.raises(TypeError, match=r"weighted=True: loss_fn must return \(sum, weight\)"):
+        run_grads(fn, mesh_of(2, 4), check_vma=True)
+
+
+@pytest.mark.parametrize("call", [value_and_grad, fold_rng_over_axis], ids=lambda f: f.__name__)
+def test_a_misspelt_axis_lists_the_ones_there_are(call):
+    def local(params, batch):
+        if call is fold_rng_over_axis:
+            return call(KEY, "fdsp")
+        return call(lambda p, b: mean_loss(p, WRAPPED.apply, b), ("dp", "fdsp"))(params, batch)
+
+    with pytest.raises(ValueError, match=rf"{call.__name__}: 'fdsp' is not a bound mesh axis.*\('dp', 'fsdp'\)"):
+        run_grads(local, mesh_of(2, 4), check_vma=False)
+
+
+def test_plain_grad_and_one_sync_give_the_same_in_both_modes():
+    for check_vma in (True, False):
+        def local(params, batch):
+            loss, grads = jax.value_and_grad(lambda p: mean_loss(p, WRAPPED.apply, batch))(params)
+            return lax.pmean(loss, AXES), sync_gradients(grads, AXES)
+
+        assert_same_params(run_grads(local, mesh_of(2, 4), check_vma)[1], whole_batch(mean_loss)[1])
+
+
+def test_rng_folded_over_axes_differs_on_every_device():
+    fold = on_mesh(lambda key: jax.random.key_data(fold_rng_over_axis(key, AXES))[None], mesh_of(2, 4), True, P(), P(AXES))
+    assert len({tuple(row) for row in np.asarray(fold(KEY)).tolist()}) == 8
+
+
+# -------------------------------------------------------------------------------------------------------- accumulation
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_vma):
+    loss = weighted_loss if weighted else mean_loss
+
+    def local(params, batch):
+        fn = lambda p, b, rng: loss(p, WRAPPED.apply, b)  # noqa: E731
+        return accumulate_gradients(fn, params, batch, None, AXES, count, weighted=weighted)
+
+    got_loss, got = run_grads(local, mesh_of(2, 4), check_vma)
+    want_loss, want = whole_batch(global_weighted_mean if weighted else mean_loss)
+    assert_allclose(got_loss, want_loss, rtol=1e-5)
+    assert_same_params(got, want)
+
+
+@BOTH_MODES
+def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
+    def run(weighted):
+        def loss(params, batch, rng):
+            out = (weighted_loss if weighted else mean_loss)(params, WRAPPED.apply, batch)
+            seen = jnp.sum(batch["y"][:, 0] * batch["weight"]) if weighted else jnp.mean(batch["y"][:, 0])
+            return out, {"y": seen}
+
+        def local(params, batch):
+            return accumulate_gradients(loss, params, batch, None, AXES, 2, weighted=weighted, has_aux=True)
+
+        (_, aux), _ = run_grads(local, mesh_of(1, 8), check_vma)
+        return aux["y"]
+
+    assert_allclose(run(False), BATCH["y"][:, 0].mean(), rtol=1e-5)
+    assert_allclose(run(True), (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
+
+
+def test_minibatches_get_keys_of_their_own():
+    def local(params, batch):
+        def loss(p, b, rng):
+            noise = jax.random.uniform(rng)
+            return mean_loss(p, WRAPPED.apply, b), {"first": noise, "square": noise**2}
+
+        ((_, aux), _) = accumulate_gradients(loss, params, batch, KEY, AXES, 2, has_aux=True)
+        return aux["square"] - aux["first"] ** 2, aux["first"]
+
+    mesh = mesh_of(1, 1)
+    params = boxed_params(mesh)
+    variance, _ = on_mesh(local, mesh, True, (partition_specs(params, mesh), P()), P())(params, BATCH)
+    assert variance > 1e-6
+
+
+def test_a_count_that_does_not_divide_is_refused_and_no_example_is_lost():
+    def local(params, batch):
+        return accumulate_gradients(lambda p, b, r: mean_loss(p, WRAPPED.apply, b), params, batch, None, AXES, 4)
+
+    with pytest.raises(
+        ValueError,
+        match=r"batch\['weight'\] of shape \(10,\) holds 10 examples, which num_minibatches=4 does not divide; the last 2 "
+        r"would be dropped. Pad the batch to 12 examples .* or choose a divisor of 10",
+    ):
+        run_grads(local, mesh_of(1, 1), True, batch=data(10))
+
+
+# ------------------------------------------------------------------------------------------------------------ the step
+
+
+def test_state_is_split_like_parameters_and_keeps_its_places():
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.adamw(1e-3), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    moments = state.opt_state[0].mu
+    for (path, p), m in zip(leaves_with_path(state.params), jax.tree.leaves(moments), strict=True):
+        value = p.value if is_box(p) else p
+        assert m.sharding == value.sharding, path
+    assert not any(is_box(leaf) for _, leaf in leaves_with_path(state.opt_state))
+
+    step = make_train_step(mean_loss, mesh, AXES)
+    before, old = jax.tree.map(lambda x: x.sharding, state), jax.tree.leaves(state)
+    for _ in range(3):
+        state, metrics = step(state, BATCH, KEY)
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+    assert step._cache_size() == 1  # the second step did not compile again
+    assert all(leaf.is_deleted() for leaf in old)  # donated
+    assert int(state.step) == 3 and set(metrics) == {"loss", "grad_norm"}
+
+
+@BOTH_MODES
+def test_loss_and_gradient_norm_are_the_global_ones(check_vma):
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    _, metrics = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)(state, BATCH, KEY)
+    loss, grads = whole_batch(mean_loss)
+    assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_weighted_step_over_minibatches_with_aux(count):
+    def loss(params, apply_fn, batch, rng):
+        return weighted_loss(params, apply_fn, batch), {"weighted_y": jnp.sum(batch["y"][:, 0] * batch["weight"])}
+
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    state, metrics = make_train_step(loss, mesh, AXES, count, weighted=True, has_aux=True)(state, BATCH, KEY)
+    want_loss, grads = whole_batch(global_weighted_mean)
+    assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
+    assert_allclose(metrics["weighted_y"], (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
+    assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+
+
+class WithDropout(nn.Module):
+    """Counts what dropout leaves of ones; one parameter, so that there is something to train."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (64,))
+        return nn.Dropout(0.5, deterministic=False)(jnp.ones((x.shape[0], 64))) * scale
+
+
+def test_dropout_differs_by_device_example_and_step():
+    masks = []
+
+    def loss(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch["x"], rngs={"dropout": rng})
+        # The mask as a number, seen through the auxiliary output: its mean over devices has few collisions.
+        return jnp.mean(out), {f"column_{i}": jnp.mean(out[:, i]) for i in range(8)}
+
+    mesh, model = mesh_of(1, 8), fsdp(WithDropout)()
+    state = create_train_state(
+        model, optax.set_to_zero(), mesh, {"params": KEY, "dropout": KEY}, BATCH["x"], batch_axes=AXES
+    )
+    step = make_train_step(loss, mesh, AXES, has_aux=True)
+    for _ in range(2):
+        state, metrics = step(state, BATCH, KEY)
+        masks.append([float(metrics[f"column_{i}"]) for i in range(8)])
+    # 16 examples: with one mask for all devices a column would be 0, 1/2 or 1 of 2.0 (two examples per device).
+    assert masks[0] != masks[1]
+    assert any(value not in (0.0, 1.0, 2.0) for value in masks[0])
+
+
+def test_integer_leaves_ride_along_untouched():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            order = self.param("order", lambda key: jnp.arange(4, dtype=jnp.int32)[::-1])
+            return nn.Dense(4)(x)[:, order]
+
+    mesh = mesh_of(2, 4)
+    state = create_train_state(fsdp(Net)(), optax.adamw(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    before = jax.device_get(unbox(state.params))
+    state, _ = make_train_step(mean_loss, mesh, AXES)(state, BATCH, KEY)
+    assert np.array_equal(unbox(state.params)["order"], [3, 2, 1, 0]) and unbox(state.params)["order"].dtype == jnp.int32
+    assert not np.allclose(unbox(state.params)["Dense_0"]["kernel"], before["Dense_0"]["kernel"])
+
+
+@pytest.mark.parametrize("batch_size, count, message", [
+    (12, 1, r"batch\['weight'\] of shape \(12,\) holds 12 examples, which the mesh of \{'dp': 2, 'fsdp': 4\}, 8 devices does "
+            r"not divide; the last 4 would be dropped. Pad the batch to 16"),
+    (16, 4, r"batch\['weight'\] .* 16 examples, .* 8 devices times num_minibatches=4, 32 parts in all, .* to 32 examples"),
+], ids=["devices", "minibatches"])  # fmt: skip
+def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, message):
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    with pytest.raises(ValueError, match=message):
+        make_train_step(mean_loss, mesh, AXES, count)(state, data(batch_size), KEY)
+    with pytest.raises(ValueError, match=r"batch\['scale'\] is a scalar"):
+        make_train_step(mean_loss, mesh, AXES)(state, {"scale": 1.0, **BATCH}, KEY)
+
+
+def test_collections_that_a_train_state_has_no_place_for_are_refused():
+    model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)])
+    with pytest.raises(ValueError, match=r"collections \['batch_stats'\] beside 'params'.*init_sharded.*value_and_grad"):
+        create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
+
+
+def test_a_step_can_be_lowered_without_being_run():
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.adamw(1e-3), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    text = make_train_step(mean_loss, mesh, AXES).lower(state, BATCH, KEY).as_text()
+    assert "all_gather" in text and "reduce_scatter" in text
