@@ -249,8 +249,5 @@ class LanguageModel(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
-            metadata_params={nn.PARTITION_NAME: None},  # the layers' dim is not split over any mesh axis
         )
-        return layers(
-            self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, name="blocks"
-        )
+        return layers(self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, name="blocks")

@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def prepare(config: TrainConfig) -> Job:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4} """
+    """ "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4}"""
     shape = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")

@@ -64,7 +64,9 @@ class Model(nn.Module):
         block = self.wrap(Block)
         block = nn.remat(block) if self.remat else block
         if self.scan:
-            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="blocks")(x, None)
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="blocks")(
+                x, None
+            )
         else:
             for i in range(3):
                 x, _ = block(name=f"block_{i}")(x)

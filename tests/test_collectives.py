@@ -86,7 +86,9 @@ def test_compiled_as_lowered(check_vma):
     _, program = lowered({"dp": 2, "fsdp": 4}, "fsdp", check_vma, remat=True)
     compiled = program.compile().as_text()
     count = Counter(kind for kind, _ in collectives(program.as_text()))
-    ops = Counter(re.findall(r"= .*? (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\(", compiled))
+    ops = Counter(
+        re.findall(r"= .*? (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\(", compiled)
+    )
     assert set(ops) <= {"all-gather", "reduce-scatter", "all-reduce"}
     assert ops["all-gather"] <= count["all_gather"] and ops["reduce-scatter"] <= count["reduce_scatter"]
     assert ops["all-reduce"] <= count["all_reduce"] and ops["all-gather"] > 0
@@ -111,7 +113,9 @@ def test_on_one_device_it_compiles_to_what_the_plain_model_does(scan, remat, che
 
 
 def test_the_count_sees_a_collective():
-    fn = on_mesh(lambda x: jax.lax.psum(x, "fsdp"), DeviceMeshManager.create_device_mesh({"fsdp": 8}), True, P("fsdp"), P())
+    fn = on_mesh(
+        lambda x: jax.lax.psum(x, "fsdp"), DeviceMeshManager.create_device_mesh({"fsdp": 8}), True, P("fsdp"), P()
+    )
     lowered_text = fn.lower(jnp.ones((8, 2)))
     assert collectives(lowered_text.as_text()) == [("all_reduce", (1, 2))]
     assert instructions(lowered_text.compile().as_text())["all-reduce"] == 1

@@ -80,16 +80,21 @@ def test_the_order_of_axes_is_that_of_partition_specs():
 
 
 def test_threshold_and_what_cannot_be_split():
-    tree = {"at": jnp.ones((8, 8)), "below": jnp.ones((8, 7)), "odd": jnp.ones((9, 9)), "key": jax.random.split(jax.random.key(0), 64)}
+    tree = {
+        "at": jnp.ones((8, 8)),
+        "below": jnp.ones((8, 7)),
+        "odd": jnp.ones((9, 9)),
+        "key": jax.random.split(jax.random.key(0), 64),
+    }
     out = sharded_tree(tree, mesh_of(1, 8), "fsdp", min_weight_size=64)
     assert [name for name, leaf in out.items() if is_box(leaf)] == ["at"]
-    default = sharded_tree({"at": jnp.ones((2**9, 2**9)), "below": jnp.ones((2**9, 2**9 - 1))}, mesh_of(1, 8), "fsdp", None)
+    default = sharded_tree(
+        {"at": jnp.ones((2**9, 2**9)), "below": jnp.ones((2**9, 2**9 - 1))}, mesh_of(1, 8), "fsdp", None
+    )
     assert is_box(default["at"]) and not is_box(default["below"])
 
 
 def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
-    tree = {"tp": nn.Partitioned(jnp.ones((16, 8)), ("tp", None)), "short": nn.Partitioned(jnp.ones((16, 8)), ())}
-
     def local(tree):
         once = shard_params(tree, "fsdp", 0)
         assert [leaf.names for leaf in once.values()] == [("fsdp", None), ("tp", "fsdp")]
@@ -134,12 +139,12 @@ def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, chec
     assert_allclose(grad, c, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda d: d.__name__
+)
 def test_leaves_of_any_dtype_come_back_in_it(dtype):
     w = (normal(0, (16, 8)) * 100).astype(dtype)
-    round_trip = on_mesh(
-        lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp"), mesh_of(1, 8), False, P(), P()
-    )
+    round_trip = on_mesh(lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp"), mesh_of(1, 8), False, P(), P())
     assert_array_equal(round_trip(w), w)
     assert round_trip(w).dtype == dtype
 
@@ -148,7 +153,11 @@ def test_leaves_of_any_dtype_come_back_in_it(dtype):
 def test_integers_are_never_cast(dtype):
     w = jnp.arange(1000, 1064).reshape(8, 8).astype(dtype)
     got = on_mesh(
-        lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp", gather_dtype=jnp.bfloat16), mesh_of(1, 8), False, P(), P()
+        lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp", gather_dtype=jnp.bfloat16),
+        mesh_of(1, 8),
+        False,
+        P(),
+        P(),
     )(w)
     assert_array_equal(got, w)
 
@@ -305,7 +314,11 @@ def test_without_sync_devices_would_drift_apart():
     """The guard of the test above: the local gradient of a whole leaf is far from the mean."""
     w, x = normal(0, (3, 5)), normal(1, (32, 3))
     grads = on_mesh(
-        lambda w, x: jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)[None], mesh_of(1, 8), False, (P(), P("fsdp")), P("fsdp")
+        lambda w, x: jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)[None],
+        mesh_of(1, 8),
+        False,
+        (P(), P("fsdp")),
+        P("fsdp"),
     )(w, x)
     assert np.abs(grads - grads.mean(0)).max() > 0.1 * np.abs(grads.mean(0)).max()
 

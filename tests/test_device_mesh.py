@@ -52,10 +52,14 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers(shape, message):
 
 def test_simulating_too_late_says_so():
     simulate_cpu_devices(8)  # what is there already is fine
-    with pytest.raises(RuntimeError, match=r"simulate_cpu_devices\(4\) came too late: JAX already runs on 8 cpu device"):
+    with pytest.raises(
+        RuntimeError, match=r"simulate_cpu_devices\(4\) came too late: JAX already runs on 8 cpu device"
+    ):
         simulate_cpu_devices(4)
 
 
 def test_simulating_in_a_fresh_process():
     code = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(3); import jax; print(jax.device_count())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "3"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "3"
+    )

@@ -22,7 +22,15 @@ class ManyInitializers(nn.Module):
     @nn.compact
     def __call__(self, x):
         inits = nn.initializers
-        for name in ["lecun_normal", "lecun_uniform", "glorot_normal", "he_uniform", "orthogonal", "truncated_normal", "normal"]:
+        for name in [
+            "lecun_normal",
+            "lecun_uniform",
+            "glorot_normal",
+            "he_uniform",
+            "orthogonal",
+            "truncated_normal",
+            "normal",
+        ]:
             self.param(name, getattr(inits, name)(), (64, 32))
         self.param("bits", lambda key: jax.random.bits(key, (64, 32)))
         self.param("bf16", inits.normal(1.0, jnp.bfloat16), (64, 32))
@@ -102,5 +110,7 @@ def test_a_mesh_with_explicit_axes_does_as_well():
 
 
 def test_a_batch_axis_that_is_no_mesh_axis_is_refused():
-    with pytest.raises(ValueError, match=r"batch_axes='data': the mesh has no axis 'data'; its axes are .*'dp': 2, 'fsdp': 4"):
+    with pytest.raises(
+        ValueError, match=r"batch_axes='data': the mesh has no axis 'data'; its axes are .*'dp': 2, 'fsdp': 4"
+    ):
         init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes="data")

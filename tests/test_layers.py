@@ -13,7 +13,8 @@ LAYERS = [
     {"partitioning"},
     {"collectives", "device_mesh"},
     {"data_parallel"},
-    {"training", "optimizers"},
+    {"gradients", "optimizers"},
+    {"training"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
@@ -37,7 +38,9 @@ def test_a_file_imports_only_from_lower_layers(path):
 
 
 def test_the_check_sees_an_upward_import():
-    assert set(imported("from xlstm_jax.distributed.training import x\nfrom xlstm_jax.distributed import collectives")) == {
+    assert set(
+        imported("from xlstm_jax.distributed.training import x\nfrom xlstm_jax.distributed import collectives")
+    ) == {
         "training",
         "collectives",
     }

@@ -152,15 +152,21 @@ STACKS = {
     "jit(wrap)": lambda w: lambda x: nn.jit(w(Block))(name="block")(x)[0],
     "wrap(jit)": lambda w: lambda x: w(nn.jit(Block))(name="block")(x)[0],
     "jit(remat(wrap))": lambda w: lambda x: nn.jit(nn.remat(w(Block)))(name="block")(x)[0],
-    "vmap(wrap), shared": lambda w: lambda x: nn.vmap(
-        w(nn.Dense), variable_axes={"params": None}, split_rngs={"params": False}
-    )(16, name="dense")(x),
-    "vmap(wrap), experts": lambda w: lambda x: nn.vmap(
-        w(nn.Dense), in_axes=None, out_axes=0, axis_size=3, variable_axes={"params": 0}, split_rngs={"params": True}
-    )(16, name="dense")(x).mean(0),
-    "wrap(vmap)": lambda w: lambda x: w(
-        nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})
-    )(16, name="dense")(x),
+    "vmap(wrap), shared": lambda w: (
+        lambda x: nn.vmap(w(nn.Dense), variable_axes={"params": None}, split_rngs={"params": False})(16, name="dense")(
+            x
+        )
+    ),
+    "vmap(wrap), experts": lambda w: (
+        lambda x: nn.vmap(
+            w(nn.Dense), in_axes=None, out_axes=0, axis_size=3, variable_axes={"params": 0}, split_rngs={"params": True}
+        )(16, name="dense")(x).mean(0)
+    ),
+    "wrap(vmap)": lambda w: (
+        lambda x: w(nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False}))(16, name="dense")(
+            x
+        )
+    ),
     "wrap(wrap)": lambda w: lambda x: w(w(Block))(name="block")(x)[0],
     "called twice": lambda w: lambda x: (lambda dense: dense(jnp.tanh(dense(x))))(w(nn.Dense)(16, name="dense")),
     "partial": lambda w: lambda x: w(partial(nn.Dense, use_bias=False))(16, name="dense")(x),
@@ -239,7 +245,9 @@ def test_an_instance_that_its_parent_has_named_is_refused_with_the_way_to_write_
         def __call__(self, x):
             return fsdp(nn.Dense(16))(x)
 
-    with pytest.raises(TypeError, match=r"Dense\(name='Dense_0'\).*Net has.*shard_module_params\(Dense, axis_name\)\(...\)"):
+    with pytest.raises(
+        TypeError, match=r"Dense\(name='Dense_0'\).*Net has.*shard_module_params\(Dense, axis_name\)\(...\)"
+    ):
         Net().init(KEY, X)
 
 
@@ -298,7 +306,11 @@ def test_collections_beside_params_pass_through(check_vma):
 
     # Over fsdp all devices compute the same, which types cannot know: the statistics come back from each.
     run = on_mesh(
-        lambda v, x: jax.tree.map(lambda s: s[None], local(v, x)[0]), mesh, check_vma, (specs, P("dp")), P(("dp", "fsdp"))
+        lambda v, x: jax.tree.map(lambda s: s[None], local(v, x)[0]),
+        mesh,
+        check_vma,
+        (specs, P("dp")),
+        P(("dp", "fsdp")),
     )
     stats = run(got, x)
     mean = stats["inner"]["norm"]["mean"]
@@ -337,7 +349,9 @@ def test_under_a_set_mesh_init_boxes_global_values():
         variables = jax.jit(Model(fsdp()).init)(KEY, X)
         boxed = [leaf for _, leaf in leaves_with_path(variables) if is_box(leaf)]
         assert boxed and boxed[0].value.shape == np.shape(boxed[0].value)
-        assert_allclose(jax.jit(Model(fsdp()).apply)(variables, X), Model().apply(unbox(variables), X), rtol=1e-4, atol=1e-6)
+        assert_allclose(
+            jax.jit(Model(fsdp()).apply)(variables, X), Model().apply(unbox(variables), X), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_initialising_inside_shard_map_gives_the_same_values():
@@ -354,7 +368,9 @@ def test_a_misspelt_axis_on_a_module_lists_the_ones_there_are(init):
     run = (lambda x: wrapped.init(KEY, x)) if init else (lambda x: wrapped.apply(variables, x))
     with pytest.raises(ValueError, match=r"shard_module_params: 'fdsp' is not a bound.*\('dp', 'fsdp'\)"):
         on_mesh(run, mesh, False, P(AXES), P())(X)
-    with pytest.raises(ValueError, match=r"'fdsp' is not an axis of the mesh that jax.set_mesh has set.*\('dp', 'fsdp'\)"):
+    with pytest.raises(
+        ValueError, match=r"'fdsp' is not an axis of the mesh that jax.set_mesh has set.*\('dp', 'fsdp'\)"
+    ):
         init_sharded(wrapped, mesh, KEY, X, batch_axes=AXES)
 
 
@@ -394,5 +410,8 @@ def test_a_leaf_of_integers_or_keys_beside_weights():
     plain = Net(lambda cls: cls)
     want = jax.grad(lambda v: jnp.mean(plain.apply(v, X) ** 2), allow_int=True)(unbox(jax.device_get(variables)))
     assert_allclose(
-        got["params"]["inner"]["Dense_0"]["kernel"].value, want["params"]["inner"]["Dense_0"]["kernel"], rtol=0.1, atol=2e-3
+        got["params"]["inner"]["Dense_0"]["kernel"].value,
+        want["params"]["inner"]["Dense_0"]["kernel"],
+        rtol=0.1,
+        atol=2e-3,
     )

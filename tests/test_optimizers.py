@@ -118,7 +118,8 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
     before = places((state.params, state.opt_state))
     for index in range(STEPS):
         state, _ = step(state, whole_batch(), jax.random.key(1))
-        traced = traced if index else len(traces)
+        if index == 0:
+            traced = len(traces)
     want = on_one_device(case.build())
     assert_same_params(state.params, want, case.tolerance)
     assert places((state.params, state.opt_state)) == before
@@ -221,7 +222,7 @@ def test_what_is_refused_would_be_clearly_wrong(build):
     assert furthest(on_shards(build()), off_shards(build())) > 0.01
 
 
-# ------------------------------------------------------------------------------------- norm and clipping over the shards
+# ---------------------------------------------------------------------------------- norm and clipping over the shards
 
 BOXES = {
     "one": ("fsdp", None),

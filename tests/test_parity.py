@@ -80,7 +80,8 @@ def reference(scan: bool, cast: frozenset, shares: int):
     for index in range(STEPS):
         value, grads, params, opt_state = step(params, opt_state)
         losses.append(float(value))
-        first = grads if index == 0 else first
+        if index == 0:
+            first = grads
     return jax.device_get(first), losses, jax.device_get(params)
 
 
@@ -96,7 +97,9 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, check_vma, s
     model = Model(fsdp(gather_dtype=gather_dtype), scan, remat)
     state = create_train_state(model, optimizer(), mesh, jax.random.key(0), BATCH["x"], batch_axes=tuple(shape))
     boxed = frozenset(path for path, leaf in leaves_with_path(state.params) if is_box(leaf))
-    assert len(boxed) >= 5 and all(leaf_axes(leaf) == ("fsdp",) for _, leaf in leaves_with_path(state.params) if is_box(leaf))
+    assert len(boxed) >= 5 and all(
+        leaf_axes(leaf) == ("fsdp",) for _, leaf in leaves_with_path(state.params) if is_box(leaf)
+    )
 
     got = train(make_train_step(mean_loss, mesh, tuple(shape), check_vma=check_vma), state)
     want = reference(scan, boxed if gather_dtype else frozenset(), devices if gather_dtype else 1)
@@ -105,7 +108,9 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, check_vma, s
     assert_same_params(got[0], want[0], rounding)
     np.testing.assert_allclose(got[1], want[1], rtol=max(rounding / 10, 2e-6))
     # A step moves an entry by at most the learning rate; its relative error is that of the gradients.
-    assert_same_params(got[2], want[2], FLOAT32_ROUNDING if gather_dtype is None else STEPS * LEARNING_RATE * rounding * 4)
+    assert_same_params(
+        got[2], want[2], FLOAT32_ROUNDING if gather_dtype is None else STEPS * LEARNING_RATE * rounding * 4
+    )
 
 
 def test_the_table_would_see_a_missing_mean():

@@ -86,7 +86,9 @@ def test_specs_name_the_axes_that_split_and_no_others():
 
 def test_a_box_that_names_no_mesh_axis_is_refused_by_its_path():
     tree = {"blocks": {"kernel": nn.Partitioned(jnp.ones((3, 8)), ("layers", "fsdp"))}}
-    with pytest.raises(ValueError, match=r"'blocks/kernel' is boxed.*\('dp', 'fsdp'\) and no 'layers'.*metadata_params"):
+    with pytest.raises(
+        ValueError, match=r"'blocks/kernel' is boxed.*\('dp', 'fsdp'\) and no 'layers'.*metadata_params"
+    ):
         partition_specs(tree, mesh_of(2, 4))
 
 

@@ -147,6 +147,7 @@ def test_a_misspelt_axis_lists_the_ones_there_are(call):
 
 def test_plain_grad_and_one_sync_give_the_same_in_both_modes():
     for check_vma in (True, False):
+
         def local(params, batch):
             loss, grads = jax.value_and_grad(lambda p: mean_loss(p, WRAPPED.apply, batch))(params)
             return lax.pmean(loss, AXES), sync_gradients(grads, AXES)
@@ -155,7 +156,9 @@ def test_plain_grad_and_one_sync_give_the_same_in_both_modes():
 
 
 def test_rng_folded_over_axes_differs_on_every_device():
-    fold = on_mesh(lambda key: jax.random.key_data(fold_rng_over_axis(key, AXES))[None], mesh_of(2, 4), True, P(), P(AXES))
+    fold = on_mesh(
+        lambda key: jax.random.key_data(fold_rng_over_axis(key, AXES))[None], mesh_of(2, 4), True, P(), P(AXES)
+    )
     assert len({tuple(row) for row in np.asarray(fold(KEY)).tolist()}) == 8
 
 
@@ -265,7 +268,9 @@ def test_a_weighted_step_over_minibatches_with_aux(count):
     state, metrics = make_train_step(loss, mesh, AXES, count, weighted=True, has_aux=True)(state, BATCH, KEY)
     want_loss, grads = whole_batch(global_weighted_mean)
     assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
-    assert_allclose(metrics["weighted_y"], (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
+    assert_allclose(
+        metrics["weighted_y"], (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5
+    )
     assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
@@ -310,7 +315,9 @@ def test_integer_leaves_ride_along_untouched():
     state = create_train_state(fsdp(Net)(), optax.adamw(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     before = jax.device_get(unbox(state.params))
     state, _ = make_train_step(mean_loss, mesh, AXES)(state, BATCH, KEY)
-    assert np.array_equal(unbox(state.params)["order"], [3, 2, 1, 0]) and unbox(state.params)["order"].dtype == jnp.int32
+    assert (
+        np.array_equal(unbox(state.params)["order"], [3, 2, 1, 0]) and unbox(state.params)["order"].dtype == jnp.int32
+    )
     assert not np.allclose(unbox(state.params)["Dense_0"]["kernel"], before["Dense_0"]["kernel"])
 
 
@@ -330,7 +337,9 @@ def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, mess
 
 def test_collections_that_a_train_state_has_no_place_for_are_refused():
     model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)])
-    with pytest.raises(ValueError, match=r"collections \['batch_stats'\] beside 'params'.*init_sharded.*value_and_grad"):
+    with pytest.raises(
+        ValueError, match=r"collections \['batch_stats'\] beside 'params'.*init_sharded.*value_and_grad"
+    ):
         create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
 
 

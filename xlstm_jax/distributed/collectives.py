@@ -47,7 +47,9 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
 def unbound_message(axis: str, caller: str) -> str:
     """The text of an unbound axis: what was asked, which axes there are, what to do."""
     if manual_axes():
-        there = f"the axes bound here are {manual_axes()}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
+        there = (
+            f"the axes bound here are {manual_axes()}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
+        )
     else:
         there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
     return f"{caller}: {axis!r} is not a bound mesh axis; {there}."

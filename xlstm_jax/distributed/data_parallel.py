@@ -308,7 +308,9 @@ def _gather_here(axes, gather_dtype, grad_scatter_dtype, variables):
     if _mode(axes) == "manual":
         return gather_params(variables, axes, gather_dtype, grad_scatter_dtype)
     # Boxes over other axes stay, for the wrapper of those.
-    return map_leaves(lambda leaf: leaf.value if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf, variables)
+    return map_leaves(
+        lambda leaf: leaf.value if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf, variables
+    )
 
 
 def _shard_here(axes, min_weight_size, variables):

@@ -28,7 +28,6 @@ from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     entry_axes,
-    is_box,
     leaf_axes,
     leaf_names,
     leaf_value,
@@ -145,7 +144,9 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     inner, verdicts = optax.with_extra_args_support(tx), {}
 
     def check(tree):
-        key = tuple((path, leaf_names(leaf), np.shape(leaf_value(leaf))) for path, leaf in leaves_with_path(tree))
+        key = tuple(
+            (path, leaf_names(leaf), str(jax.typeof(leaf_value(leaf)))) for path, leaf in leaves_with_path(tree)
+        )
         if key not in verdicts:
             # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
             with ThreadPoolExecutor(1) as pool:
@@ -191,9 +192,10 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
+    cuts = max(len(_split_dims(leaf)) for _, leaf in leaves_with_path(tree))
     try:
-        small = _small_tree(tree)
-        difference = next(_differences(tx, small), None)
+        tried = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
+        difference = next(tried, None)
         factored = None if difference else _factored_state(tx, tree)
     except Exception as error:  # whatever a transform raises on being tried, it has not been shown to be right
         return f"it could not be tried on a small tree ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -206,27 +208,36 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     return factored
 
 
-def _small_tree(tree: PyTree) -> PyTree:
-    """Leaves of the same ranks, dtypes and paths with 4 values along the first split dim and 3 along the others."""
-    rng = np.random.default_rng(0)
+def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
+    """Leaves of the same ranks, dtypes and paths with 4 values along one of their split dims and 3 along the others.
+
+    Returns:
+      The tree, boxed along the dim that is cut, and that dim for each of its leaves: the ``cut``-th of those that are
+      split (the last where there are fewer), None where the leaf is whole.
+    """
+    rng, dims = np.random.default_rng(0), []
 
     def shrink(leaf):
-        dim = _split_dim(leaf)
+        split = _split_dims(leaf)
+        dim = split[min(cut, len(split) - 1)] if split else None
+        dims.append(dim)
         shape = tuple(2 * _PROBE_PARTS if d == dim else 3 for d in range(len(leaf_names(leaf))))
         value = jnp.asarray(rng.normal(size=shape), leaf_value(leaf).dtype)
-        return value if dim is None else Sharded(value, tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape))))
+        if dim is None:
+            return value
+        return Sharded(value, tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape))))
 
-    return map_leaves(lambda leaf: shrink(leaf) if split_differentiable(leaf)[0] else leaf, tree)
+    live, put_back = split_differentiable(tree)
+    return put_back([shrink(leaf) for leaf in live], rest=lambda leaf: None), dims
 
 
-def _split_dim(leaf: Any) -> int | None:
-    return next((dim for dim, entry in enumerate(leaf_names(leaf)) if entry), None) if is_box(leaf) else None
+def _split_dims(leaf: Any) -> list[int]:
+    return [dim for dim, entry in enumerate(leaf_names(leaf)) if entry]
 
 
-def _differences(tx: optax.GradientTransformation, params: PyTree) -> Iterator[_Difference]:
+def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[_Difference]:
     """Where the updates of the sharded run differ from those of the whole run, step by step."""
     inner = optax.with_extra_args_support(tx)
-    dims = [_split_dim(leaf) for _, leaf in leaves_with_path(params)]
     paths = [path for path, _ in leaves_with_path(params)]
     treedef = jax.tree.structure(params)
 
@@ -238,18 +249,26 @@ def _differences(tx: optax.GradientTransformation, params: PyTree) -> Iterator[_
         ]
         return treedef.unflatten(cut)
 
+    def copies(tree):
+        return jax.tree.map(lambda value: jnp.stack([value] * _PROBE_PARTS), tree)
+
     def step(grad, state, params):
         updates, state = inner.update(grad, state, params, value=jnp.float32(1), grad=grad, value_fn=_probe_loss)
         return updates, state, optax.apply_updates(params, updates)
 
-    on_shards = {"axis_name": _PROBE_AXIS}
-    whole, whole_state = params, inner.init(params)
-    shards = pieces(params)
-    shards_state = jax.vmap(inner.init, **on_shards)(shards)
+    def runs(axis_name, params):
+        """The jitted step, the state and the parameters. Whole leaves are run as copies, so that both runs do the same
+        operations: a scalar's ``b2**t`` and a vector's may round apart, and some transforms magnify that."""
+        named = {} if axis_name is None else {"axis_name": axis_name}
+        return jax.jit(jax.vmap(step, **named)), jax.jit(jax.vmap(inner.init, **named))(params), params
+
+    whole_step, whole_state, whole = runs(None, copies(params))
+    shard_step, shard_state, shards = runs(_PROBE_AXIS, pieces(params))
     for index, grad in enumerate(_probe_gradients(params, dims)):
-        want, whole_state, whole = step(grad, whole_state, whole)
-        got, shards_state, shards = jax.vmap(step, **on_shards)(pieces(grad), shards_state, shards)
-        for path, w, g in zip(paths, jax.tree.leaves(pieces(want)), jax.tree.leaves(got), strict=True):
+        want, whole_state, whole = whole_step(copies(grad), whole_state, whole)
+        got, shard_state, shards = shard_step(pieces(grad), shard_state, shards)
+        want = pieces(jax.tree.map(lambda value: value[0], want))
+        for path, w, g in zip(paths, jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
             yield from _first_difference(path, index, np.asarray(w), np.asarray(g))
 
 
@@ -292,8 +311,10 @@ def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | Non
 
     def look(path, leaf):
         if leaf.size > 1 and leaf.shape not in shapes:
-            found.append(f"its state '{path}' has the shape {leaf.shape}, which no parameter has. It keeps a factor or a "
-                         "history of a whole leaf")
+            found.append(
+                f"its state '{path}' has the shape {leaf.shape}, which no parameter has. It keeps a factor or a "
+                "history of a whole leaf"
+            )
 
     map_leaves_with_path(look, jax.eval_shape(tx.init, params))
     return found[0] if found else None

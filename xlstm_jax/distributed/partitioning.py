@@ -57,7 +57,9 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp').")
+        raise ValueError(
+            f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp')."
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each mesh axis once.")
     return names

@@ -1,23 +1,18 @@
 """Training on sharded parameters: the model's start, its gradients, and a ready-made step.
 
   init_sharded          values of the plain model's init, each device computing the slices that it keeps
-  value_and_grad        inside shard_map: loss and gradient of the mean over all devices, right in both check_vma modes
+  value_and_grad        inside shard_map: loss and gradient of the mean over all devices (from ``gradients``, as the next)
   accumulate_gradients  the same over minibatches, one after the other
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
 
 The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and any
 optax transform does on shards what it does on one device; XLA adds the few scalars or rows that must travel for it.
-
-Weighting. A loss is the mean over this device's examples, and the gradient the mean over devices of its gradient. Where
-devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the weight on all N
-devices, each differentiates sum * N / W: the mean of that over devices is the global weighted mean, and every number that
-is scattered stays of the size of a mean. Minibatches j combine as sum_j W_j g_j / sum_j W_j.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +23,19 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed import collectives
-from xlstm_jax.distributed.data_parallel import sync_gradients
 from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
+from xlstm_jax.distributed.gradients import (
+    LossFn,
+    accumulate_gradients,
+    check_divides,
+    fold_rng_over_axis,
+    value_and_grad,
+)
 from xlstm_jax.distributed.partitioning import (
-    as_axis_names,
     axes_entry,
     choose_shard_dim,
     is_differentiable,
+    is_prng_key,
     leaf_axes,
     leaf_spec,
     leaf_value,
@@ -48,8 +48,16 @@ from xlstm_jax.distributed.partitioning import (
     split_differentiable,
 )
 
-LossFn = Callable[..., Any]
-
+__all__ = [
+    "accumulate_gradients",
+    "create_train_state",
+    "fold_rng_over_axis",
+    "init_sharded",
+    "jitted_init",
+    "make_train_step",
+    "optimizer_state_shardings",
+    "value_and_grad",
+]
 
 # ------------------------------------------------------------------------------------------------------ initialisation
 
@@ -100,221 +108,6 @@ def _input_sharding(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
 
-def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """A key that differs from device to device along the axes, for dropout and the like; inside ``shard_map``.
-
-    Raises:
-      ValueError: an axis is not bound; lists those that are.
-    """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="fold_rng_over_axis")
-    return jax.random.fold_in(rng, collectives.axis_index(axes))
-
-
-# ----------------------------------------------------------------------------------------------------------- gradients
-
-
-class _Share(NamedTuple):
-    """What one device has of one minibatch: ``loss`` and ``grads`` whose mean over devices is the minibatch's.
-
-    ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it; ``scale`` is
-    the factor that made the loss out of the function's first output, and ``weight`` the minibatch's global weight.
-    """
-
-    loss: jax.Array
-    grads: list[Any]
-    aux: PyTree
-    scale: jax.Array | float
-    weight: jax.Array | float
-
-
-def value_and_grad(
-    loss_fn: LossFn, axis_names: AxisNames, has_aux: bool = False, *, weighted: bool = False
-) -> Callable[..., Any]:
-    """``jax.value_and_grad`` of the loss over all devices; for use inside ``shard_map``, in either ``check_vma`` mode.
-
-    Parameters are cast to varying before they are differentiated, so that JAX adds no sum of its own; what is split
-    comes back scattered, and what is whole is averaged once. Do not call ``sync_gradients`` on the result.
-
-    Args:
-      loss_fn: ``loss_fn(params, *args, **kwargs)`` -> the mean loss over this device's batch, a real scalar. With
-        ``weighted``: ``(sum, weight)``, the weighted sum of losses on this device and the sum of its weights, which may
-        be 0 on some devices. With ``has_aux`` a pair of that and anything.
-      axis_names: all the axes that the batch is split over.
-      has_aux: as in ``jax.value_and_grad``; the auxiliary output is returned as this device computed it.
-      weighted: see ``loss_fn``.
-    Returns:
-      A function of the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the loss,
-      equal on all devices, and gradients boxed like ``params``. The gradient of the global weighted mean is 0, and so
-      is the loss, where the weight is 0 everywhere. Leaves that are no floats have gradients of dtype float0.
-    Raises:
-      ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
-        already. (Without types, under ``check_vma=False``, a loss averaged by ``pmean`` gives the same result.)
-    """
-    axes = as_axis_names(axis_names)
-
-    def value_and_grad_fn(params, *args, **kwargs):
-        collectives.check_bound(axes, caller="value_and_grad")
-        share = _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs)
-        (loss,) = collectives.pmean([share.loss], [axes])
-        grads = _synced(params, share.grads, axes)
-        return ((loss, share.aux), grads) if has_aux else (loss, grads)
-
-    return value_and_grad_fn
-
-
-def _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs) -> _Share:
-    live, put_back = split_differentiable(params)
-
-    def scaled_loss(live):
-        out = loss_fn(put_back(live), *args, **kwargs)
-        out, aux = out if has_aux else (out, None)
-        loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
-        _check_not_reduced(loss, axes, "the loss")
-        return loss, (aux, scale, weight)
-
-    live = collectives.to_varying(live, [axis for axis in axes if collectives.axis_size([axis]) > 1])
-    (loss, (aux, scale, weight)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(live)
-    return _Share(loss, grads, aux, scale, weight)
-
-
-def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sum, weight) -> (sum * N / W, N / W, W), W being the weight on all devices."""
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"weighted=True: loss_fn must return (sum, weight), not {type(out).__name__}.")
-    total, weight = out
-    if isinstance(weight, jax.core.Tracer):
-        _check_not_reduced(weight, axes, "the weight")
-    local = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-    spread = [axis for axis in axes if collectives.axis_size([axis]) > 1]
-    (weight,) = collectives.psum([collectives.to_varying(local, spread)], [axes])
-    scale = jnp.where(weight > 0, collectives.axis_size(axes) / jnp.where(weight > 0, weight, 1), 0)
-    return total * scale.astype(jnp.result_type(total)), scale, weight
-
-
-def _check_not_reduced(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
-    """Raises where the type of ``value`` shows that it is the same on all devices along one of the axes."""
-    for axis in axes:
-        tracked = collectives.axis_size([axis]) > 1 and collectives.is_tracked(axis)
-        if tracked and axis not in collectives.varying_axes(value):
-            raise ValueError(
-                f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
-                "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (A constant weight: pass it as a Python number.)"
-            )
-
-
-def _synced(params: PyTree, grads: list[Any], axes: tuple[str, ...]) -> PyTree:
-    """Gradients averaged over devices in the tree of ``params``, with float0 for leaves that take none."""
-    _, put_back = split_differentiable(params)
-    return put_back(sync_gradients(grads, axes), rest=_no_gradient)
-
-
-def _no_gradient(leaf: Any) -> Any:
-    return rebox(leaf, np.zeros(np.shape(leaf_value(leaf)), jax.dtypes.float0))
-
-
-def accumulate_gradients(
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array | None,
-    axis_names: AxisNames,
-    num_minibatches: int = 1,
-    *,
-    has_aux: bool = False,
-    weighted: bool = False,
-) -> tuple[Any, PyTree]:
-    """Loss and gradient of the whole batch, computed on one minibatch after the other; inside ``shard_map``.
-
-    Equal to the gradient of the full batch, also where minibatches hold different weights. Each minibatch gathers and
-    scatters the split parameters anew, so that memory stays that of one; whole ones are averaged once, at the end.
-
-    Args:
-      loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
-      params: the parameters, boxed where they are split.
-      batch: leaves [b, ...], b being the number of examples on this device.
-      rng: a key, folded with the index of the minibatch where there are several; None is passed on.
-      axis_names: all the axes that the batch is split over.
-      num_minibatches: m, which must divide b.
-      has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
-        with ``weighted`` as sums over the global weight.
-      weighted: as in ``value_and_grad``.
-    Returns:
-      ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split.
-    Raises:
-      ValueError: m does not divide b; names the leaf and both numbers, so that no example is dropped in silence.
-    """
-    axes = as_axis_names(axis_names)
-    collectives.check_bound(axes, caller="accumulate_gradients")
-    minibatches = split_batch(batch, num_minibatches)
-
-    def part(index):
-        minibatch = jax.tree.map(lambda x: x[index], minibatches)
-        folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
-        share = _share(loss_fn, axes, has_aux, weighted, params, minibatch, folded)
-        aux = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32) * share.scale, share.aux)
-        # The loss varies over all axes; so must what is summed with it, for the carry of the scan to keep its type.
-        sums = collectives.to_varying((share.loss.astype(jnp.float32), aux), _spread(axes))
-        return jax.tree.map(lambda x: x * _like(share.weight, x), (sums, share.grads)), jnp.float32(share.weight)
-
-    total, weight = _sum_over(part, num_minibatches)
-    (loss, aux), grads = jax.tree.map(lambda x: x / _like(jnp.where(weight > 0, weight, 1), x), total)
-    loss, *aux_leaves = collectives.pmean([loss, *jax.tree.leaves(aux)], [axes] * (1 + len(jax.tree.leaves(aux))))
-    grads = _synced(params, grads, axes)
-    return ((loss, jax.tree.unflatten(jax.tree.structure(aux), aux_leaves)), grads) if has_aux else (loss, grads)
-
-
-def _like(factor: Any, x: jax.Array) -> Any:
-    """A real factor in the precision of ``x``, which must not be widened by it."""
-    return factor if isinstance(factor, int) else factor.astype(jnp.finfo(x.dtype).dtype)
-
-
-def _spread(axes: tuple[str, ...]) -> list[str]:
-    return [axis for axis in axes if collectives.axis_size([axis]) > 1]
-
-
-def _sum_over(part: Callable[[Any], PyTree], count: int) -> PyTree:
-    """``part(0) + ... + part(count - 1)`` by ``lax.scan``."""
-    if count == 1:
-        return part(0)
-
-    def add(total, index):
-        return jax.tree.map(jnp.add, total, part(index)), None
-
-    zeros = jax.tree.map(collectives.zeros_of_type, jax.eval_shape(part, jnp.int32(0)))
-    return jax.lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))[0]
-
-
-def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:
-    """Reshapes every leaf [b, ...] to [m, b / m, ...], index i being minibatch i in the original order.
-
-    Raises:
-      ValueError: names the first leaf that ``num_minibatches`` does not divide.
-    """
-
-    def split(path, x):
-        check_divides(f"batch['{path}']", np.shape(x), num_minibatches, f"num_minibatches={num_minibatches}")
-        return jnp.reshape(x, (num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:]))
-
-    return map_leaves_with_path(split, batch)
-
-
-def check_divides(name: str, shape: tuple[int, ...], parts: int, divisor: str) -> None:
-    """Raises a ``ValueError`` with name, both numbers and cure, where ``parts`` does not divide the leading dim."""
-    if not shape:
-        raise ValueError(f"{name} is a scalar; every leaf of a batch has the examples as its leading dim.")
-    if parts < 1:
-        raise ValueError(f"{divisor}: give a positive number.")
-    examples, rest = shape[0], shape[0] % parts
-    if rest:
-        raise ValueError(
-            f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} would "
-            f"be dropped. Pad the batch to {examples - rest + parts} examples (with weight 0, weighted=True), or choose "
-            f"a divisor of {examples}."
-        )
-
-
 # ------------------------------------------------------------------------------------------------------ the ready step
 
 
@@ -349,13 +142,21 @@ def create_train_state(
         )
 
     def init(params):
-        # Optimizers that keep the parameters themselves need buffers of their own: the state is donated as a whole.
-        return jax.tree.map(jnp.copy, tx.init(_trainable(params)))
+        return jax.tree.map(_own_copy, tx.init(_trainable(params)))
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = jax.jit(init, out_shardings=out)(params)
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)
+
+
+def _own_copy(value: jax.Array) -> jax.Array:
+    """A buffer of its own with a type that a step will not change.
+
+    Some optimizers keep the parameters themselves, but the state is donated as a whole, each buffer once. And some keep
+    weakly typed numbers, which the first update makes strong, so that the second step would compile again.
+    """
+    return jnp.copy(value) if is_prng_key(value) else jnp.array(value, value.dtype)
 
 
 def _trainable(tree: PyTree) -> PyTree:
@@ -501,7 +302,5 @@ def _apply_updates(state: TrainState, grads: PyTree, loss: jax.Array, value_fn: 
     return state.replace(
         step=state.step + 1,
         params=jax.lax.with_sharding_constraint(new_params, shardings(new_params, mesh)),
-        opt_state=jax.lax.with_sharding_constraint(
-            opt_state, optimizer_state_shardings(opt_state, state.params, mesh)
-        ),
+        opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
     )
