@@ -1,4 +1,4 @@
-"""What the tests share: meshes by shape, small models that can be wrapped, and comparison to the rounding of float32."""
+"""What the tests share: meshes by shape, small models to wrap, and comparison to the rounding of float32."""
 
 from collections.abc import Callable
 from functools import cache, partial

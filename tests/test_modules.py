@@ -1,4 +1,4 @@
-"""A wrapped module is the plain module: names, methods, transformations, collections, inside and outside of shard_map."""
+"""A wrapped module is the plain module: names, methods, transformations, collections, in and out of shard_map."""
 
 from functools import partial
 

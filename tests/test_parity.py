@@ -1,9 +1,9 @@
 """Sharded training is the training of one device: gradients and ten AdamW steps, over every mesh and option.
 
-The reference runs on one device without any collective. In float32 both do the same sums in another order, so they agree
-to 1e-5 of a leaf's largest entry. A gather in bfloat16 rounds each device's gradient to 8 bits before the mean: the
-reference does likewise, share by share, and an entry that lies at the border of two roundings may then fall to either
-side, one bfloat16 unit (2^-8) in one share out of N.
+The reference runs on one device without any collective. In float32 both do the same sums in another order, so they
+agree to 1e-5 of a leaf's largest entry. A gather in bfloat16 rounds each device's gradient to 8 bits before the mean:
+the reference does likewise, share by share, and an entry that lies at the border of two roundings may then fall to
+either side, one bfloat16 unit (2^-8) in one share out of N.
 """
 
 from functools import cache
@@ -53,7 +53,7 @@ def train(step, state):
 
 @cache
 def reference(scan: bool, cast: frozenset, shares: int):
-    """The same on one device: plain modules, a loop over the shares of the batch, leaves in ``cast`` rounded to bf16."""
+    """The same on one device: plain modules, a loop over shares of the batch, leaves in ``cast`` rounded to bf16."""
     model, tx = Model(scan=scan), optimizer()
     params = jax.jit(model.init)(jax.random.key(0), BATCH["x"])["params"]
 

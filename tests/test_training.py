@@ -220,8 +220,8 @@ def test_a_count_that_does_not_divide_is_refused_and_no_example_is_lost():
 
     with pytest.raises(
         ValueError,
-        match=r"batch\['weight'\] of shape \(10,\) holds 10 examples, which num_minibatches=4 does not divide; the last 2 "
-        r"would be dropped. Pad the batch to 12 examples .* or choose a divisor of 10",
+        match=r"batch\['weight'\] of shape \(10,\) holds 10 examples, which num_minibatches=4 does not divide; the "
+        r"last 2 would be dropped. Pad the batch to 12 examples .* or choose a divisor of 10",
     ):
         run_grads(local, mesh_of(1, 1), True, batch=data(10))
 

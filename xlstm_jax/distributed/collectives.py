@@ -3,12 +3,12 @@
 Two things are settled here, so that nobody else thinks of them.
 
 *Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
-over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to do.
-Under ``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
+over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to
+do. Under ``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
 
-*Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the outermost
-first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links of one
-axis. Sums of values narrower than 32 bits run in float32.
+*Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the
+outermost first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links
+of one axis. Sums of values narrower than 32 bits run in float32.
 """
 
 import math
@@ -103,7 +103,7 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...], n being the product of the axis sizes."""
+    """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
     for axis in reversed(tuple(axes)):
         if lax.axis_size(axis) > 1:
             value = lax.all_gather(value, axis, axis=dim, tiled=True)

@@ -78,7 +78,7 @@ def shard_params(params: PyTree, axis_name: AxisNames, min_weight_size: int = DE
 
 
 def _box_params(params: PyTree, axis_sizes: dict[str, int], min_weight_size: int, take: Callable[..., Any]) -> PyTree:
-    """Boxes the leaves that ``choose_shard_dim`` picks, with the value that ``take(value, dim, axes)`` makes of each."""
+    """Boxes the leaves that ``choose_shard_dim`` picks, with what ``take(value, dim, axes)`` makes of each."""
     axes = tuple(axis_sizes)
 
     def box(leaf):
@@ -178,9 +178,9 @@ def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -
         leaf = f"'{path}'" if path else "the value"
         lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
         raise ValueError(
-            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: it {lost}. "
-            f"Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the module that owns "
-            f"it by itself, with {argument}=None."
+            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
+            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the module "
+            f"that owns it by itself, with {argument}=None."
         )
     return requested
 
@@ -230,8 +230,8 @@ def _gather_dim(value, dim, held, axes, gather_dtype, grad_scatter_dtype):
     if not kept:
         value = gather_array_with_mean_grads(value, dim, inner, gather_dtype, grad_scatter_dtype)
         return value, axes_entry(outer)
-    # An axis to keep lies inside one to gather. Its pieces are gathered as well (an all-gather whose transpose is a sum,
-    # as the pieces are parts and not replicas), and the part that it holds by itself is cut out.
+    # An axis to keep lies inside one to gather. Its pieces are gathered as well (an all-gather whose transpose is a
+    # sum, as the pieces are parts and not replicas), and the part that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
             value = gather_array_with_mean_grads(value, dim, axis, gather_dtype, grad_scatter_dtype)
@@ -363,8 +363,8 @@ def _wrap_instance(module: nn.Module, wrap: Callable[[Any], Any]) -> nn.Module:
     if isinstance(module.parent, nn.Module) and module.name is not None:
         cls = type(module).__name__
         raise TypeError(
-            f"shard_module_params got the instance {cls}(name={module.name!r}), which {type(module.parent).__name__} has "
-            f"named and registered already. Wrap the class, then make the instance: "
+            f"shard_module_params got the instance {cls}(name={module.name!r}), which "
+            f"{type(module.parent).__name__} has named and registered already. Wrap the class, then make the instance: "
             f"shard_module_params({cls}, axis_name)(...)."
         )
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
@@ -380,8 +380,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     Call it once, inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this
     device's batch. It is *not* for the gradients of ``training.value_and_grad``, which has done it.
 
-    A leaf that is split over an axis has been averaged over it by the transpose of its gather. Under ``check_vma=True`` a
-    leaf whose type does not vary over an axis has been summed over it by JAX, and is divided; any other is averaged.
+    A leaf that is split over an axis has been averaged over it by the transpose of its gather. Under ``check_vma=True``
+    a leaf whose type does not vary over an axis has been summed over it by JAX, and is divided; any other is averaged.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.

@@ -53,8 +53,8 @@ def _fill_in(shape: dict[str, int], count: int) -> tuple[int, ...]:
         others = math.prod(size for name, size in shape.items() if name != last and size != -1)
         fit = f"With {last!r} = {count // others} it would fit" if count % others == 0 else f"Divisors of {count} fit"
         raise ValueError(
-            f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. {fit}; "
-            "or pass devices= with as many as the mesh takes, or simulate_cpu_devices(n) to try it on this machine."
+            f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
+            f"{fit}; or pass devices= with as many as the mesh takes, or simulate_cpu_devices(n) to try it on this machine."
         )
     return tuple(count // known if size == -1 else size for size in shape.values())
 

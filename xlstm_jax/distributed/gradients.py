@@ -2,8 +2,8 @@
 
 Weighting. A loss is the mean over this device's examples, and the gradient the mean over devices of its gradient. Where
 devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the weight on all N
-devices, each differentiates sum * N / W: the mean of that over devices is the global weighted mean, and every number that
-is scattered stays of the size of a mean. Minibatches j combine as sum_j W_j g_j / sum_j W_j.
+devices, each differentiates sum * N / W: the mean of that over devices is the global weighted mean, and every number
+that is scattered stays of the size of a mean. Minibatches j combine as sum_j W_j g_j / sum_j W_j.
 
 Types. Under ``check_vma=True`` JAX sums the cotangent of a leaf over every axis that the leaf does not vary over.
 Parameters are therefore cast to varying before they are differentiated: what comes back is each device's own gradient,
@@ -128,7 +128,7 @@ def _check_not_reduced(value: jax.Array, axes: tuple[str, ...], what: str) -> No
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
                 "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (A constant weight: pass it as a Python number.)"
+                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number.)"
             )
 
 
@@ -237,7 +237,7 @@ def check_divides(name: str, shape: tuple[int, ...], parts: int, divisor: str) -
     examples, rest = shape[0], shape[0] % parts
     if rest:
         raise ValueError(
-            f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} would "
-            f"be dropped. Pad the batch to {examples - rest + parts} examples (with weight 0, weighted=True), or choose "
-            f"a divisor of {examples}."
+            f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
+            f"would be dropped. Pad the batch to {examples - rest + parts} examples (with weight 0, weighted=True), or "
+            f"choose a divisor of {examples}."
         )

@@ -1,9 +1,9 @@
 """Optimizers on shards: what one who keeps the whole step inside ``shard_map`` needs to get right.
 
 The straight way is ``training.make_train_step``, which runs the optimizer on global arrays, where every optax transform
-is what it is on one device. Inside ``shard_map`` an optimizer sees slices. An elementwise one (AdamW, Lion) cannot tell;
-one that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on every
-device, without an error, and what should be replicated drifts apart.
+is what it is on one device. Inside ``shard_map`` an optimizer sees slices. An elementwise one (AdamW, Lion) cannot
+tell; one that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on
+every device, without an error, and what should be replicated drifts apart.
 
   global_norm           the norm of the whole tree from its shards, one collective for each set of axes
   clip_by_global_norm   optax's clipping with that norm
@@ -81,9 +81,9 @@ def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
     stray = sorted(collectives.varying_axes(leaf_value(leaf)) - set(axes))
     if stray:
         raise ValueError(
-            f"global_norm: '{path}' of shape {np.shape(leaf_value(leaf))} differs between devices along {stray[0]!r}, but "
-            f"its box names {leaf_names(leaf)}. If it is a gradient, average it first (value_and_grad, sync_gradients); "
-            f"if it is a slice, it must come in its box."
+            f"global_norm: '{path}' of shape {np.shape(leaf_value(leaf))} differs between devices along {stray[0]!r}, "
+            f"but its box names {leaf_names(leaf)}. If it is a gradient, average it first (value_and_grad, "
+            f"sync_gradients); if it is a slice, it must come in its box."
         )
     return frozenset(axes)
 
@@ -109,9 +109,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_PARTS = 2
-# The gradients of the steps, as scales of (the first shard, the second and what is whole). Common and small ones, so that
-# moments and learned step sizes move; then one shard large and the other small, so that any threshold on a norm lies
-# between them; then a NaN in one shard alone.
+# The gradients of the steps, as scales of (the first shard, the second and what is whole). Common and small ones, so
+# that moments and learned step sizes move; then one shard large and the other small, so that any threshold on a norm
+# lies between them; then a NaN in one shard alone.
 _PROBE_SCALES = ((1.0, 1.0), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0), (1e4, 1e-4), (1.0, 1.0), (math.nan, 1.0), (1.0, 1.0))
 # Both runs do the same arithmetic on every element, up to the order of sums that collectives make.
 _PROBE_TOLERANCE_EPS = 64
@@ -129,9 +129,9 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
     For use inside ``shard_map`` on boxed trees. The transform is not looked up in a list but tried: on a tree with the
     paths, boxes and ranks of the parameters but a few values per leaf, once whole and once cut in two, over eight steps
-    with small, large, uneven and non-finite gradients. The updates must agree. Its state is then compared with the real shapes:
-    a moment that is shaped unlike its parameter is factored, and needs the whole leaf. This runs once for each kind of
-    tree, in ``init`` and ``update``, at trace time.
+    with small, large, uneven and non-finite gradients. The updates must agree. Its state is then compared with the real
+    shapes: a moment that is shaped unlike its parameter is factored, and needs the whole leaf. This runs once for each
+    kind of tree, in ``init`` and ``update``, at trace time.
 
     Args:
       tx: any optax transform. Those that run collectives themselves, as this file's ``clip_by_global_norm``, pass.
@@ -202,8 +202,8 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     if difference:
         path, step, whole, sharded = difference
         return (
-            f"on a small tree, cut in {_PROBE_PARTS}, its update of '{path}' in step {step} is {sharded:.6g} where that of "
-            f"the whole leaf is {whole:.6g}. It looks across a leaf or across the tree"
+            f"on a small tree, cut in {_PROBE_PARTS}, its update of '{path}' in step {step} is {sharded:.6g} where that "
+            f"of the whole leaf is {whole:.6g}. It looks across a leaf or across the tree"
         )
     return factored
 
@@ -335,7 +335,7 @@ def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _name(tx: optax.GradientTransformation) -> str:
-    """The name of the function that made the transform, and of those that it holds: ``masked(scale_by_trust_ratio)``."""
+    """The function that made the transform, and those that it holds: ``masked(scale_by_trust_ratio)``."""
     held = _closure(tx.update)
     if isinstance(held.get("tx"), optax.GradientTransformation):  # what with_extra_args_support has wrapped
         return _name(held["tx"])

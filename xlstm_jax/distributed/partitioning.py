@@ -30,8 +30,8 @@ class Sharded(nn.Partitioned):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
     It differs from its parent in two places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
-    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox`` gives the value as
-    it is: the parent would constrain its sharding, which is an error where the mesh axes are manual.
+    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox`` gives the value
+    as it is: the parent would constrain its sharding, which is an error where the mesh axes are manual.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -110,7 +110,7 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """``jax.tree.map`` over leaves where a box is one leaf; in ``rest`` a box or a bare value may stand in its place."""
+    """``jax.tree.map`` where a box is one leaf; in ``rest`` a box or a bare value may stand in its place."""
     return jax.tree.map(fn, tree, *rest, is_leaf=is_box)
 
 
@@ -238,8 +238,8 @@ def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
         unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
         if unknown:
             raise ValueError(
-                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} and no "
-                f"{unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of nn.scan, say: "
+                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of nn.scan, say: "
                 "leave metadata_params out, or give {nn.PARTITION_NAME: None})."
             )
         return leaf_spec(leaf, mesh)

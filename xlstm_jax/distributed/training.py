@@ -1,13 +1,13 @@
 """Training on sharded parameters: the model's start, its gradients, and a ready-made step.
 
   init_sharded          values of the plain model's init, each device computing the slices that it keeps
-  value_and_grad        inside shard_map: loss and gradient of the mean over all devices (from ``gradients``, as the next)
+  value_and_grad        inside shard_map: loss and gradient of the mean over all devices (in ``gradients``)
   accumulate_gradients  the same over minibatches, one after the other
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
 
-The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and any
-optax transform does on shards what it does on one device; XLA adds the few scalars or rows that must travel for it.
+The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and
+any optax transform does on shards what it does on one device; XLA adds the few scalars or rows that must travel for it.
 """
 
 import math
@@ -218,10 +218,11 @@ def make_train_step(
       check_vma: passed to ``shard_map``.
       has_aux: the dict is averaged like the loss and joins the metrics.
     Returns:
-      ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state`` is
-      donated and comes back with the sharding that ``create_train_state`` gave it; ``batch`` has global leaves [b, ...];
-      ``rng`` is folded with the step and the device, so one key serves a whole run and dropout differs everywhere.
-      Metrics are ``loss`` and ``grad_norm``, the norm over all parameters before the optimizer, float32 scalars.
+      ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
+      is donated and comes back with the sharding that ``create_train_state`` gave it; ``batch`` has global leaves [b,
+      ...]; ``rng`` is folded with the step and the device, so one key serves a whole run and dropout differs
+      everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over all parameters before the optimizer, float32
+      scalars.
     Raises:
       ValueError: (at the call) devices or minibatches do not divide the batch; names the leaf and both numbers.
     """
@@ -272,8 +273,8 @@ def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int
 def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any], has_aux: bool) -> Callable[[PyTree], jax.Array]:
     """The loss as a function of what the optimizer sees, for those that search along a line (L-BFGS).
 
-    It carries its gradient as a rule of its own. Differentiated from outside, ``shard_map`` would hand each device 1/N of
-    the cotangent, and the means inside would divide by N once more.
+    It carries its gradient as a rule of its own. Differentiated from outside, ``shard_map`` would hand each device 1/N
+    of the cotangent, and the means inside would divide by N once more.
     """
     _, put_back = split_differentiable(like)
     boxes, _ = split_differentiable(like)

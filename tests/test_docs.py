@@ -1,0 +1,42 @@
+"""Every example in README and docs runs as a reader would run it, and every public name is documented."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xlstm_jax.distributed
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(python_blocks(page)))
+    # -P keeps the checkout off the path: what runs is what was installed.
+    done = subprocess.run([sys.executable, "-W", "error", "-P", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_public_name_has_its_line_and_every_line_a_name():
+    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert documented == set(xlstm_jax.distributed.__all__)
+
+
+@pytest.mark.parametrize("name", xlstm_jax.distributed.__all__)
+def test_every_public_name_has_a_docstring(name):
+    assert len(getattr(xlstm_jax.distributed, name).__doc__ or "") > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
