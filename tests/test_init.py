@@ -109,6 +109,17 @@ def test_a_mesh_with_explicit_axes_does_as_well():
     assert jax.tree.all(jax.tree.map(np.array_equal, unbox(got), unbox(want)))
 
 
+def test_a_mesh_that_is_set_is_fine_with_auto_axes_and_refused_with_explicit_ones():
+    with jax.set_mesh(mesh_of(2, 4)):
+        init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes=AXES)
+    explicit = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with (
+        jax.set_mesh(explicit),
+        pytest.raises(ValueError, match=r"explicit axes \('dp', 'fsdp'\); parameters live on .* DeviceMeshManager"),
+    ):
+        init_sharded(Model(fsdp()), explicit, KEY, X, batch_axes=AXES)
+
+
 def test_a_batch_axis_that_is_no_mesh_axis_is_refused():
     with pytest.raises(
         ValueError, match=r"batch_axes='data': the mesh has no axis 'data'; its axes are .*'dp': 2, 'fsdp': 4"

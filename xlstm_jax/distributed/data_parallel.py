@@ -179,8 +179,8 @@ def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -
         lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
         raise ValueError(
             f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the module "
-            f"that owns it by itself, with {argument}=None."
+            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the "
+            f"module that owns it by itself, with {argument}=None."
         )
     return requested
 

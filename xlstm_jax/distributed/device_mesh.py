@@ -54,7 +54,7 @@ def _fill_in(shape: dict[str, int], count: int) -> tuple[int, ...]:
         fit = f"With {last!r} = {count // others} it would fit" if count % others == 0 else f"Divisors of {count} fit"
         raise ValueError(
             f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
-            f"{fit}; or pass devices= with as many as the mesh takes, or simulate_cpu_devices(n) to try it on this machine."
+            f"{fit}; or pass devices= with as many as the mesh takes, or simulate_cpu_devices(n) to try it out."
         )
     return tuple(count // known if size == -1 else size for size in shape.values())
 
@@ -64,6 +64,18 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def check_no_explicit_mesh() -> None:
+    """Raises a ``ValueError`` under a ``jax.set_mesh`` of explicit axes, whose types no array on an Auto mesh has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    if explicit:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh with the explicit axes {tuple(explicit)}; parameters live on meshes with Auto "
+            "axes. Leave jax.set_mesh out, or set the mesh of DeviceMeshManager.create_device_mesh (jax.make_mesh makes "
+            "explicit axes unless it is given axis_types)."
+        )
 
 
 def mesh_axes(mesh: Mesh, axis_names: str | Sequence[str], argument: str) -> tuple[str, ...]:

@@ -202,8 +202,8 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     if difference:
         path, step, whole, sharded = difference
         return (
-            f"on a small tree, cut in {_PROBE_PARTS}, its update of '{path}' in step {step} is {sharded:.6g} where that "
-            f"of the whole leaf is {whole:.6g}. It looks across a leaf or across the tree"
+            f"on a small tree, cut in {_PROBE_PARTS}, its update of '{path}' in step {step} is {sharded:.6g} where "
+            f"that of the whole leaf is {whole:.6g}. It looks across a leaf or across the tree"
         )
     return factored
 

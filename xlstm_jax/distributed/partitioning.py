@@ -239,8 +239,8 @@ def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
         if unknown:
             raise ValueError(
                 f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of nn.scan, say: "
-                "leave metadata_params out, or give {nn.PARTITION_NAME: None})."
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
+                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
             )
         return leaf_spec(leaf, mesh)
 

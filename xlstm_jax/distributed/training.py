@@ -23,7 +23,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.gradients import (
     LossFn,
     accumulate_gradients,
@@ -89,6 +89,7 @@ def jitted_init(
     model: nn.Module, mesh: Mesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
 ) -> Any:
     """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at."""
+    check_no_explicit_mesh()
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
@@ -250,6 +251,7 @@ def make_train_step(
         )(params, batch, rng)
 
     def step(state, batch, rng):
+        check_no_explicit_mesh()
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
         rng = jax.random.fold_in(rng, state.step)
         loss, grads = loss_and_grads(state, state.params, batch, rng)
