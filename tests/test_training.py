@@ -199,6 +199,38 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
     assert_allclose(run(True), (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
 
 
+def test_narrow_gradients_are_summed_over_minibatches_in_float32():
+    """Weights of 10^5 would overflow float16, and 16 + 1/128 is no bfloat16: sums of minibatches must be wider."""
+
+    def run(dtype, values, weight):
+        def loss(w, batch, rng):
+            return jnp.sum(batch * w), weight
+
+        return accumulate_gradients(loss, jnp.ones((), dtype), values, None, "fsdp", 2, weighted=True)[1]
+
+    mesh = mesh_of(1, 1)
+    values = jnp.asarray([1e5, 1e5, 0, 0], jnp.float32)
+    got = on_mesh(lambda v: run(jnp.float16, v, 1e5), mesh, True, P(), P())(values)
+    assert got.dtype == jnp.float16 and got == 1
+    values = jnp.asarray([256.0, 1.0], jnp.float32)
+    got = on_mesh(lambda v: run(jnp.bfloat16, v, 1.0), mesh, True, P(), P())(values)
+    assert got.dtype == jnp.bfloat16 and got == jnp.bfloat16(128.5)
+
+
+def test_double_precision_stays_double():
+    with jax.enable_x64(True):
+        batch = jnp.arange(16, dtype=jnp.float64) / 3
+
+        def local(w, batch):
+            fn = lambda w, b, rng: (jnp.sum(jnp.sin(b * w)), jnp.sum(b))  # noqa: E731
+            return accumulate_gradients(fn, w, batch, None, AXES, 2, weighted=True)
+
+        loss, grad = on_mesh(local, mesh_of(2, 4), True, (P(), P(AXES)), P())(jnp.float64(0.3), batch)
+        want = jax.value_and_grad(lambda w: jnp.sum(jnp.sin(batch * w)) / jnp.sum(batch))(jnp.float64(0.3))
+    assert loss.dtype == grad.dtype == jnp.float64
+    assert_allclose([loss, grad], want, rtol=1e-14)
+
+
 def test_minibatches_get_keys_of_their_own():
     def local(params, batch):
         def loss(p, b, rng):

@@ -95,11 +95,11 @@ def to_varying(tree: PyTree, axes: Sequence[str]) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
-def zeros_of_type(abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros with the shape, dtype and varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
+def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+    """Zeros with the shape and the varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
     varying = getattr(abstract, "manual_axis_type", abstract)
     axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
-    return to_varying(jnp.zeros(abstract.shape, abstract.dtype), axes)
+    return to_varying(jnp.zeros(abstract.shape, dtype), axes)
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:

@@ -72,9 +72,9 @@ def check_no_explicit_mesh() -> None:
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     if explicit:
         raise ValueError(
-            f"jax.set_mesh has set a mesh with the explicit axes {tuple(explicit)}; parameters live on meshes with Auto "
-            "axes. Leave jax.set_mesh out, or set the mesh of DeviceMeshManager.create_device_mesh (jax.make_mesh makes "
-            "explicit axes unless it is given axis_types)."
+            f"jax.set_mesh has set a mesh with the explicit axes {tuple(explicit)}; parameters live on meshes with "
+            "Auto axes. Leave jax.set_mesh out, or set one of DeviceMeshManager.create_device_mesh (jax.make_mesh "
+            "makes explicit axes unless it is given axis_types)."
         )
 
 

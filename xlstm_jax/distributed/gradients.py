@@ -101,7 +101,7 @@ def _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs) -> _Share:
         _check_not_reduced(loss, axes, "the loss")
         return loss, (aux, scale, weight)
 
-    live = collectives.to_varying(live, [axis for axis in axes if collectives.axis_size([axis]) > 1])
+    live = collectives.to_varying(live, _spread(axes))
     (loss, (aux, scale, weight)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(live)
     return _Share(loss, grads, aux, scale, weight)
 
@@ -113,9 +113,8 @@ def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.
     total, weight = out
     if isinstance(weight, jax.core.Tracer):
         _check_not_reduced(weight, axes, "the weight")
-    local = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-    spread = [axis for axis in axes if collectives.axis_size([axis]) > 1]
-    (weight,) = collectives.psum([collectives.to_varying(local, spread)], [axes])
+    local = jax.lax.stop_gradient(jnp.asarray(weight, _wide(jnp.result_type(total))))
+    (weight,) = collectives.psum([collectives.to_varying(local, _spread(axes))], [axes])
     scale = jnp.where(weight > 0, collectives.axis_size(axes) / jnp.where(weight > 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
 
@@ -178,40 +177,45 @@ def accumulate_gradients(
     minibatches = split_batch(batch, num_minibatches)
 
     def part(index):
+        """(loss, aux), grads and weight of a minibatch; all values vary over all axes, for a scan to carry them."""
         minibatch = jax.tree.map(lambda x: x[index], minibatches)
         folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         share = _share(loss_fn, axes, has_aux, weighted, params, minibatch, folded)
-        aux = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32) * share.scale, share.aux)
-        # The loss varies over all axes; so must what is summed with it, for the carry of the scan to keep its type.
-        sums = collectives.to_varying((share.loss.astype(jnp.float32), aux), _spread(axes))
-        return jax.tree.map(lambda x: x * _like(share.weight, x), (sums, share.grads)), jnp.float32(share.weight)
+        aux = jax.tree.map(lambda a: jnp.asarray(a, _wide(jnp.result_type(a))) * share.scale, share.aux)
+        return (collectives.to_varying((share.loss, aux), _spread(axes)), share.grads), share.weight
 
-    total, weight = _sum_over(part, num_minibatches)
-    (loss, aux), grads = jax.tree.map(lambda x: x / _like(jnp.where(weight > 0, weight, 1), x), total)
-    loss, *aux_leaves = collectives.pmean([loss, *jax.tree.leaves(aux)], [axes] * (1 + len(jax.tree.leaves(aux))))
+    (loss, aux), grads = _mean_over(part, num_minibatches)
+    aux_leaves, aux_tree = jax.tree.flatten(aux)
+    loss, *aux_leaves = collectives.pmean([loss, *aux_leaves], [axes] * (1 + len(aux_leaves)))
     grads = _synced(params, grads, axes)
-    return ((loss, jax.tree.unflatten(jax.tree.structure(aux), aux_leaves)), grads) if has_aux else (loss, grads)
-
-
-def _like(factor: Any, x: jax.Array) -> Any:
-    """A real factor in the precision of ``x``, which must not be widened by it."""
-    return factor if isinstance(factor, int) else factor.astype(jnp.finfo(x.dtype).dtype)
+    return ((loss, jax.tree.unflatten(aux_tree, aux_leaves)), grads) if has_aux else (loss, grads)
 
 
 def _spread(axes: tuple[str, ...]) -> list[str]:
+    """The axes along which there is more than one device."""
     return [axis for axis in axes if collectives.axis_size([axis]) > 1]
 
 
-def _sum_over(part: Callable[[Any], PyTree], count: int) -> PyTree:
-    """``part(0) + ... + part(count - 1)`` by ``lax.scan``."""
+def _wide(dtype: Any) -> Any:
+    """The dtype in which sums over minibatches run: float32, or wider where the values are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _mean_over(part: Callable[[Any], tuple[PyTree, Any]], count: int) -> PyTree:
+    """The mean of values over i < count, with ``part(i) -> (values, weight)``; by ``lax.scan``, 0 without weight."""
     if count == 1:
-        return part(0)
+        return part(0)[0]
 
     def add(total, index):
-        return jax.tree.map(jnp.add, total, part(index)), None
+        values, weight = part(index)
+        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * weight, total[0], values)
+        return (sums, total[1] + weight), None
 
-    zeros = jax.tree.map(collectives.zeros_of_type, jax.eval_shape(part, jnp.int32(0)))
-    return jax.lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))[0]
+    like = jax.eval_shape(part, jnp.int32(0))
+    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, _wide(x.dtype)), like)
+    (sums, weight), _ = jax.lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))
+    weight = jnp.where(weight > 0, weight, 1)
+    return jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like[0])
 
 
 def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:
