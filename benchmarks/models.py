@@ -135,6 +135,11 @@ def _merge_heads(x):
     return x.reshape(*x.shape[:2], -1)
 
 
+def dtypes(dtype: Any) -> dict[str, Any]:
+    """What a Linen module computes in, and what it stores: float32, or float64 where it computes in that."""
+    return {"dtype": dtype, "param_dtype": jnp.promote_types(dtype, jnp.float32)}
+
+
 class Block(nn.Module):
     """What both blocks share: their fields, and the projections that read from and write to the residual stream.
 
@@ -147,16 +152,20 @@ class Block(nn.Module):
     deterministic: bool = True
     dtype: Any = jnp.float32
 
+    @property
+    def dtypes(self):
+        return dtypes(self.dtype)
+
     def norm(self, name: str, x):
-        return nn.RMSNorm(dtype=self.dtype, name=name)(x)
+        return nn.RMSNorm(**self.dtypes, name=name)(x)
 
     def project(self, name: str, features: int, x):
-        return nn.Dense(features, use_bias=False, dtype=self.dtype, name=name)(x)
+        return nn.Dense(features, use_bias=False, **self.dtypes, name=name)(x)
 
     def add(self, name: str, residual, x):
         """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
         start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
-        x = nn.Dense(residual.shape[-1], use_bias=False, dtype=self.dtype, kernel_init=start, name=name)(x)
+        x = nn.Dense(residual.shape[-1], use_bias=False, **self.dtypes, kernel_init=start, name=name)(x)
         return residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
 
 
@@ -171,25 +180,27 @@ class XLSTMBlock(Block):
 
     @nn.compact
     def __call__(self, x):
-        width, heads = 2 * x.shape[-1], self.num_heads
+        width, heads, stored = 2 * x.shape[-1], self.num_heads, self.dtypes["param_dtype"]
         u, gate = jnp.split(self.project("up", 2 * width, self.norm("norm", x)), 2, axis=-1)
-        taps = self.param("conv", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), (CONV_WIDTH, width))
+        taps = self.param(
+            "conv", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), (CONV_WIDTH, width), stored
+        )
         mixed = nn.silu(causal_conv(u, taps.astype(self.dtype)))
         q, k = jnp.split(self.project("query_key", width, mixed), 2, axis=-1)
         v = self.project("value", width, u)
         k = k * (k.shape[-1] // heads) ** -0.5
         q, k, v = (_split_heads(y, heads) for y in (q, k, v))
         h = chunkwise_mlstm(q, k, v, *self.gates(mixed), chunk_size=CHUNK_SIZE)
-        h = nn.RMSNorm(use_scale=False, dtype=self.dtype, name="head_norm")(h)
-        scale = self.param("head_scale", nn.initializers.ones, (width,))
-        skip = self.param("skip", nn.initializers.ones, (width,))
+        h = nn.RMSNorm(use_scale=False, **self.dtypes, name="head_norm")(h)
+        scale = self.param("head_scale", nn.initializers.ones, (width,), stored)
+        skip = self.param("skip", nn.initializers.ones, (width,), stored)
         h = _merge_heads(h) * scale + mixed * skip
         return self.add("down", x, (h * nn.silu(gate)).astype(self.dtype)), None
 
     def gates(self, x):
-        """Input gate (before its exponential) and log of the forget gate, ``[b, h, t]`` each, in float32."""
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        gate = partial(nn.Dense, self.num_heads, kernel_init=nn.initializers.zeros)
+        """Input gate (before its exponential) and log of the forget gate, ``[b, h, t]`` each, in float32 or wider."""
+        wide = dtypes(jnp.promote_types(x.dtype, jnp.float32))
+        gate = partial(nn.Dense, self.num_heads, kernel_init=nn.initializers.zeros, **wide)
         i_gate = gate(name="input_gate")(x)
         f_gate = gate(name="forget_gate", bias_init=_forget_bias)(x)
         return i_gate.swapaxes(1, 2), nn.log_sigmoid(f_gate).swapaxes(1, 2)
@@ -231,11 +242,11 @@ class LanguageModel(nn.Module):
     @nn.compact
     def __call__(self, tokens, *, train: bool = False):
         wrap = self.wrap or (lambda module: module)
-        x = wrap(nn.Embed)(VOCAB_SIZE, self.dim, dtype=self.dtype, name="embed")(tokens)
+        x = wrap(nn.Embed)(VOCAB_SIZE, self.dim, **dtypes(self.dtype), name="embed")(tokens)
         x, _ = self.blocks(wrap, deterministic=not train)(x)
-        x = nn.RMSNorm(dtype=self.dtype, name="final_norm")(x)
+        x = nn.RMSNorm(**dtypes(self.dtype), name="final_norm")(x)
         start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln 256 nats
-        head = wrap(nn.Dense)(VOCAB_SIZE, use_bias=False, dtype=self.dtype, kernel_init=start, name="head")
+        head = wrap(nn.Dense)(VOCAB_SIZE, use_bias=False, **dtypes(self.dtype), kernel_init=start, name="head")
         logits = head(x)
         return logits.astype(jnp.promote_types(self.dtype, jnp.float32))
 

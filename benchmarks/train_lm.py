@@ -81,6 +81,7 @@ class TrainConfig:
     dropout: float = 0.0
     lr: float = 5e-3
     num_minibatches: int = 1
+    dtype: str = "float32"
     gather_dtype: str | None = None
     min_weight_size: int = 2**12
     remat: bool = False
@@ -137,6 +138,8 @@ def prepare(config: TrainConfig) -> Job:
     """
     if config.d_model % (2 * config.heads):
         raise ValueError(f"--d-model {config.d_model}: must be a multiple of 2 * --heads = {2 * config.heads}.")
+    if config.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(config.mesh)
     parts = mesh.size * config.num_minibatches
     if config.batch_size % parts:
@@ -204,6 +207,7 @@ def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:
         dropout=config.dropout,
         remat=config.remat,
         wrap=None if config.replicated else wrap,
+        dtype=jnp.dtype(config.dtype),
     )
 
 
@@ -437,6 +441,7 @@ def parser() -> argparse.ArgumentParser:
     option("--dropout", "share of each block's output that is dropped", float)
     option("--lr", "peak learning rate, after a warm-up and before a cosine decay", float)
     option("--num-minibatches", "parts of a device's batch, one after the other")
+    option("--dtype", "dtype of the computation", str, choices=["float32", "bfloat16", "float64"])
     option("--gather-dtype", "dtype of weights on the wire", str, choices=["float32", "bfloat16", "float16"])
     option("--min-weight-size", "parameters with fewer values stay whole")
     new.add_argument("--remat", action="store_true", help="compute a block's activations again in the backward pass")
