@@ -8,9 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from xlstm_jax.distributed import DeviceMeshManager, partition_specs, shard_module_params, unbox
+from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
 from xlstm_jax.distributed.partitioning import path_string
 
 AXES = ("dp", "fsdp")
@@ -109,8 +108,3 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         largest = scale if largest < 1e-6 * scale else largest
         worst = np.abs(g - w).max(initial=0)
         assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
-
-
-def boxed_specs(variables, mesh):
-    """The specs of a boxed tree, and of a batch split over all the axes."""
-    return partition_specs(variables, mesh), P(AXES)

@@ -151,6 +151,7 @@ def test_leaves_of_any_dtype_come_back_in_it(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_], ids=lambda d: d.__name__)
 def test_integers_are_never_cast(dtype):
+    # 1001 is no bfloat16; bytes and bools would survive the cast, but must come back in their own dtype.
     w = jnp.arange(1000, 1064).reshape(8, 8).astype(dtype)
     got = on_mesh(
         lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp", gather_dtype=jnp.bfloat16),
@@ -160,6 +161,29 @@ def test_integers_are_never_cast(dtype):
         P(),
     )(w)
     assert_array_equal(got, w)
+    assert got.dtype == dtype
+
+
+def test_a_negative_dim_counts_from_the_end():
+    def local(w):
+        return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, -1, "fsdp") ** 2))(w)
+
+    w = normal(0, (4, 16))
+    assert_allclose(on_mesh(local, mesh_of(1, 8), True, P(None, "fsdp"), P(None, "fsdp"))(w), 2 * w, rtol=1e-6)
+
+
+def test_eight_bit_floats_travel_and_are_summed_wider():
+    w = normal(0, (16, 8))
+
+    def local(w):
+        grad = jax.grad(
+            lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", jnp.float8_e4m3fn).astype(jnp.float32))
+        )
+        return grad(w), sync_gradients(jnp.ones((4,), jnp.float8_e4m3fn), "fsdp")
+
+    grad, synced = on_mesh(local, mesh_of(1, 8), False, P("fsdp"), (P("fsdp"), P()))(w)
+    assert_array_equal(grad, np.ones((16, 8)))
+    assert synced.dtype == jnp.float8_e4m3fn
 
 
 def test_prng_keys_pass_and_a_sharded_one_is_gathered():

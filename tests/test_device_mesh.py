@@ -37,11 +37,15 @@ def test_devices_lie_in_the_order_given():
 @pytest.mark.parametrize(
     "shape, message",
     [
-        ({"dp": 2, "fsdp": 3}, r"takes 6 devices, but there are 8. With 'fsdp' = 4 it would fit"),
+        (
+            {"dp": 2, "fsdp": 3},
+            r"takes 6 devices, but there are 8. With 'fsdp' = 4 it would fit; or pass devices=jax.devices\(\)\[:6\]",
+        ),
         ({"dp": 3, "fsdp": -1}, r"takes 3 devices or a multiple, but there are 8. Divisors of 8 fit"),
         ({"dp": -1, "fsdp": -1}, r"at most one of them -1"),
         ({"fsdp": 0}, r"a size is a positive integer"),
         ({}, r"names no mesh axis"),
+        (8, r"mesh_shape=8 has no axis names; write {'fsdp': 8}, say"),
     ],
     ids=str,
 )

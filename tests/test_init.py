@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -100,13 +101,13 @@ def test_inputs_of_any_size_and_keywords_pass():
     rngs = {"params": KEY, "dropout": jax.random.key(1)}
     one = init_sharded(Net(), mesh_of(2, 4), rngs, jnp.ones((1, 8)), batch_axes=AXES, train=True)
     many = init_sharded(Net(), mesh_of(2, 4), rngs, np.ones((16, 8), np.float32), batch_axes=AXES, train=False)
-    assert jax.tree.all(jax.tree.map(np.array_equal, unbox(one), unbox(many)))
+    chex.assert_trees_all_equal(unbox(one), unbox(many))
 
 
 def test_a_mesh_with_explicit_axes_does_as_well():
     explicit = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     got, want = (init_sharded(Model(fsdp()), mesh, KEY, X, batch_axes=AXES) for mesh in (explicit, mesh_of(2, 4)))
-    assert jax.tree.all(jax.tree.map(np.array_equal, unbox(got), unbox(want)))
+    chex.assert_trees_all_equal(unbox(got), unbox(want))
 
 
 def test_a_mesh_that_is_set_is_fine_with_auto_axes_and_refused_with_explicit_ones():

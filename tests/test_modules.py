@@ -125,6 +125,55 @@ def test_helpers_of_a_wrapped_class_work_unbound_as_before():
     assert [c.shape for c in cell.initialize_carry(KEY, (2, 16))] == [(2, 16), (2, 16)]
 
 
+def test_methods_by_name_gather_inside_shard_map():
+    wrapped, mesh = fsdp(TwoMethods)(), mesh_of(2, 4)
+    plain_variables = TwoMethods().init(KEY, X, method="decode")
+    boxed = init_sharded(wrapped, mesh, KEY, X, batch_axes=AXES, method="decode")
+    specs = partition_specs(boxed, mesh)
+    for method in ("encode", wrapped.encode):
+        run = on_mesh(lambda v, x, m=method: wrapped.apply(v, x, method=m), mesh, True, (specs, P(AXES)), P(AXES))
+        assert_allclose(run(boxed, X), TwoMethods().apply(plain_variables, X, method="encode"), rtol=1e-5, atol=1e-6)
+
+
+def test_a_slice_that_is_used_without_its_gather_is_refused_with_the_cure():
+    """A method of the plain class, a module shared into a wrapped one, a parent that reads its child's variables."""
+
+    class Shares(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(16, name="dense")
+
+            class Inner(nn.Module):
+                shared: nn.Module
+
+                @nn.compact
+                def __call__(self, x):
+                    return self.shared(x)
+
+            return dense(fsdp(Inner)(dense, name="inner")(x))
+
+    mesh = mesh_of(2, 4)
+    for model, method in [(fsdp(TwoMethods)(), TwoMethods.encode), (Shares(), None)]:
+        boxed = init_sharded(model, mesh, KEY, X, batch_axes=AXES, method="decode" if method else None)
+        specs = partition_specs(boxed, mesh)
+        with pytest.raises(
+            ValueError, match=r"split as .*'fsdp'.* used where it was not gathered over 'fsdp'. Wrap the mod"
+        ):
+            on_mesh(lambda v, x, a=model.apply, m=method: a(v, x, method=m), mesh, True, (specs, P(AXES)), P(AXES))(
+                boxed, X
+            )
+        model.apply(boxed, X, method=method)  # outside, values are global
+
+
+def test_weight_norm_inside_a_wrapped_module():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(16, name="dense"))(x)
+
+    check_parity(lambda wrap: wrap(Normed)())
+
+
 def test_methods_by_name_and_top_level_use():
     wrapped = fsdp(TwoMethods)()
     variables = wrapped.init(KEY, X, method="decode")
@@ -348,7 +397,8 @@ def test_under_a_set_mesh_init_boxes_global_values():
     with jax.set_mesh(mesh):
         variables = jax.jit(Model(fsdp()).init)(KEY, X)
         boxed = [leaf for _, leaf in leaves_with_path(variables) if is_box(leaf)]
-        assert boxed and boxed[0].value.shape == np.shape(boxed[0].value)
+        kernel = variables["params"]["Dense_0"]["kernel"]
+        assert boxed and kernel.names == (None, "fsdp") and kernel.value.shape == (16, 16)
         assert_allclose(
             jax.jit(Model(fsdp()).apply)(variables, X), Model().apply(unbox(variables), X), rtol=1e-4, atol=1e-6
         )
@@ -372,6 +422,26 @@ def test_a_misspelt_axis_on_a_module_lists_the_ones_there_are(init):
         ValueError, match=r"'fdsp' is not an axis of the mesh that jax.set_mesh has set.*\('dp', 'fsdp'\)"
     ):
         init_sharded(wrapped, mesh, KEY, X, batch_axes=AXES)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_the_layer_dim_may_be_any_dim(axis):
+    def make(wrap):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return scanned(wrap(Block), x, variable_axes={"params": axis})
+
+        return Net()
+
+    check_parity(make)
+
+
+def test_options_that_are_none_are_refused_when_wrapping():
+    with pytest.raises(TypeError, match="bf16"):
+        fsdp(nn.Dense, gather_dtype="bf16")
+    with pytest.raises(TypeError, match="min_weight_size=.*bfloat16.* is not a number of values"):
+        shard_module_params(nn.Dense, "fsdp", jnp.bfloat16)
 
 
 def test_a_layer_dim_named_as_no_axis_is_refused_by_leaf():

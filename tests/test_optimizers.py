@@ -383,8 +383,17 @@ def test_guard_refuses_a_norm_that_a_mask_hides_from_most_leaves():
 def test_guard_finds_a_factored_moment_that_the_small_tree_is_too_small_to_show():
     # Matrices of the small tree have dims of 3 and 4, below 8; the real ones are 8 x 16 and 16 x 4.
     tx = optax.adafactor(0.01, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
-    with pytest.raises(ValueError, match=r"'scale_by_factored_rms'.*has the shape \(8,\), which no parameter has"):
+    with pytest.raises(ValueError, match=r"'scale_by_factored_rms'.*has the shape \(8,\), and not that of"):
         elementwise_only(tx).init(whole_and_split())
+
+
+def test_a_bias_of_the_shape_of_a_factor_does_not_hide_it():
+    tx = optax.adafactor(0.01, clipping_threshold=None, multiply_by_parameter_scale=False)
+    params = {"kernel": Sharded(jnp.ones((256, 256)), (None, "fsdp")), "bias": jnp.ones((256,))}
+    with pytest.raises(
+        ValueError, match=r"'scale_by_factored_rms'.*has the shape \(256,\), and not that of its parameter"
+    ):
+        elementwise_only(tx).init(params)
 
 
 def test_guard_sees_a_leaf_that_is_split_along_two_dims_in_both():

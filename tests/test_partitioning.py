@@ -1,5 +1,6 @@
 """Which dim is split, what a box says, and which spec follows: decided from shapes and names alone."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
-from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     as_axis_names,
@@ -53,10 +54,22 @@ def test_a_string_is_one_axis_and_a_sequence_is_its_axes(given, want):
     assert as_axis_names(given) == want
 
 
-@pytest.mark.parametrize("given", [None, (), "", ("fsdp", None), ("fsdp", "fsdp")], ids=str)
+@pytest.mark.parametrize("given", [None, (), "", 3, ("fsdp", None), ("fsdp", "fsdp")], ids=str)
 def test_what_names_no_axis_is_refused(given):
     with pytest.raises(ValueError, match=r"names (no mesh axis|an axis twice).*name|names no mesh axis; pass one"):
         as_axis_names(given)
+
+
+def test_a_set_of_axes_has_no_order_and_is_refused():
+    with pytest.raises(ValueError, match="a set has no order"):
+        as_axis_names({"dp", "fsdp"})
+
+
+def test_boxes_are_put_back_around_bare_values():
+    boxed = {"w": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "b": jnp.ones(3)}
+    again = box_like(jax.tree.map(lambda x: 2 * x, unbox(boxed)), boxed)
+    assert jax.tree.structure(again) == jax.tree.structure(boxed)
+    chex.assert_trees_all_equal(unbox(again), jax.tree.map(lambda x: 2 * x, unbox(boxed)))
 
 
 def test_names_of_any_length_fit_the_dims():

@@ -128,6 +128,73 @@ def test_without_types_a_loss_that_is_already_averaged_gives_the_same():
     assert_same_params(grads, whole_batch(mean_loss)[1])
 
 
+@BOTH_MODES
+@pytest.mark.parametrize("count", [0, 2.0, -1], ids=str)
+def test_a_count_of_minibatches_that_is_none_is_refused(count, check_vma):
+    with pytest.raises(ValueError, match=rf"num_minibatches={count!r} is not a positive integer"):
+        make_train_step(mean_loss, mesh_of(2, 4), AXES, count, check_vma=check_vma)
+
+
+@pytest.mark.parametrize("axes, batch, missing, size", [("dp", "dp", "fsdp", 4), ("fsdp", AXES, "dp", 2)], ids=str)
+def test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it(axes, batch, missing, size):
+    """Left alone, gradients of whole leaves would come back as sums over that axis."""
+    mesh = mesh_of(2, 4)
+    params = boxed_params(mesh)
+    specs = partition_specs(params, mesh)
+    for call in (
+        lambda p, b: value_and_grad(lambda p, b: mean_loss(p, WRAPPED.apply, b), axes)(p, b),
+        lambda p, b: accumulate_gradients(lambda p, b, _: mean_loss(p, WRAPPED.apply, b), p, b, None, axes),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"the loss varies over '{missing}'.* leave out.* summed over its {size} dev"
+        ):
+            on_mesh(call, mesh, True, (specs, P(batch)), (P(), specs))(params, BATCH)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("options", [{}, {"has_aux": True}, {"weighted": True}], ids=str)
+def test_a_loss_function_that_returns_something_else_is_told_what_was_expected(options, check_vma):
+    returned = {"has_aux": 1, "weighted": 1}.get(next(iter(options), None), 2)
+
+    def loss(params, batch):
+        value = mean_loss(params, WRAPPED.apply, batch)
+        return value if returned == 1 else (value, value)
+
+    with pytest.raises(TypeError, match="loss_fn must return|loss_fn returned .* needs has_aux=True"):
+        run_grads(value_and_grad(loss, AXES, **options), mesh_of(2, 4), check_vma)
+
+
+def test_auxiliary_numbers_do_not_replace_the_metrics_of_the_step():
+    mesh = mesh_of(2, 4)
+    for aux, error, message in [
+        ({"loss": 7.0}, ValueError, "has the name 'loss'"),
+        (7.0, TypeError, "dict of numbers"),
+    ]:
+        state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+        with pytest.raises(error, match=message):
+            make_train_step(lambda *args, aux=aux: (mean_loss(*args), aux), mesh, AXES, has_aux=True)(state, BATCH, KEY)
+
+
+def test_the_gradient_norm_of_narrow_gradients_is_summed_in_float32():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, (64,), jnp.float16).sum()
+
+    mesh = mesh_of(1, 8)
+    state = create_train_state(fsdp(Half)(), optax.sgd(0.0), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    step = make_train_step(lambda p, f, b, r: jnp.mean(f({"params": p}, b["x"] * 0 + 300.0)), mesh, AXES)
+    _, metrics = step(state, BATCH, KEY)
+    assert_allclose(metrics["grad_norm"], 300 * 8, rtol=1e-3)  # its square does not fit in float16
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match=r"batch\['weight'\] of shape \(0,\) holds no examples"):
+        mesh = mesh_of(2, 4)
+        state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+        make_train_step(mean_loss, mesh, AXES)(state, jax.tree.map(lambda x: x[:0], BATCH), KEY)
+
+
 def test_weighted_asks_for_a_pair():
     fn = value_and_grad(lambda p, b: mean_loss(p, WRAPPED.apply, b), AXES, weighted=True)
     with pytest.raises(TypeError, match=r"weighted=True: loss_fn must return \(sum, weight\)"):

@@ -10,12 +10,13 @@ from xlstm_jax.distributed.data_parallel import (
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
-from xlstm_jax.distributed.partitioning import bytes_per_device, partition_specs, shardings, unbox
+from xlstm_jax.distributed.partitioning import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.training import create_train_state, init_sharded, make_train_step
 
 __all__ = [
     "DeviceMeshManager",
     "accumulate_gradients",
+    "box_like",
     "bytes_per_device",
     "clip_by_global_norm",
     "create_train_state",

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.partitioning import wide_dtype
 
 
 def is_bound(axis: str) -> bool:
@@ -127,10 +128,6 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(a for a in axes if (a in varying if is_tracked(a) else lax.axis_size(a) > 1))
 
 
-def _accumulator_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
 def _reduce_together(reduce: Any, values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
     """Applies ``reduce(list, axes)`` once for each distinct set of axes: one collective, not one for each value."""
     groups = defaultdict(list)
@@ -139,7 +136,7 @@ def _reduce_together(reduce: Any, values: Sequence[Any], axes: Sequence[Sequence
     out = [jnp.asarray(value) for value in values]
     for over, indices in groups.items():
         if over:
-            wide = [out[i].astype(_accumulator_dtype(out[i].dtype)) for i in indices]
+            wide = [out[i].astype(wide_dtype(out[i].dtype)) for i in indices]
             for i, reduced in zip(indices, reduce(wide, over), strict=True):
                 out[i] = reduced.astype(out[i].dtype)
     return out

@@ -30,7 +30,7 @@ from xlstm_jax.common_types import AxisNames, Parameter, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
-    Sharded,
+    Part,
     as_axis_names,
     axes_entry,
     box_dim,
@@ -46,6 +46,7 @@ from xlstm_jax.distributed.partitioning import (
     rebox,
     split_differentiable,
     value_dtype,
+    wide_dtype,
 )
 
 Target = TypeVar("Target", bound=Any)
@@ -147,7 +148,7 @@ def _gather_fwd(x, axis, axis_name, gather_dtype, grad_scatter_dtype):
     collectives.check_bound(axes, caller="gather_array_with_mean_grads")
     wire_dtype(x, grad_scatter_dtype, "grad_scatter_dtype")
     wire = x if is_prng_key(x) else x.astype(wire_dtype(x, gather_dtype, "gather_dtype"))
-    return collectives.all_gather(wire, axis, axes), _Primal(x.shape, x.dtype)
+    return collectives.all_gather(wire, axis % x.ndim, axes), _Primal(x.shape, x.dtype)
 
 
 def _gather_bwd(axis, axis_name, gather_dtype, grad_scatter_dtype, primal, cotangent):
@@ -155,9 +156,9 @@ def _gather_bwd(axis, axis_name, gather_dtype, grad_scatter_dtype, primal, cotan
     if cotangent.dtype == jax.dtypes.float0:
         return (np.zeros(primal.shape, jax.dtypes.float0),)
     axes = as_axis_names(axis_name)
-    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    wide = cotangent.astype(wide_dtype(cotangent.dtype))
     mean = (wide / collectives.axis_size(axes)).astype(wire_dtype(primal, grad_scatter_dtype, "grad_scatter_dtype"))
-    return (collectives.reduce_scatter(mean, axis, axes).astype(primal.dtype),)
+    return (collectives.reduce_scatter(mean, axis % len(primal.shape), axes).astype(primal.dtype),)
 
 
 gather_array_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
@@ -216,7 +217,7 @@ def gather_params(
                 wire_dtype(value, gather_dtype, "gather_dtype", path)
                 wire_dtype(value, grad_scatter_dtype, "grad_scatter_dtype", path)
                 value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, gather_dtype, grad_scatter_dtype)
-        return Sharded(value, tuple(names)) if any(names) else value
+        return Part(value, tuple(names)) if any(names) else value
 
     with jax.named_scope("gather_params"):
         return map_leaves_with_path(gather, params)
@@ -274,6 +275,10 @@ def shard_module_params(
       TypeError: the target is none of these, or an instance that its parent has already named.
     """
     axes = as_axis_names(axis_name)
+    if not isinstance(min_weight_size, int | np.integer):
+        raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values.")
+    for dtype in (gather_dtype, grad_scatter_dtype):
+        jnp.dtype(dtype or jnp.float32)  # a name that is no dtype fails here, not in the first step
     wrap = functools.partial(
         _lift,
         gather=functools.partial(_gather_here, axes, gather_dtype, grad_scatter_dtype),
@@ -385,7 +390,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
-      axis_names: all mesh axes that the batch is split over, a string or a sequence.
+      axis_names: all mesh axes along which the batch or gathered weights differ (those of the wrappers among them), a
+        string or a sequence. One that is left out goes unseen here.
     Returns:
       The tree with the same boxes and dtypes; sums run in float32 where the leaves are narrower.
     Raises:

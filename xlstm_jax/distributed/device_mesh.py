@@ -32,6 +32,8 @@ class DeviceMeshManager:
         Raises:
           ValueError: the sizes do not multiply to the number of devices; says both, and which size would fit.
         """
+        if isinstance(mesh_shape, int):
+            raise ValueError(f"mesh_shape={mesh_shape} has no axis names; write {{'fsdp': {mesh_shape}}}, say.")
         shape = dict(mesh_shape)
         count = jax.device_count() if devices is None else len(devices)
         names, sizes = as_axis_names(tuple(shape)), _fill_in(shape, count)
@@ -44,7 +46,11 @@ class DeviceMeshManager:
 def _fill_in(shape: dict[str, int], count: int) -> tuple[int, ...]:
     """The sizes with -1 replaced, checked against the number of devices."""
     wild = [name for name, size in shape.items() if size == -1]
-    bad = {name: size for name, size in shape.items() if name not in wild and (not isinstance(size, int) or size < 1)}
+    bad = {
+        name: size
+        for name, size in shape.items()
+        if name not in wild and (not isinstance(size, int | np.integer) or size < 1)
+    }
     if bad or len(wild) > 1:
         raise ValueError(f"mesh_shape={shape}: a size is a positive integer, and at most one of them -1.")
     known = math.prod(size for size in shape.values() if size != -1)
@@ -52,9 +58,11 @@ def _fill_in(shape: dict[str, int], count: int) -> tuple[int, ...]:
         last = list(shape)[-1]
         others = math.prod(size for name, size in shape.items() if name != last and size != -1)
         fit = f"With {last!r} = {count // others} it would fit" if count % others == 0 else f"Divisors of {count} fit"
+        if not wild and known < count:
+            fit += f"; or pass devices=jax.devices()[:{known}]"
         raise ValueError(
             f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
-            f"{fit}; or pass devices= with as many as the mesh takes, or simulate_cpu_devices(n) to try it out."
+            f"{fit}; or try it on simulate_cpu_devices({known})."
         )
     return tuple(count // known if size == -1 else size for size in shape.values())
 

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.partitioning import (
     map_leaves_with_path,
     rebox,
     split_differentiable,
+    wide_dtype,
 )
 
 LossFn = Callable[..., Any]
@@ -67,8 +68,9 @@ def value_and_grad(
     Args:
       loss_fn: ``loss_fn(params, *args, **kwargs)`` -> the mean loss over this device's batch, a real scalar. With
         ``weighted``: ``(sum, weight)``, the weighted sum of losses on this device and the sum of its weights, which may
-        be 0 on some devices. With ``has_aux`` a pair of that and anything.
-      axis_names: all the axes that the batch is split over.
+        be 0 on some devices and is a constant: no gradient flows through it. With ``has_aux`` a pair of that and
+        anything.
+      axis_names: all the axes along which the batch or gathered weights differ: those of the wrappers among them.
       has_aux: as in ``jax.value_and_grad``; the auxiliary output is returned as this device computed it.
       weighted: see ``loss_fn``.
     Returns:
@@ -77,7 +79,9 @@ def value_and_grad(
       is the loss, where the weight is 0 everywhere. Leaves that are no floats have gradients of dtype float0.
     Raises:
       ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
-        already. (Without types, under ``check_vma=False``, a loss averaged by ``pmean`` gives the same result.)
+        already, or varies over one that ``axis_names`` leaves out. (Without types, under ``check_vma=False``, a loss
+        averaged by ``pmean`` gives the same result.)
+      TypeError: the loss function returned something else than announced.
     """
     axes = as_axis_names(axis_names)
 
@@ -96,9 +100,11 @@ def _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs) -> _Share:
 
     def scaled_loss(live):
         out = loss_fn(put_back(live), *args, **kwargs)
-        out, aux = out if has_aux else (out, None)
+        out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
         loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
+        _check_scalar(loss, has_aux, weighted)
         _check_not_reduced(loss, axes, "the loss")
+        _check_axes_complete(loss, axes)
         return loss, (aux, scale, weight)
 
     live = collectives.to_varying(live, _spread(axes))
@@ -108,15 +114,43 @@ def _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs) -> _Share:
 
 def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(sum, weight) -> (sum * N / W, N / W, W), W being the weight on all devices."""
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"weighted=True: loss_fn must return (sum, weight), not {type(out).__name__}.")
-    total, weight = out
+    total, weight = _pair(out, "weighted=True", "(sum, weight)")
     if isinstance(weight, jax.core.Tracer):
         _check_not_reduced(weight, axes, "the weight")
-    local = jax.lax.stop_gradient(jnp.asarray(weight, _wide(jnp.result_type(total))))
+    local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, _spread(axes))], [axes])
-    scale = jnp.where(weight > 0, collectives.axis_size(axes) / jnp.where(weight > 0, weight, 1), 0)
+    scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
+
+
+def _pair(out: Any, option: str, what: str) -> tuple[Any, Any]:
+    if not (isinstance(out, tuple | list) and len(out) == 2):
+        raise TypeError(f"{option}: loss_fn must return {what}, not {type(out).__name__}.")
+    return tuple(out)
+
+
+def _check_scalar(loss: Any, has_aux: bool, weighted: bool) -> None:
+    if isinstance(loss, tuple | list | dict) or np.shape(loss) != ():
+        raise TypeError(
+            f"loss_fn returned {jax.tree.map(jax.typeof, loss)} where a scalar loss is expected, with {has_aux=} and "
+            f"{weighted=}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) weighted=True."
+        )
+
+
+def _check_axes_complete(loss: jax.Array, axes: tuple[str, ...]) -> None:
+    """Raises where the type of the loss varies over an axis that is not averaged over.
+
+    JAX sums the gradient of a parameter over axes that the parameter does not vary over, so that of a whole leaf would
+    come back multiplied by the size of that axis.
+    """
+    for axis in sorted(collectives.varying_axes(loss) - set(axes)):
+        size = collectives.axis_size([axis])
+        if size > 1:
+            raise ValueError(
+                f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
+                f"leaves would be summed over its {size} devices. Name all axes along which the batch or gathered "
+                f"weights differ, or reduce over {axis!r} in the model (tensor parallel)."
+            )
 
 
 def _check_not_reduced(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
@@ -174,6 +208,7 @@ def accumulate_gradients(
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
+    check_count(num_minibatches)
     minibatches = split_batch(batch, num_minibatches)
 
     def part(index):
@@ -181,7 +216,9 @@ def accumulate_gradients(
         minibatch = jax.tree.map(lambda x: x[index], minibatches)
         folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         share = _share(loss_fn, axes, has_aux, weighted, params, minibatch, folded)
-        aux = jax.tree.map(lambda a: jnp.asarray(a, _wide(jnp.result_type(a))) * share.scale, share.aux)
+        aux = jax.tree.map(
+            lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * share.scale, share.aux
+        )
         return (collectives.to_varying((share.loss, aux), _spread(axes)), share.grads), share.weight
 
     (loss, aux), grads = _mean_over(part, num_minibatches)
@@ -196,11 +233,6 @@ def _spread(axes: tuple[str, ...]) -> list[str]:
     return [axis for axis in axes if collectives.axis_size([axis]) > 1]
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype in which sums over minibatches run: float32, or wider where the values are."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _mean_over(part: Callable[[Any], tuple[PyTree, Any]], count: int) -> PyTree:
     """The mean of values over i < count, with ``part(i) -> (values, weight)``; by ``lax.scan``, 0 without weight."""
     if count == 1:
@@ -212,9 +244,9 @@ def _mean_over(part: Callable[[Any], tuple[PyTree, Any]], count: int) -> PyTree:
         return (sums, total[1] + weight), None
 
     like = jax.eval_shape(part, jnp.int32(0))
-    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, _wide(x.dtype)), like)
+    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), like)
     (sums, weight), _ = jax.lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))
-    weight = jnp.where(weight > 0, weight, 1)
+    weight = jnp.where(weight != 0, weight, 1)
     return jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like[0])
 
 
@@ -232,13 +264,19 @@ def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:
     return map_leaves_with_path(split, batch)
 
 
+def check_count(num_minibatches: Any) -> None:
+    """Raises a ``ValueError`` where ``num_minibatches`` is not a positive integer."""
+    if not isinstance(num_minibatches, int | np.integer) or num_minibatches < 1:
+        raise ValueError(f"num_minibatches={num_minibatches!r} is not a positive integer.")
+
+
 def check_divides(name: str, shape: tuple[int, ...], parts: int, divisor: str) -> None:
     """Raises a ``ValueError`` with name, both numbers and cure, where ``parts`` does not divide the leading dim."""
     if not shape:
         raise ValueError(f"{name} is a scalar; every leaf of a batch has the examples as its leading dim.")
-    if parts < 1:
-        raise ValueError(f"{divisor}: give a positive number.")
     examples, rest = shape[0], shape[0] % parts
+    if examples == 0:
+        raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
     if rest:
         raise ValueError(
             f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "

@@ -33,10 +33,11 @@ from xlstm_jax.distributed.partitioning import (
     leaf_value,
     leaves_with_path,
     map_leaves,
-    map_leaves_with_path,
+    owner_of_state,
     rebox,
     split_differentiable,
     unbox,
+    wide_dtype,
 )
 
 # ------------------------------------------------------------------------------------------------ norms over shards
@@ -66,7 +67,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def _sum_of_squares(value: jax.Array) -> jax.Array:
-    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    wide = value.astype(wide_dtype(value.dtype))
     return jnp.sum(jnp.square(jnp.abs(wide)))
 
 
@@ -306,18 +307,17 @@ def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | Non
     """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
 
     params = unbox(tree)
-    shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
-    found = []
-
-    def look(path, leaf):
-        if leaf.size > 1 and leaf.shape not in shapes:
-            found.append(
-                f"its state '{path}' has the shape {leaf.shape}, which no parameter has. It keeps a factor or a "
+    by_path = dict(leaves_with_path(params))
+    shapes = {leaf.shape for leaf in by_path.values()}
+    for path, leaf in leaves_with_path(jax.eval_shape(tx.init, params)):
+        owner = owner_of_state(path, by_path)
+        allowed = shapes if owner is None else {owner.shape}
+        if leaf.size > 1 and leaf.shape not in allowed:
+            return (
+                f"its state '{path}' has the shape {leaf.shape}, and not that of its parameter. It keeps a factor or a "
                 "history of a whole leaf"
             )
-
-    map_leaves_with_path(look, jax.eval_shape(tx.init, params))
-    return found[0] if found else None
+    return None
 
 
 def _parts(tx: optax.GradientTransformation) -> Iterator[optax.GradientTransformation]:

@@ -10,7 +10,7 @@ No function here looks at a device or calls a collective.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,16 +30,47 @@ class Sharded(nn.Partitioned):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
     It differs from its parent in two places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
-    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox`` gives the value
-    as it is: the parent would constrain its sharding, which is an error where the mesh axes are manual.
+    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox``, which is how
+    Linen reads a parameter, refuses a slice that was not gathered. (The parent would constrain its sharding, which is
+    an error where the mesh axes are manual.) This file's ``unbox`` reads slices.
     """
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        split = [axis for axis in leaf_axes(self) if _size_if_bound(axis) > 1]
+        if split:
+            raise ValueError(
+                f"a parameter of shape {np.shape(self.value)} on this device, split as {leaf_names(self)}, is used "
+                f"where it was not gathered over {split[0]!r}. Wrap the module that owns it with shard_module_params "
+                "and enter that through a public method of the wrapped class: not its submodules, private methods, "
+                "or functions of the plain class. (To read slices on purpose, use xlstm_jax.distributed.unbox.)"
+            )
+        return self.value
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        return super().add_axis(index % (len(self.names) + 1), params)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        return super().remove_axis(index % len(self.names), params)
+
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
+        return params.get(nn.PARTITION_NAME)
+
+
+class Part(Sharded):
+    """The box of what stays split after a gather over other axes: its module computes on its part (tensor parallel)."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         return self.value
 
-    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
-        return params.get(nn.PARTITION_NAME)
+
+def _size_if_bound(axis: str) -> int:
+    """The size of an axis that is bound here (in ``shard_map``, say), else 1: values are global then."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        return 1
 
 
 class ShardChoice(NamedTuple):
@@ -53,9 +84,12 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
     """One axis or a sequence of axes as a tuple of axes; a string is one axis, never its letters.
 
     Raises:
-      ValueError: no axis at all, an axis twice, or something that is not a string.
+      ValueError: no axis at all, an axis twice, something that is not a string, or a set, which has no order.
     """
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    if isinstance(axis_name, set | frozenset):
+        raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
+    sequence = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
+    names = tuple(axis_name) if sequence else (axis_name,)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp')."
@@ -168,6 +202,33 @@ def is_prng_key(value: Any) -> bool:
 def value_dtype(value: Any) -> Any:
     """The dtype of an array, an abstract array, or a Python number."""
     return value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype in which sums run that nobody asked to narrow: float32 for narrower floats, else the dtype itself."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
+    """The parameter that a leaf of an optimizer's state belongs to: the one whose path its own path ends with.
+
+    Args:
+      path: the path of the state's leaf, as ``0/mu/dense/kernel``.
+      params: parameters by their paths, as ``dict(leaves_with_path(params))``.
+    """
+    parts = path.split("/")
+    endings = ("/".join(parts[i:]) for i in range(len(parts)))
+    return next((params[ending] for ending in endings if ending in params), params.get("."))
+
+
+def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
+    """Puts the boxes of ``boxed`` around the values of ``tree``: the inverse of ``unbox``, after a restore, say.
+
+    Args:
+      tree: bare values.
+      boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
+    """
+    return map_leaves(rebox, boxed, tree)
 
 
 def choose_shard_dim(

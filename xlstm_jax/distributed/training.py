@@ -27,10 +27,12 @@ from xlstm_jax.distributed.device_mesh import auto_mesh, check_no_explicit_mesh,
 from xlstm_jax.distributed.gradients import (
     LossFn,
     accumulate_gradients,
+    check_count,
     check_divides,
     fold_rng_over_axis,
     value_and_grad,
 )
+from xlstm_jax.distributed.optimizers import global_norm
 from xlstm_jax.distributed.partitioning import (
     axes_entry,
     choose_shard_dim,
@@ -42,6 +44,7 @@ from xlstm_jax.distributed.partitioning import (
     leaves_with_path,
     map_leaves,
     map_leaves_with_path,
+    owner_of_state,
     partition_specs,
     rebox,
     shardings,
@@ -68,7 +71,8 @@ def init_sharded(
     """Initialises a model whose modules are wrapped, every device computing only the slices that it keeps.
 
     For every mesh the values are those of ``jax.jit(plain_model.init)`` on one device: the same random bits, and floats
-    to within 2 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a slice).
+    to within 2 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a slice). An
+    initializer that factors a matrix (``orthogonal``) is the exception: it needs the whole leaf, and rounds as it will.
 
     Args:
       model: a Linen module with ``shard_module_params`` around it or its parts. Unwrapped parts stay replicated.
@@ -166,7 +170,7 @@ def _trainable(tree: PyTree) -> PyTree:
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
-    """Where an optimizer's state lies: each leaf like the parameter whose path its own path ends with.
+    """Where an optimizer's state lies: each leaf like the parameter that it belongs to.
 
     A leaf of another shape than its parameter's (a factored moment, a history) is split over the same axes along the
     largest dim that they divide; what belongs to no parameter is replicated. The values do not depend on it.
@@ -180,9 +184,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh) -> 
     by_path = dict(leaves_with_path(params))
 
     def sharding(path, leaf):
-        parts = path.split("/")
-        owner = next((by_path[p] for i in range(len(parts)) if (p := "/".join(parts[i:])) in by_path), by_path.get("."))
-        return NamedSharding(mesh, _state_spec(leaf, owner, mesh))
+        return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
 
     return map_leaves_with_path(sharding, opt_state)
 
@@ -213,7 +215,8 @@ def make_train_step(
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's part of the batch, returning the mean loss, or
         ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers.
       mesh: the mesh of the state.
-      batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost.
+      batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost. The axes of
+        the wrappers must be among them.
       num_minibatches: m parts of each device's batch, one after the other; see ``accumulate_gradients``.
       weighted: see ``value_and_grad``.
       check_vma: passed to ``shard_map``.
@@ -229,6 +232,7 @@ def make_train_step(
     """
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    check_count(num_minibatches)
     split = tuple(axis for axis in axes if mesh.shape[axis] > 1)  # see partitioning.leaf_spec
 
     def loss_and_grads(state, params, batch, rng):
@@ -256,11 +260,23 @@ def make_train_step(
         rng = jax.random.fold_in(rng, state.step)
         loss, grads = loss_and_grads(state, state.params, batch, rng)
         loss, aux = loss if has_aux else (loss, {})
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(_trainable(grads)).astype(jnp.float32), **aux}
+        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
+        _check_aux(aux, metrics)
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(state, params, batch, rng), has_aux)
-        return _apply_updates(state, grads, loss, value_fn, mesh), metrics
+        return _apply_updates(state, grads, loss, value_fn, mesh), metrics | aux
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _check_aux(aux: Any, metrics: Metrics) -> None:
+    if not isinstance(aux, dict):
+        raise TypeError(
+            f"has_aux=True: loss_fn must return (loss, dict of numbers), its second is {type(aux).__name__}."
+        )
+    if taken := sorted(aux.keys() & metrics.keys()):
+        raise ValueError(
+            f"the auxiliary output has the name {taken[0]!r}, which the step's own metrics have; rename it."
+        )
 
 
 def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:
@@ -278,8 +294,7 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any], has_aux: bo
     It carries its gradient as a rule of its own. Differentiated from outside, ``shard_map`` would hand each device 1/N
     of the cotangent, and the means inside would divide by N once more.
     """
-    _, put_back = split_differentiable(like)
-    boxes, _ = split_differentiable(like)
+    boxes, put_back = split_differentiable(like)
 
     def both(params):
         values = jax.tree.leaves(params)
