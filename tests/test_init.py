@@ -67,7 +67,10 @@ def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
             np.testing.assert_allclose(g, w, atol=1e-6)
         else:
             parts = [(g.real, w.real), (g.imag, w.imag)] if jnp.issubdtype(w.dtype, jnp.complexfloating) else [(g, w)]
-            assert all(units_apart(a, b) <= 2 for a, b in parts), path
+            # erf_inv in scalar code rounds apart from vector code by 1 unit, and what follows makes 2 to 3 of it. XLA
+            # takes scalar code for rows that do not fill a SIMD register of 8 values.
+            limit = 2 if g.sharding.shard_shape(g.shape)[-1] >= 8 else 3
+            assert all(units_apart(a, b) <= limit for a, b in parts), path
 
 
 def test_another_key_gives_other_values():
