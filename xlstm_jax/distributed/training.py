@@ -72,8 +72,8 @@ def init_sharded(
 
     For every mesh the values are those of ``jax.jit(plain_model.init)`` on one device: the same random bits, and floats
     to within 2 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a slice; seen on
-    CPU: 3 units where a device's rows have 3 to 5 values, none at all on JAX 0.10). An initializer that factors a matrix
-    (``orthogonal``) is the exception: it needs the whole leaf, and rounds as it will.
+    CPU: 3 units where a device's rows have 3 to 5 values, none at all on JAX 0.10). An initializer that factors a
+    matrix (``orthogonal``) is the exception: it needs the whole leaf, and rounds as it will.
 
     Args:
       model: a Linen module with ``shard_module_params`` around it or its parts. Unwrapped parts stay replicated.
@@ -234,39 +234,41 @@ def make_train_step(
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
     check_count(num_minibatches)
-    split = tuple(axis for axis in axes if mesh.shape[axis] > 1)  # see partitioning.leaf_spec
-
-    def loss_and_grads(state, params, batch, rng):
-        def local(params, batch, rng):
-            def loss(params, minibatch, rng):
-                return loss_fn(params, state.apply_fn, minibatch, rng)
-
-            rng = fold_rng_over_axis(rng, axes)
-            return accumulate_gradients(
-                loss, params, batch, rng, axes, num_minibatches, has_aux=has_aux, weighted=weighted
-            )
-
-        specs = partition_specs(params, mesh)
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(specs, PartitionSpec(split), PartitionSpec()),
-            out_specs=(PartitionSpec(), specs),
-            check_vma=check_vma,
-        )(params, batch, rng)
+    options = {"num_minibatches": num_minibatches, "has_aux": has_aux, "weighted": weighted}
+    loss_and_grads = _loss_and_grads_on(mesh, loss_fn, axes, check_vma, options)
 
     def step(state, batch, rng):
         check_no_explicit_mesh()
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
-        rng = jax.random.fold_in(rng, state.step)
-        loss, grads = loss_and_grads(state, state.params, batch, rng)
+        rest = (state.apply_fn, batch, jax.random.fold_in(rng, state.step))
+        loss, grads = loss_and_grads(state.params, *rest)
         loss, aux = loss if has_aux else (loss, {})
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         _check_aux(aux, metrics)
-        value_fn = _value_fn(state.params, lambda params: loss_and_grads(state, params, batch, rng), has_aux)
+        value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest), has_aux)
         return _apply_updates(state, grads, loss, value_fn, mesh), metrics | aux
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _loss_and_grads_on(
+    mesh: Mesh, loss_fn: LossFn, axes: tuple[str, ...], check_vma: bool, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """``accumulate_gradients`` as a function of global arrays: ``(params, apply_fn, batch, rng) -> (loss, grads)``."""
+    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see partitioning.leaf_spec
+
+    def loss_and_grads(params, apply_fn, batch, rng):
+        def local(params, batch, rng):
+            def loss(params, minibatch, rng):
+                return loss_fn(params, apply_fn, minibatch, rng)
+
+            return accumulate_gradients(loss, params, batch, fold_rng_over_axis(rng, axes), axes, **options)
+
+        specs = partition_specs(params, mesh)
+        places = {"in_specs": (specs, split, PartitionSpec()), "out_specs": (PartitionSpec(), specs)}
+        return jax.shard_map(local, mesh=mesh, check_vma=check_vma, **places)(params, batch, rng)
+
+    return loss_and_grads
 
 
 def _check_aux(aux: Any, metrics: Metrics) -> None:
