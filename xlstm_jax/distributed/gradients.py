@@ -196,7 +196,7 @@ def accumulate_gradients(
       params: the parameters, boxed where they are split.
       batch: leaves [b, ...], b being the number of examples on this device.
       rng: a key, folded with the index of the minibatch where there are several; None is passed on.
-      axis_names: all the axes that the batch is split over.
+      axis_names: as in ``value_and_grad``.
       num_minibatches: m, which must divide b.
       has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
         with ``weighted`` as sums over the global weight.

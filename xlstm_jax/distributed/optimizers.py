@@ -28,6 +28,7 @@ from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     entry_axes,
+    is_differentiable,
     leaf_axes,
     leaf_names,
     leaf_value,
@@ -35,6 +36,7 @@ from xlstm_jax.distributed.partitioning import (
     map_leaves,
     owner_of_state,
     rebox,
+    size_if_bound,
     split_differentiable,
     unbox,
     wide_dtype,
@@ -59,7 +61,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     """
     by_axes = {}
     for path, leaf in leaves_with_path(tree):
-        if split_differentiable(leaf)[0]:
+        if is_differentiable(leaf):
             axes = _axes_of_values(path, leaf)
             by_axes[axes] = by_axes.get(axes, 0) + _sum_of_squares(leaf_value(leaf))
     sums = collectives.psum(list(by_axes.values()), [sorted(axes) for axes in by_axes])
@@ -168,13 +170,9 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 def _whole_leaf(leaf: Any) -> Any:
     """The leaf's box around its global shape, abstract."""
-    parts = [math.prod(_size_here(axis) for axis in entry_axes(entry)) for entry in leaf_names(leaf)]
+    parts = [math.prod(size_if_bound(axis) for axis in entry_axes(entry)) for entry in leaf_names(leaf)]
     value = leaf_value(leaf)
     return rebox(leaf, jax.ShapeDtypeStruct(tuple(map(operator.mul, value.shape, parts)), value.dtype))
-
-
-def _size_here(axis: str) -> int:
-    return collectives.axis_size([axis]) if collectives.is_bound(axis) else 1
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
@@ -305,7 +303,6 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
-
     params = unbox(tree)
     by_path = dict(leaves_with_path(params))
     shapes = {leaf.shape for leaf in by_path.values()}

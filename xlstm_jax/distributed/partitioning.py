@@ -37,7 +37,7 @@ class Sharded(nn.Partitioned):
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
-        split = [axis for axis in leaf_axes(self) if _size_if_bound(axis) > 1]
+        split = [axis for axis in leaf_axes(self) if size_if_bound(axis) > 1]
         if split:
             raise ValueError(
                 f"a parameter of shape {np.shape(self.value)} on this device, split as {leaf_names(self)}, is used "
@@ -65,7 +65,7 @@ class Part(Sharded):
         return self.value
 
 
-def _size_if_bound(axis: str) -> int:
+def size_if_bound(axis: str) -> int:
     """The size of an axis that is bound here (in ``shard_map``, say), else 1: values are global then."""
     try:
         return jax.lax.axis_size(axis)
@@ -168,7 +168,7 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched (``nn.meta.unbox`` would constrain their sharding)."""
+    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses slices, or constrains their sharding)."""
     return map_leaves(leaf_value, tree)
 
 
@@ -277,7 +277,6 @@ def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:
     Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
     all-reduce turns a value that a spec declared varying back into one that is not.
     """
-
     axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_names(leaf)]
     # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
     while axes and not axes[-1]:

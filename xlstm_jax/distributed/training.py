@@ -170,6 +170,12 @@ def _trainable(tree: PyTree) -> PyTree:
     return map_leaves(lambda leaf: leaf_value(leaf) if is_differentiable(leaf) else None, tree)
 
 
+def _with_trainable(tree: PyTree, values: PyTree) -> PyTree:
+    """The inverse of ``_trainable``: ``values`` in the boxes and places of ``tree``, whose other leaves stay."""
+    boxes, put_back = split_differentiable(tree)
+    return put_back([rebox(box, value) for box, value in zip(boxes, jax.tree.leaves(values), strict=True)])
+
+
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
     """Where an optimizer's state lies: each leaf like the parameter that it belongs to.
 
@@ -297,11 +303,9 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any], has_aux: bo
     It carries its gradient as a rule of its own. Differentiated from outside, ``shard_map`` would hand each device 1/N
     of the cotangent, and the means inside would divide by N once more.
     """
-    boxes, put_back = split_differentiable(like)
 
     def both(params):
-        values = jax.tree.leaves(params)
-        loss, grads = loss_and_grads(put_back([rebox(box, value) for box, value in zip(boxes, values, strict=True)]))
+        loss, grads = loss_and_grads(_with_trainable(like, params))
         return (loss[0] if has_aux else loss), _trainable(grads)
 
     @jax.custom_vjp
@@ -317,9 +321,7 @@ def _apply_updates(state: TrainState, grads: PyTree, loss: jax.Array, value_fn: 
     params, grads = _trainable(state.params), _trainable(grads)
     tx = optax.with_extra_args_support(state.tx)
     updates, opt_state = tx.update(grads, state.opt_state, params, value=loss, grad=grads, value_fn=value_fn)
-    boxes, put_back = split_differentiable(state.params)
-    values = jax.tree.leaves(optax.apply_updates(params, updates))
-    new_params = put_back([rebox(box, value) for box, value in zip(boxes, values, strict=True)])
+    new_params = _with_trainable(state.params, optax.apply_updates(params, updates))
     return state.replace(
         step=state.step + 1,
         params=jax.lax.with_sharding_constraint(new_params, shardings(new_params, mesh)),
