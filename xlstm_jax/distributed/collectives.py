@@ -8,16 +8,17 @@ do. Under ``check_vma=False`` the types say nothing and a reduction runs over al
 
 *Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the
 outermost first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the
-links of one axis. Sums of values narrower than 32 bits run in float32.
+links of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
@@ -153,3 +154,56 @@ def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array
 def pmean(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
     """Averages ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes."""
     return _reduce_together(lax.pmean, values, axes)
+
+
+_REDUCTIONS = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+
+
+def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
+    """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
+
+    What each device holds counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for
+    ``lax.psum``. Values of one group travel as one vector, in their own dtype.
+    """
+    keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, values, strict=True)]
+
+    def reduce(key, vector):
+        vector = to_varying(vector, [axis for axis in axes if lax.axis_size(axis) > 1])
+        over = _axes_to_reduce(vector, axes)
+        return _REDUCTIONS[key[0]](vector, over) if over else vector
+
+    return _as_one_vector_each(reduce, keys, values)
+
+
+def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
+    """Every device's value of each: [...] -> [n, ...], equal on all devices by type; one collective per dtype and axis.
+
+    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost.
+    """
+
+    def gather(_, vector):
+        vector = to_varying(vector, axes)[None]
+        for axis in reversed(tuple(axes)):
+            vector = lax.all_gather(vector, axis, tiled=True, to="invarying" if is_tracked(axis) else "varying")
+        return vector
+
+    return _as_one_vector_each(gather, [jnp.result_type(value) for value in values], values)
+
+
+def _as_one_vector_each(
+    fn: Callable[[Any, jax.Array], jax.Array], keys: Sequence[Any], values: Sequence[Any]
+) -> list[jax.Array]:
+    """Applies ``fn(key, vector)`` once to all values with the same key, laid end to end.
+
+    ``fn`` may put dims in front; each value gets its own part of the last dim back, in its own shape.
+    """
+    groups, out = defaultdict(list), [None] * len(values)
+    for index, key in enumerate(keys):
+        groups[key].append(index)
+    for key, indices in groups.items():
+        shapes = [jnp.shape(values[i]) for i in indices]
+        result = fn(key, jnp.concatenate([jnp.ravel(values[i]) for i in indices]))
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        for i, shape, part in zip(indices, shapes, jnp.split(result, ends[:-1], axis=-1), strict=True):
+            out[i] = part.reshape(*part.shape[:-1], *shape)
+    return out

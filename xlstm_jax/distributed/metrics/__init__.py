@@ -1,0 +1,61 @@
+"""Distributed metrics: reductions of dictionaries, states for the training step, metrics that keep their own state."""
+
+from xlstm_jax.distributed.metrics.aggregation import (
+    Compose,
+    GlobalNorm,
+    Max,
+    Min,
+    Perplexity,
+    Sum,
+    Throughput,
+    WeightedMean,
+)
+from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
+from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.reductions import (
+    all_gather,
+    collect_from_devices,
+    reduce_custom,
+    reduce_custom_collective,
+    reduce_max,
+    reduce_max_collective,
+    reduce_mean,
+    reduce_mean_collective,
+    reduce_min,
+    reduce_min_collective,
+    reduce_sum,
+    reduce_sum_collective,
+)
+from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, make_log_step
+
+__all__ = [
+    "Compose",
+    "Count",
+    "DistributedMetrics",
+    "GlobalNorm",
+    "Local",
+    "Max",
+    "Maximum",
+    "Min",
+    "Minimum",
+    "Perplexity",
+    "PureMetric",
+    "Sum",
+    "Synced",
+    "Throughput",
+    "Total",
+    "WeightedMean",
+    "all_gather",
+    "collect_from_devices",
+    "make_log_step",
+    "reduce_custom",
+    "reduce_custom_collective",
+    "reduce_max",
+    "reduce_max_collective",
+    "reduce_mean",
+    "reduce_mean_collective",
+    "reduce_min",
+    "reduce_min_collective",
+    "reduce_sum",
+    "reduce_sum_collective",
+]

@@ -1,0 +1,277 @@
+"""The cells of metric states: values that are merged, in any order and grouping, without losing count.
+
+  Total     sum of floats       pair (high, low): the rounding error of every addition is kept and added to the next
+  Count     sum of integers     two 32-bit limbs of one 64-bit integer
+  Maximum   largest value
+  Minimum   smallest value
+
+Each has an identity (``X.identity(shape)``), makes itself of observed values (``X.of(values, weight)``, reduced over
+all dims, or over the leading one), merges with another (``a.merge(b)``), and tells its ``value``. For the trip over the
+mesh it comes apart into arrays that one plain all-reduce each may sum or maximize (``pieces``, ``from_pieces``).
+
+Why not a float32: it stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31, half an hour
+of tokens on a larger cluster. Where x64 is on, floats are float64, still in pairs.
+
+Error of a Total: merging is commutative to the bit; each merge is off by at most 3 u^2 of the result where signs agree,
+u = 2^-24 (algorithm "AccurateDWPlusDW" of Joldes, Muller and Popescu, "Tight and rigorous error bounds for basic
+building blocks of double-word arithmetic", 2017, which rests on Knuth's two-sum). Its value is off by u, the rounding
+to float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+Pieces = list[tuple[str, jax.Array]]
+
+HALF_LIMB = 16
+HALF_LIMB_MASK = 0xFFFF
+# Low bits of a significand that are cleared to halve it: 24 = 12 + 12 bits, 53 = 26 + 27 bits.
+_LOW_BITS = {np.dtype(np.float32): (jnp.uint32, 12), np.dtype(np.float64): (jnp.uint64, 27)}
+
+
+def wide_float() -> Any:
+    """float32, or float64 where ``jax_enable_x64`` is on."""
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def masked(values: Any, weight: Any, empty: Any) -> jax.Array:
+    """``values`` where the weight is not 0, else ``empty``: padding may hold anything, NaN included."""
+    return jnp.where(weight != 0, values, empty)
+
+
+def _reduce_cells(cells: Any, identity: Any, dims: tuple[int, ...]) -> Any:
+    """Merges the entries of a cell of arrays along ``dims``, by one ``lax.reduce`` over all its arrays."""
+    leaves, structure = jax.tree.flatten(cells)
+    starts = jax.tree.leaves(identity)
+
+    def merge(a, b):
+        return jax.tree.leaves(jax.tree.unflatten(structure, a).merge(jax.tree.unflatten(structure, b)))
+
+    return jax.tree.unflatten(structure, lax.reduce(leaves, starts, lambda a, b: tuple(merge(a, b)), dims))
+
+
+# ---------------------------------------------------------------------------------------------------------------- sums
+
+
+@struct.dataclass
+class Total:
+    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such."""
+
+    high: jax.Array
+    low: jax.Array
+
+    @classmethod
+    def identity(cls, shape: tuple[int, ...] = ()) -> "Total":
+        return cls(jnp.zeros(shape, wide_float()), jnp.zeros(shape, wide_float()))
+
+    @classmethod
+    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Total":
+        """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
+        values = jnp.asarray(values).astype(wide_float())
+        if weight is not None:
+            weight = like_rows(weight, values).astype(values.dtype)
+            values = masked(values * weight, weight, 0)
+        dims = tuple(range(values.ndim - keep))
+        cells = cls(values, jnp.zeros_like(values))
+        return _reduce_cells(cells, cls.identity(), dims) if dims else cells
+
+    def merge(self, other: "Total") -> "Total":
+        high, error = _two_sum(self.high, other.high)
+        low, lost = _two_sum(self.low, other.low)
+        high, error = _two_sum(high, error + low)
+        return Total(*_two_sum(high, error + lost))
+
+    @property
+    def value(self) -> jax.Array:
+        return self.high + self.low
+
+    def pieces(self) -> Pieces:
+        """The upper and the lower half of the high part, and the low part.
+
+        A half of 12 bits leaves the sum over 2^12 devices of similar size exact.
+        """
+        kind, bits = _LOW_BITS[np.dtype(self.high.dtype)]
+        whole = lax.bitcast_convert_type(self.high, kind)
+        upper = lax.bitcast_convert_type((whole >> bits) << bits, self.high.dtype)
+        upper = jnp.where(jnp.isfinite(self.high), upper, self.high)
+        return [("sum", upper), ("sum", _finite(self.high - upper)), ("sum", self.low)]
+
+    @classmethod
+    def from_pieces(cls, pieces: list[jax.Array]) -> "Total":
+        upper, lower, low = pieces
+        return cls(*_two_sum(upper, lower)).merge(cls(low, jnp.zeros_like(low)))
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(s, e): s is a + b rounded, e what rounding lost, so that s + e = a + b exactly (Knuth); symmetric in a and b."""
+    s = a + b
+    b_part = s - a
+    return s, _finite((a - (s - b_part)) + (b - b_part))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """0 in place of the inf - inf of an infinite sum, which would make NaN of it."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def like_rows(weight: Any, values: jax.Array) -> jax.Array:
+    """The weight with dims of size 1 behind, so that it broadcasts over the dims that it does not have."""
+    weight = jnp.asarray(weight)
+    if weight.shape != values.shape[: weight.ndim]:
+        raise ValueError(
+            f"weight of shape {weight.shape} does not fit values of shape {values.shape}: it has one number for all, "
+            f"or the leading dims of the values, such as {values.shape[:1]}."
+        )
+    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+
+
+@struct.dataclass
+class Count:
+    """A sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of one shape."""
+
+    high: jax.Array
+    low: jax.Array
+
+    @classmethod
+    def identity(cls, shape: tuple[int, ...] = ()) -> "Count":
+        return cls(jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32))
+
+    @classmethod
+    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Count":
+        """The sum of integers or bools over all dims but the last ``keep``; ``weight`` 0 leaves a row out.
+
+        Raises:
+          TypeError: values or weight are floats, which a count of integers would cut off.
+        """
+        for what, x in (("values", values), ("weight", weight)):
+            if x is not None and not _is_integer(x):
+                raise TypeError(f"a count of integers got {what} of dtype {jnp.result_type(x)}; use a sum of floats.")
+        cells = cls._split(values)
+        if weight is not None:
+            cells = cells._times(like_rows(weight, cells.low))
+        dims = tuple(range(cells.low.ndim - keep))
+        return _reduce_cells(cells, cls.identity(), dims) if dims else cells
+
+    @classmethod
+    def _split(cls, values: Any) -> "Count":
+        if isinstance(values, int) and not isinstance(values, bool):  # of any size, also where ints have 32 bits
+            return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
+        values = jnp.asarray(values)
+        if values.dtype == bool:
+            values = values.astype(jnp.uint32)
+        if values.dtype.itemsize == 8:
+            return cls((values >> 32).astype(jnp.uint32), values.astype(jnp.uint32))
+        sign = jnp.where(values < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+        return cls(sign, values.astype(jnp.uint32))
+
+    def _times(self, weight: jax.Array) -> "Count":
+        """Rows times an integer weight in 0..65535, which is what fits beside 16 bits; a mask is 0 or 1."""
+        return Count._carry([quarter * weight.astype(jnp.uint32) for quarter in self._quarters()])
+
+    def merge(self, other: "Count") -> "Count":
+        low = self.low + other.low
+        carry = (low < self.low).astype(jnp.uint32)
+        return Count(self.high + other.high + carry, low)
+
+    @property
+    def value(self) -> jax.Array:
+        """int64 where x64 is on; else float32, exact up to 2^24 and rounded beyond. See ``exact``."""
+        if jax.config.jax_enable_x64:
+            return (self.high.astype(jnp.int64) << 32) | self.low.astype(jnp.int64)
+        # Of a small negative number both limbs are near 2^32: the sign is taken out before they are rounded.
+        negative = self.high >> 31 == 1
+        size = Count(~self.high, ~self.low).merge(Count._split(1))
+        high, low = (jnp.where(negative, a, b) for a, b in ((size.high, self.high), (size.low, self.low)))
+        number = high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
+        return jnp.where(negative, -number, number)
+
+    def exact(self) -> np.ndarray:
+        """The integers themselves, int64, on the host."""
+        high, low = np.asarray(self.high).astype(np.int64), np.asarray(self.low).astype(np.int64)
+        return (high << 32) | low
+
+    def pieces(self) -> Pieces:
+        """Four 16-bit quarters: their sums over up to 65 536 devices stay below 2^32."""
+        return [("sum", quarter) for quarter in self._quarters()]
+
+    def _quarters(self) -> list[jax.Array]:
+        limbs = (self.low, self.high)
+        return [half for limb in limbs for half in (limb & HALF_LIMB_MASK, limb >> HALF_LIMB)]
+
+    @classmethod
+    def from_pieces(cls, pieces: list[jax.Array]) -> "Count":
+        return cls._carry(pieces)
+
+    @classmethod
+    def _carry(cls, quarters: list[jax.Array]) -> "Count":
+        """Puts quarters that have grown beyond 16 bits together, the lowest first."""
+        carry, digits = jnp.uint32(0), []
+        for quarter in quarters:
+            # A quarter may have all 32 bits set, so the carry is added to its lower half.
+            low = (quarter & HALF_LIMB_MASK) + (carry & HALF_LIMB_MASK)
+            digits.append(low & HALF_LIMB_MASK)
+            carry = (quarter >> HALF_LIMB) + (carry >> HALF_LIMB) + (low >> HALF_LIMB)
+        return cls(digits[2] | digits[3] << HALF_LIMB, digits[0] | digits[1] << HALF_LIMB)
+
+
+def _is_integer(x: Any) -> bool:
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == bool
+
+
+# ------------------------------------------------------------------------------------------------------------- extrema
+
+
+@struct.dataclass
+class Maximum:
+    """The largest value in its own dtype; -inf, the dtype's minimum, or False where there was none. NaN stays NaN."""
+
+    value: jax.Array
+
+    operation = "max"
+
+    @classmethod
+    def identity(cls, shape: tuple[int, ...] = (), dtype: Any = None) -> "Maximum":
+        return cls(jnp.full(shape, cls._neutral(dtype or wide_float()), dtype or wide_float()))
+
+    @classmethod
+    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Maximum":
+        """The extremum over all dims but the last ``keep``; rows with weight 0 are left out."""
+        values = jnp.asarray(values)
+        neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
+        if weight is not None:
+            values = masked(values, like_rows(weight, values), neutral)
+        reduce = jnp.max if cls.operation == "max" else jnp.min
+        return cls(reduce(values, axis=tuple(range(values.ndim - keep)), initial=neutral))
+
+    @classmethod
+    def _neutral(cls, dtype: Any) -> Any:
+        largest = cls.operation == "min"
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.inf if largest else -jnp.inf
+        if dtype == bool:
+            return largest
+        return jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min
+
+    def merge(self, other: "Maximum") -> "Maximum":
+        merge = jnp.maximum if self.operation == "max" else jnp.minimum
+        return type(self)(merge(self.value, other.value.astype(self.value.dtype)))
+
+    def pieces(self) -> Pieces:
+        value = self.value.astype(jnp.int32) if self.value.dtype == bool else self.value
+        return [(self.operation, value)]
+
+    def from_pieces(self, pieces: list[jax.Array]) -> "Maximum":
+        return type(self)(pieces[0].astype(self.value.dtype))
+
+
+@struct.dataclass
+class Minimum(Maximum):
+    """The smallest value in its own dtype; +inf, the dtype's maximum, or True where there was none."""
+
+    operation = "min"

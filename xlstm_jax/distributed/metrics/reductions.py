@@ -1,0 +1,275 @@
+"""Metric dictionaries reduced to one value per name: three places to do it, one set of names.
+
+  on global arrays, in plain jit     reduce_mean, reduce_sum, reduce_max, reduce_min, reduce_custom
+  inside shard_map or pmap           the same names with _collective, and all_gather
+  outside, on gathered arrays        collect_from_devices
+
+Dictionaries may be nested. What is no ``jax.Array`` (a name, a Python number, a NumPy array, a key) passes through
+untouched. However many metrics there are, a call issues one collective per operation and dtype; means are sums that are
+divided afterwards, and values narrower than 32 bits are summed in float32.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.common_types import AxisNames, Metrics, PyTree
+from xlstm_jax.distributed import collectives
+from xlstm_jax.distributed.partitioning import as_axis_names, is_prng_key, wide_dtype
+
+DEFAULT_AXIS = "batch"
+OPERATIONS = ("mean", "sum", "max", "min")
+
+# ----------------------------------------------------------------------------------------------------- on global arrays
+
+
+def reduce_mean(metrics: Metrics) -> Metrics:
+    """Arrays of one dim or more become the mean of their entries; scalars and what is no ``jax.Array`` stay.
+
+    The mean of integers or bools is a float32. To be used on global arrays, under plain ``jit`` or outside of it.
+    """
+    return _reduce_global(metrics, "mean")
+
+
+def reduce_sum(metrics: Metrics) -> Metrics:
+    """Arrays of one dim or more become the sum of their entries; see ``reduce_mean``. A sum of bools counts."""
+    return _reduce_global(metrics, "sum")
+
+
+def reduce_max(metrics: Metrics) -> Metrics:
+    """Arrays of one dim or more become their largest entry; see ``reduce_mean``."""
+    return _reduce_global(metrics, "max")
+
+
+def reduce_min(metrics: Metrics) -> Metrics:
+    """Arrays of one dim or more become their smallest entry; see ``reduce_mean``."""
+    return _reduce_global(metrics, "min")
+
+
+def reduce_custom(metrics: Metrics, reduce_fn: Mapping[str, Any] | None = None) -> Metrics:
+    """Each metric by an operation of its own.
+
+    Args:
+      metrics: global arrays, as for ``reduce_mean``.
+      reduce_fn: name -> "mean", "sum", "max", "min", or None for a metric to be left alone. "mean" for names that it
+        does not have, and for all where it is None. For a nested dictionary either one operation, or a dictionary.
+    Raises:
+      ValueError: an operation that is none of these, or a name that the metrics do not have; says the key, what was
+        given and the choices, before anything is reduced.
+    """
+    return _reduce_each(metrics, reduce_fn, _reduce_global)
+
+
+def _reduce_global(tree: PyTree, operation: str) -> PyTree:
+    reduce = getattr(jnp, operation)
+    return jax.tree.map(lambda x: reduce(x) if _is_metric(x) and x.ndim > 0 else x, tree)
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not is_prng_key(value)
+
+
+def _reduce_each(
+    metrics: Metrics, reduce_fn: Mapping[str, Any] | None, reduce: Callable[[PyTree, str], PyTree]
+) -> Metrics:
+    """Sorts the arrays by operation and calls ``reduce(list of arrays, operation)`` once for each."""
+    operations = _operations(metrics, {} if reduce_fn is None else reduce_fn, "")
+    leaves, tree = jax.tree.flatten(metrics)
+    for operation in OPERATIONS:
+        chosen = [i for i, name in enumerate(operations) if name == operation]
+        for i, value in zip(chosen, reduce([leaves[i] for i in chosen], operation), strict=True):
+            leaves[i] = value
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _operations(metrics: Any, chosen: Any, path: str) -> list[str | None]:
+    """The operation of every leaf of ``metrics``, in the order of ``jax.tree.leaves``."""
+    if not isinstance(chosen, Mapping):
+        if chosen is not None and chosen not in OPERATIONS:
+            raise ValueError(
+                f"reduce_fn[{path!r}] is {chosen!r}; the operations are {', '.join(map(repr, OPERATIONS))}, and None "
+                "for a metric that is to be left alone."
+            )
+        return [chosen] * len(jax.tree.leaves(metrics))
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"reduce_fn[{path!r}] is a dictionary, but that metric is {type(metrics).__name__}.")
+    if unknown := [name for name in chosen if name not in metrics]:
+        raise ValueError(
+            f"reduce_fn has {_join(path, unknown[0])!r}, which the metrics do not have: {sorted(metrics, key=str)}. "
+            "(A metric that is not named is averaged, so a misspelt name would be averaged in silence.)"
+        )
+    return [op for name in _in_tree_order(metrics) for op in _operations_of(name, metrics, chosen, path)]
+
+
+def _operations_of(name: Any, metrics: Mapping, chosen: Mapping, path: str) -> list[str | None]:
+    default = {} if isinstance(metrics[name], Mapping) else "mean"
+    return _operations(metrics[name], chosen.get(name, default), _join(path, name))
+
+
+def _in_tree_order(mapping: Mapping) -> list[Any]:
+    """The keys as ``jax.tree`` visits them."""
+    return list(jax.tree.unflatten(jax.tree.structure(dict.fromkeys(mapping, 0)), range(len(mapping))))
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}/{name}" if path else str(name)
+
+
+# -------------------------------------------------------------------------------------------- inside shard_map and pmap
+
+
+def reduce_mean_collective(
+    metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS, *, weight: jax.Array | float | None = None
+) -> Metrics:
+    """The mean over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    Args:
+      metrics: this device's values, of any shape.
+      axis_name: the axis or the tuple of axes that the batch is split over.
+      weight: this device's weight, a scalar: the number of examples or tokens that its means are over. The result is
+        sum(weight * value) / sum(weight), and 0 where no device has any; values of devices with weight 0 are not
+        looked at. Without it all devices count the same.
+    Returns:
+      The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
+    Raises:
+      ValueError: an axis is not bound, or the weight is no scalar.
+    """
+    axes = _bound(axis_name, "reduce_mean_collective")
+    return _reduce_arrays(metrics, lambda arrays: _means(arrays, axes, weight))
+
+
+def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
+    """The sum over devices of each metric, elementwise, as ``lax.psum``; inside ``shard_map`` or ``pmap``.
+
+    Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
+    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools and
+    small integers become 32 bits wide.
+    """
+    axes = _bound(axis_name, "reduce_sum_collective")
+    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "sum", axes))
+
+
+def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
+    """The largest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``."""
+    axes = _bound(axis_name, "reduce_max_collective")
+    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "max", axes))
+
+
+def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
+    """The smallest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``."""
+    axes = _bound(axis_name, "reduce_min_collective")
+    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "min", axes))
+
+
+def reduce_custom_collective(
+    metrics: Metrics,
+    reduce_fn: Mapping[str, Any] | None = None,
+    axis_name: AxisNames = DEFAULT_AXIS,
+    *,
+    weight: jax.Array | float | None = None,
+) -> Metrics:
+    """Each metric by an operation of its own over devices; ``reduce_fn`` and errors as in ``reduce_custom``.
+
+    ``weight`` is that of the means; see ``reduce_mean_collective``.
+    """
+    axes = _bound(axis_name, "reduce_custom_collective")
+
+    def reduce(leaves, operation):
+        if operation == "mean":
+            return _reduce_arrays(leaves, lambda arrays: _means(arrays, axes, weight))
+        return _reduce_arrays(leaves, lambda arrays: _reduced(arrays, operation, axes))
+
+    return _reduce_each(metrics, reduce_fn, reduce)
+
+
+def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
+    """Every device's values: [...] -> [n, ...], equal on all devices; inside ``shard_map`` or ``pmap``.
+
+    For a tuple of axes n is the product of their sizes, the first axis being the outermost.
+    """
+    axes = _bound(axis_name, "all_gather")
+    return _reduce_arrays(metrics, lambda arrays: collectives.all_gather_stacked(arrays, axes))
+
+
+def _bound(axis_name: AxisNames, caller: str) -> tuple[str, ...]:
+    axes = as_axis_names(axis_name)
+    collectives.check_bound(axes, caller=caller)
+    return axes
+
+
+def _reduce_arrays(tree: PyTree, reduce: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
+    """``reduce`` on all the arrays of a tree together; the rest stays."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if _is_metric(leaf)]
+    for i, value in zip(places, reduce([leaves[i] for i in places]), strict=True):
+        leaves[i] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
+    """The arrays reduced in a dtype that is fit for it, and returned in their own; sums of small integers as int32."""
+    dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
+    wide = [
+        x.astype(wide_dtype(_sum_dtype(x.dtype) if x.dtype == bool else d)) for x, d in zip(arrays, dtypes, strict=True)
+    ]
+    out = collectives.all_reduce([operation] * len(wide), wide, axes)
+    return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """The dtype of ``jnp.sum``: bools and integers narrower than 32 bits are summed as 32 bits."""
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
+
+
+def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: Any) -> list[jax.Array]:
+    """Weighted means, the weights travelling with the sums; with equal weights the plain mean."""
+    if not arrays:
+        return []
+    dtypes = [array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.dtype(jnp.float32) for array in arrays]
+    wide = [array.astype(wide_dtype(dtype)) for array, dtype in zip(arrays, dtypes, strict=True)]
+    if weight is None:
+        sums, total = collectives.all_reduce(["sum"] * len(wide), wide, axes), collectives.axis_size(axes)
+    else:
+        weight = _as_weight(weight)
+        parts = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in wide]
+        *sums, total = collectives.all_reduce(["sum"] * (len(parts) + 1), [*parts, weight], axes)
+        total = jnp.where(total != 0, total, 1)
+    return [(value / total).astype(dtype) for value, dtype in zip(sums, dtypes, strict=True)]
+
+
+def _as_weight(weight: Any) -> jax.Array:
+    if jnp.shape(weight) != ():
+        raise ValueError(
+            f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means are over. "
+            "Pass its sum."
+        )
+    return jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
+
+
+# ------------------------------------------------------------------------------------------------------------- outside
+
+
+def collect_from_devices(metrics: Metrics) -> Metrics:
+    """Arrays with a leading device dim, as ``pmap`` and ``all_gather`` return, become lists of n values.
+
+    Scalars and what is no ``jax.Array`` stay. Call it outside of ``shard_map`` and ``pmap``.
+
+    Raises:
+      ValueError: an array lies on other processes too and differs between devices, so that it cannot be read here.
+    """
+    return jax.tree_util.tree_map_with_path(_as_list, metrics)
+
+
+def _as_list(path: Any, value: Any) -> Any:
+    if not _is_metric(value) or value.ndim == 0:
+        return value
+    if not value.is_fully_addressable:
+        if not value.is_fully_replicated:
+            raise ValueError(
+                f"metrics{jax.tree_util.keystr(path)} lies on devices of several processes and differs between them. "
+                "Call all_gather inside of shard_map, and return its result with PartitionSpec()."
+            )
+        value = value.addressable_data(0)
+    return list(value)

@@ -1,0 +1,296 @@
+"""Metrics as pure functions over frozen states, for use inside the training step.
+
+  metric = WeightedMean()                             what is measured: a frozen description, no state
+  local  = metric.empty(axes)                         Local:  what each device has seen so far
+  local  = metric.update(local, losses, weight=mask)          ... and what it sees now; never communicates
+  synced = metric.sync(local)                         Synced: what all have seen, one collective per (operation, dtype)
+  value  = metric.compute(synced)
+
+A ``Local`` is one value per device. Every array in it has a leading device dim: n outside of ``shard_map``, split over
+the axes that the batch is split over, and 1 inside. So ``PartitionSpec(axes)`` is the spec of the whole state:
+
+      dp=0      dp=1      dp=2      dp=3        Local,  [4, ...], PartitionSpec("dp")
+    [ 1.5 ]   [ 0.2 ]   [ 3.0 ]   [ 0.0 ]       each device adds to its own
+        \\________\\________/________/
+               one all-reduce                   sync, on log steps only
+                     |
+                  [ 4.7 ]                       Synced, [...], PartitionSpec(): equal everywhere
+
+The axes are declared once, in ``empty``. Along them every device counts; along others (tensor parallel) devices see the
+same and it counts once, in both ``check_vma`` modes. The two states have two types, and only ``compute_local`` reads
+the first.
+
+A new metric says what the state of nothing is, what the state of one batch is, and what a state means::
+
+    class MeanSquare(PureMetric):
+        def identity(self):
+            return {"total": Total.identity(), "count": Count.identity()}
+
+        def observe(self, values):
+            return {"total": Total.of(values**2), "count": Count.of(values.size)}
+
+        def result(self, state):
+            return state["total"].value / jnp.maximum(state["count"].value, 1)
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed import collectives
+from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
+from xlstm_jax.distributed.partitioning import as_axis_names
+
+Cells = Any  # a cell of ``monoids``, or a dict of Cells
+
+
+@struct.dataclass
+class Local:
+    """What each device along ``axes`` has seen; every array has a leading device dim, 1 inside of ``shard_map``."""
+
+    cells: Cells
+    axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+
+@struct.dataclass
+class Synced:
+    """What all devices have seen together; the same on each of them."""
+
+    cells: Cells
+
+
+class PureMetric(ABC):
+    """What is measured. A subclass gives ``identity``, ``observe`` and ``result``; the rest follows from them."""
+
+    @abstractmethod
+    def identity(self) -> Cells:
+        """The state of nothing: a cell of ``monoids``, or a dict of such, nested or not."""
+
+    @abstractmethod
+    def observe(self, *args: Any, **kwargs: Any) -> Cells:
+        """The state of one batch alone, with the structure of ``identity``; a dict may leave entries out."""
+
+    @abstractmethod
+    def result(self, cells: Cells) -> PyTree:
+        """What a state means: an array or a dict of arrays; a declared value, no NaN, for the state of nothing."""
+
+    def empty(self, axes: AxisNames = (), mesh: Mesh | None = None) -> Local:
+        """The state of nothing on every device.
+
+        Args:
+          axes: the mesh axes that the batch is split over, all that are to be counted. Without axes the state is that
+            of a single device, or of global arrays under plain ``jit``.
+          mesh: outside of ``shard_map``, the mesh to place it on; not given inside, where the axes are bound.
+        Raises:
+          ValueError: the axes are neither bound nor on a mesh that was given.
+        """
+        axes = as_axis_names(axes)
+        if mesh is not None:
+            return self.as_local(Synced(self.identity()), axes, mesh)
+        collectives.check_bound(axes, caller="empty (outside of shard_map it needs mesh=)")
+        cells = jax.tree.map(lambda x: x[None], self.identity())
+        return Local(collectives.to_varying(cells, axes), axes)
+
+    def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
+        """Adds a batch to this device's state; never communicates.
+
+        Args:
+          state: this device's, from ``empty`` or the previous ``update``; its buffers may be donated.
+          *args, **kwargs: what the metric observes: this device's part of the batch. A Python number is what each
+            device observes.
+        Raises:
+          TypeError: the state is no ``Local``.
+          ValueError: the state holds several devices' values (outside of ``shard_map``); or the types of what is
+            observed show that it differs along an axis that was not declared in ``empty``, or is the same along one
+            that was.
+        """
+        self._check_local(state, "update")
+        _check_one_device(state)
+        _check_declared((args, kwargs), state.axes)
+        cells = merge_cells(state.cells, self.observe(*args, **kwargs))
+        return state.replace(cells=jax.tree.map(_typed_like, cells, state.cells))
+
+    def merge(self, a: Local | Synced, b: Local | Synced) -> Local | Synced:
+        """What both have seen, device by device; associative and commutative, with ``empty`` neutral.
+
+        Raises:
+          TypeError: one state is local and the other synchronized.
+          ValueError: they were declared over different axes.
+        """
+        if type(a) is not type(b):
+            raise TypeError(f"merge of {type(a).__name__} and {type(b).__name__}: sync the local one first.")
+        if isinstance(a, Local) and a.axes != b.axes:
+            raise ValueError(f"merge of states over the axes {a.axes} and {b.axes}.")
+        return a.replace(cells=merge_cells(a.cells, b.cells))
+
+    def sync(self, state: Local) -> Synced:
+        """What all devices have seen; inside ``shard_map`` or ``pmap``, one collective per (operation, dtype).
+
+        The local state is as good as before. Several metrics are synchronized at once as a ``Compose``.
+
+        Raises:
+          TypeError: the state is no ``Local``.
+          ValueError: its axes are not bound here.
+        """
+        self._check_local(state, "sync")
+        return sync_states([state])[0]
+
+    def compute(self, state: Synced) -> PyTree:
+        """The value of a synchronized state.
+
+        Raises:
+          TypeError: the state is local, i.e. one device's.
+        """
+        if not isinstance(state, Synced):
+            raise TypeError(
+                f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
+                "compute_local(state) for every device's own value."
+            )
+        return self.result(state.cells)
+
+    def compute_local(self, state: Local) -> PyTree:
+        """Each device's own value, with a leading device dim: [n, ...], or [1, ...] inside ``shard_map``."""
+        self._check_local(state, "compute_local")
+        return jax.vmap(self.result)(state.cells)
+
+    def as_local(self, state: Synced, axes: AxisNames, mesh: Mesh) -> Local:
+        """Takes a synchronized state up again: the first device has it, the others have seen nothing.
+
+        So a run goes on from a checkpoint on any number of devices: save ``sync(local)``, restore it, and call this.
+        """
+        axes = mesh_axes(mesh, axes, "axes")
+        return Local(_in_first_row(self.identity(), state.cells, axes, auto_mesh(mesh)), axes)
+
+    def _check_local(self, state: Any, caller: str) -> None:
+        if not isinstance(state, Local):
+            hint = " Take it up again with as_local." if isinstance(state, Synced) else " Begin with empty(axes)."
+            raise TypeError(f"{caller} takes a Local state, not {type(state).__name__}.{hint}")
+
+
+def _in_first_row(identity: Cells, cells: Cells, axes: tuple[str, ...], mesh: Mesh) -> Cells:
+    """[...] -> [n, ...] split over the axes, with ``cells`` in row 0 and ``identity`` in the others."""
+    split = NamedSharding(mesh, PartitionSpec(axes))
+
+    def place(identity, cells):
+        rows = _rows(identity, mesh, axes)
+        return jax.tree.map(lambda zeros, x: zeros.at[0].set(x), rows, cells)
+
+    return jax.jit(place, out_shardings=split)(identity, cells)
+
+
+def _rows(identity: Cells, mesh: Mesh, axes: tuple[str, ...]) -> Cells:
+    """[...] -> [n, ...], the same for every device."""
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), identity)
+
+
+def merge_cells(a: Cells, b: Cells) -> Cells:
+    """Merges cell by cell; what ``b`` leaves out stays as it is in ``a``.
+
+    Raises:
+      ValueError: ``b`` has an entry that ``a`` does not have.
+    """
+    if not isinstance(a, dict):
+        return a.merge(b)
+    if unknown := sorted(b.keys() - a.keys()):
+        raise ValueError(f"the state has no {unknown[0]!r}; it has {sorted(a)}.")
+    return {name: merge_cells(a[name], b[name]) if name in b else a[name] for name in a}
+
+
+def cells_of(cells: Cells) -> list[Any]:
+    """The cells of a nested dict, in a fixed order."""
+    return [cell for name in sorted(cells) for cell in cells_of(cells[name])] if isinstance(cells, dict) else [cells]
+
+
+def _with_cells(cells: Cells, new: list[Any]) -> Cells:
+    """``cells`` with its cells replaced in the order of ``cells_of``; takes them off the list."""
+    if isinstance(cells, dict):
+        return {name: _with_cells(cells[name], new) for name in sorted(cells)}
+    return new.pop(0)
+
+
+def sync_states(states: Sequence[Local]) -> list[Synced]:
+    """``PureMetric.sync`` of several states over the same axes, with one collective per (operation, dtype) in all.
+
+    Raises:
+      ValueError: the axes differ, or are not bound.
+    """
+    axes = {state.axes for state in states}
+    if len(axes) != 1:
+        raise ValueError(f"the states were declared over different axes, {sorted(axes)}; sync them one by one.")
+    collectives.check_bound(state_axes := axes.pop(), caller="sync")
+    for state in states:
+        _check_one_device(state)
+    cells = [jax.tree.map(lambda x: x[0], cell) for state in states for cell in cells_of(state.cells)]
+    pieces = [cell.pieces() for cell in cells]
+    flat = [piece for some in pieces for piece in some]
+    reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], state_axes))
+    whole = [cell.from_pieces([next(reduced) for _ in some]) for cell, some in zip(cells, pieces, strict=True)]
+    return [Synced(_with_cells(state.cells, whole)) for state in states]
+
+
+def _check_one_device(state: Local) -> None:
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.cells)}
+    if rows - {1}:
+        raise ValueError(
+            f"the state holds the values of {max(rows)} devices. Call this inside shard_map, with "
+            f"PartitionSpec({state.axes}) as the spec of the state; it then holds one."
+        )
+
+
+def _check_declared(observed: PyTree, axes: tuple[str, ...]) -> None:
+    """Raises where types show that devices would be counted wrongly; says nothing where types do not tell."""
+    arrays = [x for x in jax.tree.leaves(observed) if isinstance(x, jax.Array)]
+    varying = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
+    for axis in sorted(varying - set(axes)):
+        if collectives.axis_size([axis]) > 1:
+            raise ValueError(
+                f"what is observed differs along {axis!r}, but the state was declared over {axes}, so only one of "
+                f"{collectives.axis_size([axis])} devices would count. Begin with empty({(*axes, axis)})."
+            )
+    for axis in axes if varying else ():
+        if axis not in varying and collectives.is_bound(axis) and collectives.axis_size([axis]) > 1:
+            raise ValueError(
+                f"what is observed is the same along {axis!r}, over which the state was declared: it would count "
+                f"{collectives.axis_size([axis])} times. Declare only the axes that it differs along: empty("
+                f"{tuple(a for a in axes if a != axis)})."
+            )
+
+
+def _typed_like(new: jax.Array, old: jax.Array) -> jax.Array:
+    """The same type as before, also where a constant was merged, so that a ``scan`` can carry the state."""
+    return collectives.to_varying(new, sorted(collectives.varying_axes(old)))
+
+
+# -------------------------------------------------------------------------------------------------------- on log steps
+
+
+def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[Local], tuple[PyTree, Local]]:
+    """The function to call on log steps: ``log_step(local) -> (values, empty local)``, a ``jax.jit`` function.
+
+    Args:
+      metric, axes: as in ``metric.empty(axes, mesh)``.
+      mesh: the mesh of the state.
+    Returns:
+      A function that syncs, computes and empties. The state is donated. The values are equal on all devices and need
+      not be waited for; hand them to ``MetricLogger``.
+    """
+    axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
+    split = PartitionSpec(axes)
+
+    def values(local):
+        return metric.compute(metric.sync(local))
+
+    def log_step(local):
+        computed = jax.shard_map(values, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(local)
+        zeros = _rows(metric.identity(), mesh, axes)
+        return computed, Local(jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, split)), axes)
+
+    return jax.jit(log_step, donate_argnums=0)
