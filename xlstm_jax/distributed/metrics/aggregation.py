@@ -158,13 +158,14 @@ class GlobalNorm(PureMetric):
 
     def _whole_along(self, leaf: Any) -> list[str]:
         split = set(leaf_axes(leaf)) | collectives.varying_axes(leaf_value(leaf))
-        return [axis for axis in as_axis_names(self.axes) if axis not in split]
+        axes = as_axis_names(self.axes) if self.axes else ()
+        return [axis for axis in axes if axis not in split]
 
     def result(self, cells: Cells) -> jax.Array:
         return jnp.sqrt(cells.value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compose(PureMetric):
     """Several metrics by name, in one state that is synchronized at once.
 

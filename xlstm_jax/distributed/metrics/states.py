@@ -91,7 +91,7 @@ class PureMetric(ABC):
         Raises:
           ValueError: the axes are neither bound nor on a mesh that was given.
         """
-        axes = as_axis_names(axes)
+        axes = as_axis_names(axes) if axes else ()
         if mesh is not None:
             return self.as_local(Synced(self.identity()), axes, mesh)
         collectives.check_bound(axes, caller="empty (outside of shard_map it needs mesh=)")
