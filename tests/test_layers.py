@@ -12,7 +12,10 @@ LAYERS = [
     {"common_types"},
     {"partitioning"},
     {"collectives", "device_mesh"},
-    {"data_parallel"},
+    {"data_parallel", "monoids", "reductions", "logger"},
+    {"distributed_metrics", "states"},
+    {"aggregation"},
+    {"classification", "ranking", "stateful"},
     {"gradients", "optimizers"},
     {"training"},
 ]

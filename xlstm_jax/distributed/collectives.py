@@ -8,7 +8,8 @@ do. Under ``check_vma=False`` the types say nothing and a reduction runs over al
 
 *Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the
 outermost first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the
-links of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
+links of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one
+vector.
 """
 
 import math

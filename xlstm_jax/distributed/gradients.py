@@ -185,6 +185,8 @@ def accumulate_gradients(
     *,
     has_aux: bool = False,
     weighted: bool = False,
+    fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None,
+    carry: PyTree = None,
 ) -> tuple[Any, PyTree]:
     """Loss and gradient of the whole batch, computed on one minibatch after the other; inside ``shard_map``.
 
@@ -201,8 +203,12 @@ def accumulate_gradients(
       has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
         with ``weighted`` as sums over the global weight.
       weighted: as in ``value_and_grad``.
+      fold_aux, carry: with ``has_aux``, what to do with the auxiliary output instead of averaging it: ``carry =
+        fold_aux(carry, aux)`` after every minibatch, on this device alone (the state of a metric, say). The carry must
+        vary over the axes by type, and keeps its types.
     Returns:
-      ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split.
+      ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
+      ``aux`` where there is ``fold_aux``.
     Raises:
       ValueError: m does not divide b; names the leaf and both numbers, so that no example is dropped in silence.
     """
@@ -211,21 +217,24 @@ def accumulate_gradients(
     check_count(num_minibatches)
     minibatches = split_batch(batch, num_minibatches)
 
-    def part(index):
+    def part(index, carry):
         """(loss, aux), grads and weight of a minibatch; all values vary over all axes, for a scan to carry them."""
         minibatch = jax.tree.map(lambda x: x[index], minibatches)
         folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         share = _share(loss_fn, axes, has_aux, weighted, params, minibatch, folded)
+        if fold_aux is not None:
+            carry, share = fold_aux(carry, share.aux), share._replace(aux=None)
         aux = jax.tree.map(
             lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * share.scale, share.aux
         )
-        return (collectives.to_varying((share.loss, aux), _spread(axes)), share.grads), share.weight
+        return ((collectives.to_varying((share.loss, aux), _spread(axes)), share.grads), share.weight), carry
 
-    (loss, aux), grads = _mean_over(part, num_minibatches)
+    ((loss, aux), grads), carry = _mean_over(part, num_minibatches, carry)
     aux_leaves, aux_tree = jax.tree.flatten(aux)
     loss, *aux_leaves = collectives.pmean([loss, *aux_leaves], [axes] * (1 + len(aux_leaves)))
     grads = _synced(params, grads, axes)
-    return ((loss, jax.tree.unflatten(aux_tree, aux_leaves)), grads) if has_aux else (loss, grads)
+    aux = carry if fold_aux is not None else jax.tree.unflatten(aux_tree, aux_leaves)
+    return ((loss, aux), grads) if has_aux else (loss, grads)
 
 
 def _spread(axes: tuple[str, ...]) -> list[str]:
@@ -233,21 +242,23 @@ def _spread(axes: tuple[str, ...]) -> list[str]:
     return [axis for axis in axes if collectives.axis_size([axis]) > 1]
 
 
-def _mean_over(part: Callable[[Any], tuple[PyTree, Any]], count: int) -> PyTree:
-    """The mean of values over i < count, with ``part(i) -> (values, weight)``; by ``lax.scan``, 0 without weight."""
+def _mean_over(part: Callable[..., Any], count: int, carry: PyTree) -> tuple[PyTree, PyTree]:
+    """The mean of values over i < count, ``part(i, carry) -> ((values, weight), carry)``; 0 without weight."""
     if count == 1:
-        return part(0)[0]
+        (values, _), carry = part(0, carry)
+        return values, carry
 
     def add(total, index):
-        values, weight = part(index)
-        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * weight, total[0], values)
-        return (sums, total[1] + weight), None
+        (sums, weights), carry = total
+        (values, weight), carry = part(index, carry)
+        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * weight, sums, values)
+        return ((sums, weights + weight), carry), None
 
-    like = jax.eval_shape(part, jnp.int32(0))
+    like, _ = jax.eval_shape(part, jnp.int32(0), carry)
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), like)
-    (sums, weight), _ = jax.lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))
+    ((sums, weight), carry), _ = jax.lax.scan(add, (zeros, carry), jnp.arange(count, dtype=jnp.int32))
     weight = jnp.where(weight != 0, weight, 1)
-    return jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like[0])
+    return jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like[0]), carry
 
 
 def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:

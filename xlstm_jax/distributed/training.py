@@ -32,6 +32,7 @@ from xlstm_jax.distributed.gradients import (
     fold_rng_over_axis,
     value_and_grad,
 )
+from xlstm_jax.distributed.metrics.states import PureMetric
 from xlstm_jax.distributed.optimizers import global_norm
 from xlstm_jax.distributed.partitioning import (
     axes_entry,
@@ -215,7 +216,8 @@ def make_train_step(
     check_vma: bool = True,
     *,
     has_aux: bool = False,
-) -> Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Metrics]]:
+    metric: PureMetric | None = None,
+) -> Callable[..., Any]:
     """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
 
     Args:
@@ -228,6 +230,10 @@ def make_train_step(
       weighted: see ``value_and_grad``.
       check_vma: passed to ``shard_map``.
       has_aux: the dict is averaged like the loss and joins the metrics.
+      metric: takes in what ``loss_fn`` returns beside the loss, which then is ``(loss, observed)``: ``observed`` are
+        the keyword arguments of ``metric.update``, called after every minibatch on this device's part, and communicates
+        nothing. The step takes and returns the metric's ``Local`` state as its last: ``step(state, batch, rng, local)
+        -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with ``make_log_step``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and comes back with the sharding that ``create_train_state`` gave it; ``batch`` has global leaves [b,
@@ -235,49 +241,70 @@ def make_train_step(
       everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over all parameters before the optimizer, float32
       scalars.
     Raises:
-      ValueError: (at the call) devices or minibatches do not divide the batch; names the leaf and both numbers.
+      ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices or minibatches do not divide the batch:
+        names the leaf and both numbers.
     """
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
     check_count(num_minibatches)
-    options = {"num_minibatches": num_minibatches, "has_aux": has_aux, "weighted": weighted}
-    loss_and_grads = _loss_and_grads_on(mesh, loss_fn, axes, check_vma, options)
+    if has_aux and metric is not None:
+        raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
+    options = {"num_minibatches": num_minibatches, "has_aux": has_aux or metric is not None, "weighted": weighted}
+    loss_and_grads = _loss_and_grads_on(mesh, loss_fn, axes, check_vma, options, metric)
 
-    def step(state, batch, rng):
+    def step(state, batch, rng, local=None):
         check_no_explicit_mesh()
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
-        rest = (state.apply_fn, batch, jax.random.fold_in(rng, state.step))
-        loss, grads = loss_and_grads(state.params, *rest)
-        loss, aux = loss if has_aux else (loss, {})
+        rest = (state.apply_fn, batch, jax.random.fold_in(rng, state.step), local)
+        (loss, aux), grads = loss_and_grads(state.params, *rest)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
-        _check_aux(aux, metrics)
-        value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest), has_aux)
-        return _apply_updates(state, grads, loss, value_fn, mesh), metrics | aux
+        value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
+        state = _apply_updates(state, grads, loss, value_fn, mesh)
+        if metric is not None:
+            return state, metrics, aux
+        return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0 if metric is None else (0, 3))
 
 
 def _loss_and_grads_on(
-    mesh: Mesh, loss_fn: LossFn, axes: tuple[str, ...], check_vma: bool, options: dict[str, Any]
+    mesh: Mesh,
+    loss_fn: LossFn,
+    axes: tuple[str, ...],
+    check_vma: bool,
+    options: dict[str, Any],
+    metric: PureMetric | None,
 ) -> Callable[..., Any]:
-    """``accumulate_gradients`` as a function of global arrays: ``(params, apply_fn, batch, rng) -> (loss, grads)``."""
-    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see partitioning.leaf_spec
+    """``accumulate_gradients`` as a function of global arrays.
 
-    def loss_and_grads(params, apply_fn, batch, rng):
-        def local(params, batch, rng):
+    Returns:
+      ``(params, apply_fn, batch, rng, local) -> ((loss, aux), grads)``; ``aux`` is None where the loss function has
+      none, and the new state of the metric where there is one.
+    """
+    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see partitioning.leaf_spec
+    fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
+    aux_spec = PartitionSpec() if metric is None else PartitionSpec(axes)
+
+    def loss_and_grads(params, apply_fn, batch, rng, local):
+        def per_device(params, batch, rng, local):
             def loss(params, minibatch, rng):
                 return loss_fn(params, apply_fn, minibatch, rng)
 
-            return accumulate_gradients(loss, params, batch, fold_rng_over_axis(rng, axes), axes, **options)
+            rng = fold_rng_over_axis(rng, axes)
+            loss, grads = accumulate_gradients(loss, params, batch, rng, axes, fold_aux=fold, carry=local, **options)
+            return (loss if options["has_aux"] else (loss, None)), grads
 
         specs = partition_specs(params, mesh)
-        places = {"in_specs": (specs, split, PartitionSpec()), "out_specs": (PartitionSpec(), specs)}
-        return jax.shard_map(local, mesh=mesh, check_vma=check_vma, **places)(params, batch, rng)
+        places = {
+            "in_specs": (specs, split, PartitionSpec(), aux_spec),
+            "out_specs": ((PartitionSpec(), aux_spec), specs),
+        }
+        return jax.shard_map(per_device, mesh=mesh, check_vma=check_vma, **places)(params, batch, rng, local)
 
     return loss_and_grads
 
 
-def _check_aux(aux: Any, metrics: Metrics) -> None:
+def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     if not isinstance(aux, dict):
         raise TypeError(
             f"has_aux=True: loss_fn must return (loss, dict of numbers), its second is {type(aux).__name__}."
@@ -286,6 +313,7 @@ def _check_aux(aux: Any, metrics: Metrics) -> None:
         raise ValueError(
             f"the auxiliary output has the name {taken[0]!r}, which the step's own metrics have; rename it."
         )
+    return aux
 
 
 def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:
@@ -297,7 +325,7 @@ def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int
         check_divides(f"batch['{path}']", np.shape(leaf), devices * num_minibatches, divisor)
 
 
-def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any], has_aux: bool) -> Callable[[PyTree], jax.Array]:
+def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any]) -> Callable[[PyTree], jax.Array]:
     """The loss as a function of what the optimizer sees, for those that search along a line (L-BFGS).
 
     It carries its gradient as a rule of its own. Differentiated from outside, ``shard_map`` would hand each device 1/N
@@ -305,8 +333,8 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any], has_aux: bo
     """
 
     def both(params):
-        loss, grads = loss_and_grads(_with_trainable(like, params))
-        return (loss[0] if has_aux else loss), _trainable(grads)
+        (loss, _), grads = loss_and_grads(_with_trainable(like, params))
+        return loss, _trainable(grads)
 
     @jax.custom_vjp
     def value(params):

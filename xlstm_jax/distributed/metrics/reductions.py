@@ -141,7 +141,7 @@ def reduce_mean_collective(
 
 
 def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The sum over devices of each metric, elementwise, as ``lax.psum``; inside ``shard_map`` or ``pmap``.
+    """The sum over devices of each metric, elementwise, as by ``psum``; inside ``shard_map`` or ``pmap``.
 
     Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
     (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools and
