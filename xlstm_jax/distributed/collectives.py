@@ -158,22 +158,49 @@ def pmean(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Arra
 
 
 _REDUCTIONS = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+_SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
     """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
 
     What each device holds counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for
-    ``lax.psum``. Values of one group travel as one vector, in their own dtype.
+    ``lax.psum``. Values of one group travel as one vector, in their own dtype. A NaN on any device is the result, also
+    of "max" and "min", where all-reduces of some platforms pass over it.
     """
-    keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, values, strict=True)]
+    dtypes = [jnp.result_type(value) for value in values]
+    sent = [x if op == "sum" else _ordered(jnp.asarray(x), op) for op, x in zip(operations, values, strict=True)]
+    keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
 
     def reduce(key, vector):
         vector = to_varying(vector, [axis for axis in axes if lax.axis_size(axis) > 1])
         over = _axes_to_reduce(vector, axes)
         return _REDUCTIONS[key[0]](vector, over) if over else vector
 
-    return _as_one_vector_each(reduce, keys, values)
+    return [_unordered(x, dtype) for x, dtype in zip(_as_one_vector_each(reduce, keys, sent), dtypes, strict=True)]
+
+
+def _ordered(value: jax.Array, operation: str) -> jax.Array:
+    """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; others as they are.
+
+    Read as an integer, a positive float keeps its place; of a negative one all bits but the sign are turned round.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    kind = _SIGNED[value.dtype.itemsize]
+    bounds = jnp.iinfo(kind)
+    end = bounds.max if operation == "max" else bounds.min
+    return jnp.where(jnp.isnan(value), jnp.array(end, kind), _turned(lax.bitcast_convert_type(value, kind)))
+
+
+def _unordered(value: jax.Array, dtype: Any) -> jax.Array:
+    if value.dtype == dtype:
+        return value
+    return lax.bitcast_convert_type(_turned(value), dtype)
+
+
+def _turned(bits: jax.Array) -> jax.Array:
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:

@@ -161,6 +161,10 @@ class GlobalNorm(PureMetric):
         axes = as_axis_names(self.axes) if self.axes else ()
         return [axis for axis in axes if axis not in split]
 
+    def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        if not self.axes:
+            super().check_observed(observed, axes)
+
     def result(self, cells: Cells) -> jax.Array:
         return jnp.sqrt(cells.value)
 
@@ -181,6 +185,11 @@ class Compose(PureMetric):
 
     def identity(self) -> Cells:
         return {name: metric.identity() for name, metric in self.metrics.items()}
+
+    def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        for name, arguments in observed[1].items():
+            if name in self.metrics:
+                self.metrics[name].check_observed(arguments, axes)
 
     def observe(self, **observed: Any) -> Cells:
         if unknown := sorted(observed.keys() - self.metrics.keys()):

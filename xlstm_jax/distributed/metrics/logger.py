@@ -5,13 +5,15 @@ the next step. A ``MetricLogger`` reads a value one interval later, when it has 
   log(10, metrics)   starts the copies of step 10 to the host
   log(20, metrics)   starts those of step 20, then writes the row of step 10
   close()            writes the row of step 20
-A row is handed to the operating system as it is written, so a killed process loses at most the one that was pending.
+A row is handed to the operating system as it is written (``metrics.jsonl`` before ``metrics.csv``), so a killed process
+loses at most the one that was pending.
 
 Life of a value: checked and named (``_flatten``, before anything is held or written), held until the next call, read as
 Python numbers (``_read``), written by each sink. A float becomes the shortest decimal that reads back to it in its own
 dtype: 0.1 in float32 is written 0.1, not 0.10000000149011612.
 
-What is found on disk when a run goes on is read by ``_read_rows``: all lines that were written to their end.
+A run that goes on (``resume_step``) keeps the lines that were written to their end; what one file lacks of the other's
+rows is the trace of a kill, and the table is given it back.
 """
 
 import csv
@@ -20,6 +22,7 @@ import json
 import math
 import operator
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -51,7 +54,8 @@ class MetricLogger:
     Args:
       folder: where the files go; made if it is not there.
       tensorboard: None writes event files where tensorboardX or clu (with tensorflow) can be imported; True demands
-        it; False never does. Event files reach the disk at ``flush``, ``close``, and every two minutes.
+        it; False never does. Event files are buffered by that package: they are whole after ``close``, not after a
+        kill.
       resume_step: goes on with the files that are there. It is the last step whose row stays: later ones are dropped,
         as is a line that a kill cut short. A job that passes the step it has restored, and -1 where it has restored
         none, can be killed and started again at any time.
@@ -81,8 +85,8 @@ class MetricLogger:
         Raises:
           TypeError: something that is not such a number; says where.
           ValueError: a step that does not increase; a name that is empty, taken or not printable; an array that was
-            deleted, or that this process cannot read whole; or the logger is closed. Neither error harms what was
-            logged before; after one about the previous row, this one is held nevertheless.
+            deleted, or that this process cannot read whole; or the logger is closed. A call that is refused changes
+            nothing. Where it is the previous row that cannot be read, that one is lost, and this one is held.
         """
         if self._closed:
             raise ValueError(f"log({step!r}, ...) on a closed MetricLogger. Log inside the with block, before close().")
@@ -99,25 +103,25 @@ class MetricLogger:
         for value in held.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
-        previous, self._pending = self._pending, (step, held)
-        self._write(previous)
+        self._write_pending(following=(step, held))
 
     def flush(self) -> None:
         """Writes the pending row, waiting for its values if need be."""
-        pending, self._pending = self._pending, None
-        self._write(pending)
+        if self._closed:
+            return
+        self._write_pending()
         for sink in self._sinks:
             sink.flush()
 
     def close(self) -> None:
-        """Writes the pending row and closes the files. A second call does nothing."""
+        """Writes the pending row and closes the files, whatever becomes of the row. A second call does nothing."""
+        if self._closed:
+            return
         self._closed = True
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-            self._sinks, sinks = [], self._sinks
-            pending, self._pending = self._pending, None
-            self._write(pending, sinks)
+            self._write_pending()
 
     def __enter__(self) -> Self:
         return self
@@ -132,12 +136,14 @@ class MetricLogger:
             # What went wrong in the block is the news; callers may tell kinds of it apart.
             error.add_note(f"MetricLogger could not write its last row: {failure}")
 
-    def _write(self, row: tuple[int, dict[str, Any]] | None, sinks: list[Any] | None = None) -> None:
-        if row is None:
+    def _write_pending(self, following: tuple[int, dict[str, Any]] | None = None) -> None:
+        """Writes the pending row. The one that follows is held first: an error about this one does not cost both."""
+        pending, self._pending = self._pending, following
+        if pending is None:
             return
-        step, held = row
+        step, held = pending
         values = {name: _read(name, step, value) for name, value in held.items()}
-        for sink in self._sinks if sinks is None else sinks:
+        for sink in self._sinks:
             sink.write(step, values)
 
 
@@ -160,8 +166,7 @@ def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Any]:
     held, taken = {}, {STEP}
     for name, value in _named(metrics):
         held[name] = value = _checked(name, value)
-        count = np.size(value) if np.ndim(value) else None
-        columns = {name, *_columns(name, count)}
+        columns = {name, *_columns(name, value)}
         if columns & taken:
             raise ValueError(
                 f"metrics gives {min(columns & taken)!r} a second meaning: the step has the column {STEP!r}, nested "
@@ -184,13 +189,13 @@ def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[st
             yield prefix + key, value
 
 
-def _columns(name: str, count: int | None) -> list[str]:
-    """The columns of a scalar (``count`` is None) or of a 1-D array with ``count`` values."""
-    return [name] if count is None else [f"{name}/{index}" for index in range(count)]
+def _columns(name: str, value: Any) -> list[str]:
+    """One column for a scalar; one for each entry of a 1-D array or list."""
+    return [f"{name}/{index}" for index in range(len(value))] if np.ndim(value) else [name]
 
 
 def _checked(name: str, value: Any) -> Any:
-    """What is held of a value: a ``jax.Array`` as it is; else numbers, since the caller may write into a NumPy array."""
+    """What is held of a value: a ``jax.Array`` as it is; all else as numbers, since NumPy arrays may be overwritten."""
     if isinstance(value, int | float) and not isinstance(value, np.generic):
         return int(value) if isinstance(value, int) else float(value)
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -250,7 +255,7 @@ def _number(entry: Any) -> Number:
     if not jnp.issubdtype(entry.dtype, np.floating):
         return int(entry)
     # NumPy prints its own floats that way. bfloat16 and 8-bit floats print six digits; float32 holds them exactly.
-    return float(str(entry if entry.dtype.kind == "f" and entry.dtype.isbuiltin == 1 else np.float32(entry)))
+    return float(str(entry if isinstance(entry, np.floating) else np.float32(entry)))
 
 
 def _open_sinks(folder: Path, tensorboard: bool | None, resume_step: int | None) -> list[Any]:
@@ -330,9 +335,139 @@ class _Csv:
 class _TensorboardX:
     """Event files by tensorboardX."""
 
-    def __init__(self, writer: Callable, folder: Path, resume_step: int | None) -> None:
-        # purge_step hides the dropped rows of the run before. Two event files of the same second would be one, so
-        # the suffix tells them apart: numbers as long as each other, since TensorBoard reads files in order of name.
-        purge = None if resume_step is None else resume_step + 1
-        suffix = f".{jax._src_time_ns()}"
-        self._writer = writer(str(folder), purge_step=purge, filename_suffix=suffix)
+    def __init__(self, summary_writer: Callable, folder: Path, resume_step: int | None) -> None:
+        # Event files of one second would have one name and overwrite each other but for the suffix.
+        options = {"filename_suffix": f".{time.time_ns()}"}
+        if resume_step is not None:
+            options["purge_step"] = resume_step + 1  # hides the rows that are dropped here and trained again
+        self._writer = summary_writer(str(folder), **options)
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in _cells(values).items():
+            self._writer.add_scalar(name, value, step)
+
+
+class _Clu:
+    """Event files by clu, that is by tensorflow. Rows of a former run stay in the files that it wrote."""
+
+    def __init__(self, summary_writer: Callable, folder: Path, resume_step: int | None) -> None:
+        del resume_step
+        self._writer = summary_writer(str(folder))
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def write(self, step: int, values: Values) -> None:
+        self._writer.write_scalars(step, _cells(values))
+
+
+def _import_tensorboardx() -> Callable:
+    from tensorboardX import SummaryWriter
+
+    return partial(_TensorboardX, SummaryWriter)
+
+
+def _import_clu() -> Callable:
+    from clu.metric_writers import SummaryWriter
+
+    return partial(_Clu, SummaryWriter)
+
+
+def _find_tensorboard(demanded: bool) -> Callable | None:
+    """Makes the sink of event files; None where nothing can write them."""
+    reasons = []
+    for load in (_import_tensorboardx, _import_clu):
+        try:
+            return load()
+        except Exception as error:  # tensorflow beside a protobuf or NumPy of another age fails with any error
+            reasons.append(f"{type(error).__name__}: {error}")
+    if demanded:
+        raise ImportError(
+            f"tensorboard=True, but neither tensorboardX ({reasons[0]}) nor clu ({reasons[1]}) can be imported. "
+            "Run `pip install tensorboardX`, or leave tensorboard=None to go without."
+        )
+    return None
+
+
+def _cells(values: Mapping[str, Any]) -> Cells:
+    cells = {}
+    for name, value in values.items():
+        entries = value if isinstance(value, list) else [value]
+        cells.update(zip(_columns(name, value), entries, strict=True))
+    return cells
+
+
+def _csv_line(cells: Iterable[Number | str]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
+
+
+def _json_line(step: int, values: Values) -> str:
+    row = {STEP: step} | {name: _json_value(value) for name, value in values.items()}
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no word for what is not finite: "nan", "inf" and "-inf" stand for it."""
+    if isinstance(value, list):
+        return [_json_value(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, text: str) -> TextIO:
+    """Puts a file with ``text`` in the place of the old one, at one stroke, and opens it to append."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems order the new name before the new bytes
+    os.replace(temporary, path)
+    return path.open("a", newline="", encoding="utf-8")
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """The lines that were written to their end; a kill may have cut the last one short, within a character even."""
+    data = path.read_bytes() if path.exists() else b""
+    return data[: data.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1]
+
+
+def _read_csv(path: Path) -> tuple[list[str], dict[int, Cells]]:
+    """The columns but the step's, and the cells that are not empty by step."""
+    header, *lines = _complete_lines(path) or [STEP]
+    names = next(csv.reader([header]), [])
+    if names[:1] != [STEP]:
+        raise ValueError(
+            f"{path} begins with {header!r}: the header that a MetricLogger writes begins with {STEP!r}. Choose "
+            "another folder, or move the file away."
+        )
+    return names[1:], _read_rows(path, lines, partial(_parse_csv, names))
+
+
+def _read_rows(path: Path, lines: Iterable[str], parse: Callable[[str], tuple[int, Any]]) -> dict[int, Any]:
+    """Rows by step, in the order of the file."""
+    rows: dict[int, Any] = {}
+    for line in lines:
+        try:
+            step, row = parse(line)
+            if step <= next(reversed(rows), -math.inf):
+                raise ValueError(f"step {step} after step {next(reversed(rows))}")
+        except (ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:
+            raise ValueError(
+                f"{path} has the line {line!r}, which no MetricLogger wrote there ({error}). Mend or remove the line, "
+                "or choose another folder."
+            ) from error
+        rows[step] = row
+    return rows
+
+
+def _parse_csv(names: list[str], line: str) -> tuple[int, Cells]:
+    cells = next(csv.reader([line]), [])
+    if len(cells) != len(names):
+        raise ValueError(f"{len(cells)} cells under {len(names)} columns")
+    step, *rest = cells
+    return int(step), {name: cell for name, cell in zip(names[1:], rest, strict=True) if cell}
+
+
+def _parse_json(line: str) -> tuple[int, Values]:
+    row = json.loads(line)
+    return operator.index(row.pop(STEP)), row

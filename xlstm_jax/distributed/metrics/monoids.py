@@ -221,7 +221,7 @@ class Count:
 
 def _is_integer(x: Any) -> bool:
     dtype = jnp.result_type(x)
-    return jnp.issubdtype(dtype, jnp.integer) or dtype == bool
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 # ------------------------------------------------------------------------------------------------------------- extrema
@@ -254,7 +254,7 @@ class Maximum:
         largest = cls.operation == "min"
         if jnp.issubdtype(dtype, jnp.floating):
             return jnp.inf if largest else -jnp.inf
-        if dtype == bool:
+        if jnp.issubdtype(dtype, jnp.bool_):
             return largest
         return jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min
 

@@ -113,7 +113,7 @@ class PureMetric(ABC):
         """
         self._check_local(state, "update")
         _check_one_device(state)
-        _check_declared((args, kwargs), state.axes)
+        self.check_observed((args, kwargs), state.axes)
         cells = merge_cells(state.cells, self.observe(*args, **kwargs))
         return state.replace(cells=jax.tree.map(_typed_like, cells, state.cells))
 
@@ -165,24 +165,26 @@ class PureMetric(ABC):
 
         So a run goes on from a checkpoint on any number of devices: save ``sync(local)``, restore it, and call this.
         """
-        axes = mesh_axes(mesh, axes, "axes")
-        return Local(_in_first_row(self.identity(), state.cells, axes, auto_mesh(mesh)), axes)
+        axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
+        split = NamedSharding(mesh, PartitionSpec(axes))
+
+        def place(cells):
+            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.identity(), mesh, axes), cells)
+
+        cells = jax.device_put(state.cells, NamedSharding(mesh, PartitionSpec()))
+        return Local(jax.jit(place, out_shardings=split)(cells), axes)
+
+    def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        """Raises where the types of what is observed show that devices would be counted wrongly.
+
+        A metric that counts what is the same along an axis by itself makes this do nothing.
+        """
+        check_declared(observed, axes)
 
     def _check_local(self, state: Any, caller: str) -> None:
         if not isinstance(state, Local):
             hint = " Take it up again with as_local." if isinstance(state, Synced) else " Begin with empty(axes)."
             raise TypeError(f"{caller} takes a Local state, not {type(state).__name__}.{hint}")
-
-
-def _in_first_row(identity: Cells, cells: Cells, axes: tuple[str, ...], mesh: Mesh) -> Cells:
-    """[...] -> [n, ...] split over the axes, with ``cells`` in row 0 and ``identity`` in the others."""
-    split = NamedSharding(mesh, PartitionSpec(axes))
-
-    def place(identity, cells):
-        rows = _rows(identity, mesh, axes)
-        return jax.tree.map(lambda zeros, x: zeros.at[0].set(x), rows, cells)
-
-    return jax.jit(place, out_shardings=split)(identity, cells)
 
 
 def _rows(identity: Cells, mesh: Mesh, axes: tuple[str, ...]) -> Cells:
@@ -245,7 +247,7 @@ def _check_one_device(state: Local) -> None:
         )
 
 
-def _check_declared(observed: PyTree, axes: tuple[str, ...]) -> None:
+def check_declared(observed: PyTree, axes: tuple[str, ...]) -> None:
     """Raises where types show that devices would be counted wrongly; says nothing where types do not tell."""
     arrays = [x for x in jax.tree.leaves(observed) if isinstance(x, jax.Array)]
     varying = frozenset().union(*(collectives.varying_axes(x) for x in arrays))

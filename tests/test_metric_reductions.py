@@ -1,0 +1,281 @@
+"""Metric dictionaries reduced on global arrays, inside shard_map and pmap, and by ``DistributedMetrics``."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import mesh_of, on_mesh
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed import metrics as m
+
+N = 8
+VALUES = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0], np.float32)
+COUNTS = np.array([4, 0, 1, 7, 2, 2, 0, 5], np.int32)
+PASSED = {"name": "run 7", "lr": 0.5, "host": np.arange(3), "nothing": None}
+COLLECTIVES = {
+    "mean": m.reduce_mean_collective,
+    "sum": m.reduce_sum_collective,
+    "max": m.reduce_max_collective,
+    "min": m.reduce_min_collective,
+}
+
+
+@pytest.fixture(scope="module")
+def batch_mesh():
+    return DeviceMeshManager.create_device_mesh({"batch": N})
+
+
+def collective_counts(fn, *args):
+    text = jax.jit(fn).lower(*args).as_text()
+    return len(re.findall(r'"?stablehlo\.all_reduce', text)), len(re.findall(r'"?stablehlo\.all_gather', text))
+
+
+# ----------------------------------------------------------------------------------------------------- on global arrays
+
+
+@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_global_arrays_become_scalars_and_the_rest_passes_through(batch_mesh, operation, jitted):
+    split = jax.device_put(VALUES.reshape(8, 1), NamedSharding(batch_mesh, P("batch")))
+    reduce = getattr(m, f"reduce_{operation}")
+    arrays = {"loss": split, "nested": {"count": jnp.asarray(COUNTS)}, "scalar": jnp.float32(7)}
+    if jitted:
+        out = jax.jit(lambda arrays: {k: v for k, v in reduce(arrays | PASSED).items() if k in arrays})(arrays)
+    else:
+        out = reduce(arrays | PASSED)
+        assert all(out[name] is PASSED[name] for name in PASSED)
+    assert float(out["loss"]) == getattr(np, operation)(VALUES)
+    assert float(out["nested"]["count"]) == getattr(np, operation)(COUNTS)
+    assert float(out["scalar"]) == 7 and out["loss"].shape == ()
+
+
+def test_the_mean_of_integers_is_a_fraction():
+    assert float(m.reduce_mean({"x": jnp.array([1, 2])})["x"]) == 1.5
+
+
+def test_each_metric_has_its_own_operation_the_mean_where_none_is_named():
+    x = jnp.asarray(VALUES)
+    metrics = {"loss": x, "tokens": x, "norm": x, "lr": x, "other": x, "deep": {"a": x, "b": x}, "whole": {"c": x}}
+    reduce_fn = {"loss": "mean", "tokens": "sum", "norm": "max", "lr": None, "deep": {"a": "min"}, "whole": "sum"}
+    out = m.reduce_custom(metrics, reduce_fn)
+    assert float(out["loss"]) == float(out["other"]) == float(out["deep"]["b"]) == VALUES.mean()
+    assert float(out["tokens"]) == float(out["whole"]["c"]) == VALUES.sum()
+    assert float(out["norm"]) == VALUES.max() and float(out["deep"]["a"]) == VALUES.min()
+    assert out["lr"] is x
+    assert float(m.reduce_custom({"loss": x})["loss"]) == VALUES.mean()
+
+
+@pytest.mark.parametrize("reduce", [m.reduce_custom, m.reduce_custom_collective], ids=["global", "collective"])
+@pytest.mark.parametrize(
+    "reduce_fn, message",
+    [
+        ({"loss": "median"}, r"reduce_fn\['loss'\] is 'median'; the operations are 'mean', 'sum', 'max', 'min'"),
+        ({"deep": {"a": "avg"}}, r"reduce_fn\['deep/a'\] is 'avg'"),
+        ({"tokns": "sum"}, r"reduce_fn has 'tokns', which the metrics do not have: \['deep', 'loss', 'tokens'\]"),
+        ({"loss": {"a": "sum"}}, r"reduce_fn\['loss'\] is a dictionary"),
+    ],
+    ids=["operation", "nested", "name", "shape"],
+)
+def test_an_unknown_operation_is_refused_with_key_and_choices(batch_mesh, reduce, reduce_fn, message):
+    def local(x):
+        return reduce({"loss": x, "tokens": x, "deep": {"a": x}}, reduce_fn)["loss"]
+
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.shard_map(local, mesh=batch_mesh, in_specs=P("batch"), out_specs=P()), jnp.ones(8))
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("operation", list(COLLECTIVES))
+def test_collectives_reduce_over_devices_in_both_modes(batch_mesh, check_vma, operation):
+    def local(x, counts):
+        metrics = {"loss": x[0], "nested": {"count": counts}, "half": x.astype(jnp.bfloat16), "flag": counts > 4}
+        out = COLLECTIVES[operation](metrics | PASSED)
+        assert all(out.pop(name) is PASSED[name] for name in PASSED)
+        return out
+
+    out = on_mesh(local, batch_mesh, check_vma, P("batch"), P())(VALUES, COUNTS)
+    want = getattr(np, operation)
+    assert float(out["loss"]) == want(VALUES) and out["loss"].shape == ()
+    assert float(out["nested"]["count"][0]) == want(COUNTS)
+    assert out["half"].dtype == jnp.bfloat16 and float(out["half"][0]) == jnp.bfloat16(want(VALUES))
+    assert float(out["flag"][0]) == want(COUNTS > 4)
+    assert float(out["loss"]) != VALUES[0]  # guard: no device has the answer by itself
+
+
+@pytest.mark.parametrize("operation", ["max", "min", "sum", "mean"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_not_a_number_on_one_device_is_the_result_and_signs_keep_their_order(batch_mesh, operation, dtype):
+    run = on_mesh(lambda x: COLLECTIVES[operation]({"x": x})["x"], batch_mesh, True, P("batch"), P())
+    for values in (VALUES, -np.abs(VALUES), [-np.inf, 1, 0, 0, 0, 0, 0, 2], [-0.0] * 8):
+        x = jnp.asarray(values, dtype)
+        want = getattr(jnp, operation)(x.astype(jnp.float32)).astype(dtype)
+        np.testing.assert_array_equal(run(x)[0], want)
+    assert jnp.isnan(run(jnp.asarray(VALUES, dtype).at[3].set(jnp.nan))[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_constant_counts_once_per_device_in_both_modes(batch_mesh, check_vma):
+    out = on_mesh(
+        lambda x: m.reduce_sum_collective({"n": jnp.int32(3), "x": x}), batch_mesh, check_vma, P("batch"), P()
+    )(VALUES)
+    assert int(out["n"]) == 3 * N
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weighted_means_are_right_for_uneven_shares_and_ignore_devices_without_any(check_vma):
+    mesh = mesh_of(2, 4)
+
+    def local(x, counts):
+        mean = jnp.where(counts[0] > 0, x[0], jnp.nan)  # a device without examples has no mean
+        metrics = {"loss": mean, "vector": jnp.stack([mean, -mean])}
+        weighted = m.reduce_mean_collective(metrics, ("dp", "fsdp"), weight=counts[0])
+        custom = m.reduce_custom_collective(metrics, {"vector": "max"}, ("dp", "fsdp"), weight=counts[0])
+        nothing = m.reduce_mean_collective(metrics, ("dp", "fsdp"), weight=0 * counts[0])
+        return weighted, custom["loss"], nothing
+
+    weighted, custom, nothing = on_mesh(local, mesh, check_vma, P(("dp", "fsdp")), P())(VALUES, COUNTS)
+    want = np.average(VALUES.astype(np.float64), weights=COUNTS)
+    np.testing.assert_allclose(weighted["loss"], want, rtol=1e-6)
+    np.testing.assert_allclose(weighted["vector"], [want, -want], rtol=1e-6)
+    np.testing.assert_allclose(custom, want, rtol=1e-6)
+    assert float(nothing["loss"]) == 0
+    assert abs(want - VALUES.mean()) > 0.1  # guard: the mean of means is another number
+
+
+def test_a_weight_per_example_is_refused(batch_mesh):
+    local = lambda x: m.reduce_mean_collective({"x": x}, weight=x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"weight has the shape \(1,\); it is one number per device"):
+        jax.eval_shape(jax.shard_map(local, mesh=batch_mesh, in_specs=P("batch"), out_specs=P()), jnp.ones(8))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_gather_adds_a_device_dim_in_the_order_of_the_axes(check_vma):
+    mesh = mesh_of(2, 4)
+
+    def local(x, counts):
+        return m.all_gather({"x": x[0], "deep": {"counts": counts}, "name": None}, ("dp", "fsdp"))
+
+    out = on_mesh(local, mesh, check_vma, P(("dp", "fsdp")), P())(VALUES, COUNTS)
+    np.testing.assert_array_equal(out["x"], VALUES)
+    np.testing.assert_array_equal(out["deep"]["counts"], COUNTS[:, None])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_twenty_metrics_take_one_collective_per_operation_and_dtype(batch_mesh, check_vma):
+    def metrics_of(x):
+        return {f"f{i}": x * i for i in range(10)} | {f"i{i}": x.astype(jnp.int32) + i for i in range(10)}
+
+    def counts(local):
+        return collective_counts(
+            jax.shard_map(local, mesh=batch_mesh, in_specs=P("batch"), out_specs=P(), check_vma=check_vma), VALUES
+        )
+
+    assert counts(lambda x: m.reduce_sum_collective(metrics_of(x))) == (2, 0)
+    assert counts(lambda x: m.reduce_mean_collective(metrics_of(x))) == (1, 0)
+    assert counts(lambda x: m.reduce_mean_collective(metrics_of(x), weight=x[0])) == (1, 0)
+    assert counts(lambda x: m.all_gather(metrics_of(x))) == (0, 2)
+    assert counts(lambda x: jax.tree.map(lambda v: jax.lax.psum(v, "batch"), metrics_of(x))) == (20, 0)  # guard
+
+
+def test_an_unbound_axis_is_named(batch_mesh):
+    local = lambda x: m.reduce_mean_collective({"x": x}, "data")  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"reduce_mean_collective: 'data' is not a bound mesh axis; the axes bound .*batch"
+    ):
+        jax.eval_shape(jax.shard_map(local, mesh=batch_mesh, in_specs=P("batch"), out_specs=P()), jnp.ones(8))
+    with pytest.raises(ValueError, match="no mesh axis is bound here"):
+        m.all_gather({"x": jnp.ones(2)})
+
+
+# ----------------------------------------------------------------------------------- pmap, the class, and what is outside
+
+
+@partial(jax.pmap, axis_name="batch")
+def pmapped(x, counts):
+    metrics = {"loss": x, "count": counts, "peak": x}
+    custom = {"count": "sum", "peak": "max"}
+    return {
+        "custom": m.reduce_custom_collective(metrics, custom),
+        "class": m.DistributedMetrics().reduce_custom(metrics, custom),
+        "weighted": m.reduce_mean_collective(metrics, weight=counts),
+        "gathered": m.all_gather(metrics),
+    }
+
+
+def test_functions_and_class_run_inside_pmap():
+    out = pmapped(VALUES, COUNTS)
+    for result in (out["custom"], out["class"]):
+        np.testing.assert_allclose(result["loss"], np.full(N, VALUES.mean()), rtol=1e-6)
+        np.testing.assert_array_equal(result["count"], np.full(N, COUNTS.sum()))
+        np.testing.assert_array_equal(result["peak"], np.full(N, VALUES.max()))
+    np.testing.assert_allclose(out["weighted"]["loss"], np.full(N, np.average(VALUES, weights=COUNTS)), rtol=1e-6)
+    np.testing.assert_array_equal(out["gathered"]["loss"], np.tile(VALUES, (N, 1)))
+
+
+def test_outside_arrays_become_lists_with_a_value_per_device():
+    out = m.collect_from_devices(pmapped(VALUES, COUNTS)["custom"] | {"name": "x", "one": jnp.float32(3), "np": COUNTS})
+    assert [float(x) for x in out["count"]] == [float(COUNTS.sum())] * N and isinstance(out["count"], list)
+    assert out["name"] == "x" and float(out["one"]) == 3 and out["np"] is COUNTS
+    nested = m.collect_from_devices({"deep": {"x": jnp.asarray(VALUES)}})
+    assert [float(x) for x in nested["deep"]["x"]] == list(VALUES)
+
+
+METHODS = {
+    "all_gather": m.all_gather,
+    "reduce_mean": m.reduce_mean_collective,
+    "reduce_sum": m.reduce_sum_collective,
+    "reduce_max": m.reduce_max_collective,
+    "reduce_min": m.reduce_min_collective,
+    "reduce_custom": m.reduce_custom_collective,
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_methods_static_twins_and_functions_agree(batch_mesh, check_vma):
+    def local(x):
+        metrics = {"a": x, "deep": {"b": x[0] * 2}}
+        return {name: [f(metrics) for f in (getattr(m.DistributedMetrics(), name), *statics(name))] for name in METHODS}
+
+    def statics(name):
+        return getattr(m.DistributedMetrics, f"{name}_static"), METHODS[name]
+
+    out = on_mesh(local, batch_mesh, check_vma, P("batch"), P())(VALUES)
+    for name, (method, static, function) in out.items():
+        for a, b, c in zip(*(jax.tree.leaves(tree) for tree in (method, static, function)), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+            np.testing.assert_array_equal(a, c, err_msg=name)
+    gathered = {"x": jnp.asarray(VALUES)}
+    lists = [
+        f(gathered)["x"]
+        for f in (m.DistributedMetrics().collect_from_devices, m.DistributedMetrics.collect_from_devices_static)
+    ]
+    assert lists[0] == lists[1] == m.collect_from_devices(gathered)["x"]
+
+
+def test_the_class_is_a_stateless_attribute_of_a_users_nnx_module(batch_mesh):
+    class Trainer(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(1, 1, rngs=rngs)
+            self.metrics = m.DistributedMetrics()
+
+        def evaluate(self, x):
+            return self.metrics.reduce_mean({"out": self.layer(x).mean()})
+
+    trainer = Trainer(nnx.Rngs(0))
+    assert not jax.tree.leaves(nnx.state(trainer.metrics)) and isinstance(trainer.metrics, nnx.Module)
+    graph, state = nnx.split(trainer)
+    x = VALUES.reshape(8, 1)
+    run = on_mesh(lambda state, x: nnx.merge(graph, state).evaluate(x), batch_mesh, True, (P(), P("batch")), P())
+    np.testing.assert_allclose(run(state, x)["out"], trainer.layer(x).mean(), rtol=1e-6)
+    split = nnx.jit(lambda trainer, x: trainer.layer(x).mean())(trainer, x)
+    np.testing.assert_allclose(split, trainer.layer(x).mean(), rtol=1e-6)

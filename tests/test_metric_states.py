@@ -1,0 +1,475 @@
+"""Pure metric states: exact on uneven shares, monoids, no communication but in sync, numbers that last."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, Model, data, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
+from xlstm_jax.distributed.metrics import (
+    Compose,
+    Count,
+    GlobalNorm,
+    Local,
+    Max,
+    Maximum,
+    Min,
+    Minimum,
+    Perplexity,
+    PureMetric,
+    Sum,
+    Synced,
+    Throughput,
+    Total,
+    WeightedMean,
+    make_log_step,
+)
+
+ROWS = 6  # per device, of which some are padding
+SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one has nothing
+U = 2.0**-24
+
+
+def uneven(updates=3, seed=0):
+    """values [u, 8 * ROWS] and weights: fractions on the real rows, 0 on the padding, which holds NaN."""
+    rng = np.random.default_rng(seed)
+    real = np.concatenate([np.arange(ROWS) < share for share in SHARES])
+    values = rng.normal(2.0, 3.0, (updates, real.size)).astype(np.float32)
+    weights = np.where(real, rng.uniform(0.5, 2.0, values.shape), 0).astype(np.float32)
+    return np.where(real, values, np.nan).astype(np.float32), weights
+
+
+def run(metric, mesh, axes, check_vma, *arrays):
+    """Updates with arrays [u, b] one after the other, each device with its part, and synchronizes."""
+    split = P(axes)
+    places = (split, *[split] * len(arrays))
+    update = on_mesh(metric.update, mesh, check_vma, places, split)
+    local = metric.empty(axes, mesh)
+    for batch in zip(*arrays, strict=True):
+        local = update(local, *batch)
+    return on_mesh(metric.sync, mesh, check_vma, split, P())(local)
+
+
+CASES = {
+    "sum": (Sum(), lambda v, w: np.sum(v * w)),
+    "max": (Max(), lambda v, w: np.max(v)),
+    "min": (Min(), lambda v, w: np.min(v)),
+    "mean": (WeightedMean(), lambda v, w: np.sum(v * w) / np.sum(w)),
+    "perplexity": (Perplexity(), lambda v, w: np.exp(np.sum(v * w) / np.sum(w))),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4)])
+def test_the_catalogue_equals_numpy_on_uneven_shares(dp, fsdp, check_vma):
+    metric = Compose({name: case for name, (case, _) in CASES.items()})
+    values, weights = uneven()
+    split = P(AXES)
+
+    def step(local, v, w):
+        return metric.update(local, **{name: (v, w) for name in CASES})
+
+    mesh = mesh_of(dp, fsdp)
+    update = on_mesh(step, mesh, check_vma, (split,) * 3, split)
+    local = metric.empty(AXES, mesh)
+    for v, w in zip(values, weights, strict=True):
+        local = update(local, v, w)
+    got = metric.compute(on_mesh(metric.sync, mesh, check_vma, split, P())(local))
+    real = weights > 0
+    v, w = values[real].astype(np.float64), weights[real].astype(np.float64)
+    for name, (_, formula) in CASES.items():
+        np.testing.assert_allclose(got[name], formula(v, w), rtol=1e-6, err_msg=name)
+        first = weights[:, :ROWS] > 0  # guard: the first device alone has another value
+        assert not np.isclose(formula(values[:, :ROWS][first], weights[:, :ROWS][first]), formula(v, w), rtol=1e-3)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_norm_throughput_and_integer_sums(check_vma):
+    values, _ = uneven()
+    values = np.nan_to_num(values)
+    norm = run(GlobalNorm(), mesh_of(2, 4), AXES, check_vma, values)
+    np.testing.assert_allclose(GlobalNorm().compute(norm), np.linalg.norm(values.astype(np.float64)), rtol=1e-6)
+
+    items = np.array([SHARES, SHARES[::-1]], np.int32)
+    seconds = np.array([[0.5] * 8, [0.25] * 8], np.float32)
+    rate = run(Throughput(devices=8), mesh_of(2, 4), AXES, check_vma, items, seconds)
+    np.testing.assert_allclose(Throughput(devices=8).compute(rate), items.sum() / 0.75, rtol=1e-6)
+
+    numbers = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 80), dtype=np.int32)
+    mask = numbers % 3 > 0
+    total = run(Sum(jnp.int32), mesh_of(2, 4), AXES, check_vma, numbers, mask)
+    assert int(total.cells.exact()) == int(numbers[mask].astype(np.int64).sum())
+    largest = run(Max(jnp.int32), mesh_of(2, 4), AXES, check_vma, -np.abs(numbers | 1), mask)
+    assert int(Max(jnp.int32).compute(largest)) == -np.abs(numbers | 1)[mask].min()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_norm_of_parameters_counts_a_replicated_leaf_and_a_tensor_parallel_axis_once(check_vma):
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
+    rng = np.random.default_rng(0)
+    tree = {"kernel": rng.normal(size=(8, 4)).astype(np.float32), "bias": rng.normal(size=(4,)).astype(np.float32)}
+    metric = GlobalNorm(axes=("dp", "fsdp"))
+
+    def local(kernel, bias):
+        boxed = {"kernel": nn.Partitioned(kernel, ("fsdp", None)), "bias": bias}
+        return metric.sync(metric.update(metric.empty(("dp", "fsdp")), boxed))
+
+    synced = on_mesh(local, mesh, check_vma, (P("fsdp"), P()), P())(tree["kernel"], tree["bias"])
+    want = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in tree.values()))
+    np.testing.assert_allclose(metric.compute(synced), want, rtol=1e-6)
+    naive = np.sqrt((tree["kernel"].astype(np.float64) ** 2).sum() * 2 + (tree["bias"] ** 2).sum() * 4)
+    assert abs(naive / want - 1) > 0.1  # guard
+
+
+# --------------------------------------------------------------------------------------------------------------- monoids
+
+# XLA flushes numbers below 1e-38 to 0, and errors of sums are 2^-48 of their terms.
+floats = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-20 else 0.0)
+ints = st.integers(-(2**31), 2**31 - 1)
+CELLS = {"total": (Total, floats), "count": (Count, ints), "maximum": (Maximum, floats), "minimum": (Minimum, floats)}
+
+
+def cell_of(kind, numbers):
+    cell = kind.identity()
+    for x in numbers:
+        cell = merge(cell, kind.of(np.int32(x) if kind is Count else np.float32(x)))
+    return cell
+
+
+@jax.jit
+def merge(a, b):
+    return a.merge(b)
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("name", CELLS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, data):
+    kind, elements = CELLS[name]
+    numbers = [data.draw(st.lists(elements, max_size=4)) for _ in range(3)]
+    a, b, c = (cell_of(kind, some) for some in numbers)
+    assert same(merge(a, b), merge(b, a))
+    assert same(merge(a, kind.identity()), a) and same(merge(kind.identity(), a), a)
+    left, right = merge(merge(a, b), c), merge(a, merge(b, c))
+    if kind is not Total:
+        assert same(left, right)
+        return
+    # Each merge is off by 3 u^2 of its result at most, or 3 u^2 of the sizes where signs differ; there are four.
+    size = sum(abs(x) for some in numbers for x in some)
+    exact = sum(float(np.float32(x)) for some in numbers for x in some)
+    for cell in (left, right):
+        assert abs(float(np.float64(cell.high) + np.float64(cell.low)) - exact) <= 15 * 3 * U**2 * size
+
+
+def test_identities_are_the_true_ones():
+    assert float(Max().compute(Synced(Max().identity()))) == -np.inf
+    assert float(Min().compute(Synced(Min().identity()))) == np.inf
+    assert int(Max(jnp.int32).compute(Synced(Max(jnp.int32).identity()))) == np.iinfo(np.int32).min
+    assert int(Min(jnp.int8).compute(Synced(Min(jnp.int8).identity()))) == 127
+    assert not bool(Maximum.identity((), bool).value) and bool(Minimum.identity((), bool).value)
+
+
+@pytest.mark.parametrize("metric", [*[case for case, _ in CASES.values()], GlobalNorm(), Throughput(), Sum(jnp.int32)])
+def test_of_nothing_every_metric_has_a_declared_value(metric):
+    value = float(metric.compute(Synced(metric.identity())))
+    assert not np.isnan(value)
+    if isinstance(metric, WeightedMean) and not isinstance(metric, Perplexity):
+        assert value == 0 and float(WeightedMean(-1.0).compute(Synced(metric.identity()))) == -1
+
+
+def test_not_a_number_and_infinity_show():
+    for values, want in (([1, np.inf], np.inf), ([1, -np.inf, 3], -np.inf), ([np.nan, 1], np.nan)):
+        split = np.array(values + [0] * (8 - len(values)), np.float32)[None]
+        for metric in (Sum(), WeightedMean(), Max() if want != -np.inf else Min()):
+            got = metric.compute(run(metric, mesh_of(1, 8), AXES, True, split))
+            np.testing.assert_array_equal(got, np.float32(want))
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+def collectives_in(text):
+    return len(re.findall(r"all.reduce\(|all.gather\(|stablehlo\.all_|reduce.scatter\(", text))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sync_issues_one_collective_per_operation_and_dtype_and_update_none(check_vma):
+    kinds = [Sum(), WeightedMean(), Perplexity(), Max(), Min()]
+    metric = Compose({f"m{i}": kinds[i % 5] for i in range(20)} | {"n": Sum(jnp.int32), "top": Max(jnp.int32)})
+    mesh, split = mesh_of(2, 4), P(AXES)
+    local = metric.empty(AXES, mesh)
+
+    def step(local, v):
+        return metric.update(local, n=v.size, top=v.astype(jnp.int32), **{f"m{i}": v for i in range(20)})
+
+    update = on_mesh(step, mesh, check_vma, (split, split), split).lower(local, jnp.ones(8))
+    sync = on_mesh(metric.sync, mesh, check_vma, split, P()).lower(local)
+    assert collectives_in(update.as_text()) == 0 and collectives_in(update.compile().as_text()) == 0
+    # sums of float32, sums of the uint32 limbs of counts, maxima, minima (float32 and int32 both travel as int32)
+    assert collectives_in(sync.as_text()) == 4 and collectives_in(sync.compile().as_text()) == 4
+
+    def one_by_one(local):
+        return [kinds[i % 5].sync(Local(local.cells[f"m{i}"], local.axes)) for i in range(20)]
+
+    apart = on_mesh(one_by_one, mesh, check_vma, split, P()).lower(local)
+    assert collectives_in(apart.as_text()) == 20  # guard: the count sees what is not fused
+
+
+# ------------------------------------------------------------------------------------------------------ numbers that last
+
+
+def test_a_float_sum_goes_on_beyond_2_to_the_24():
+    add = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: Sum().update(s, 1.0), s))
+    state = add(Sum().as_local(Synced(Total.of(2.0**24 - 10)), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000)
+    assert float(state.cells.high[0]) + float(state.cells.low[0]) == 2**24 + 990
+    assert np.float32(2**24) + np.float32(1) == 2**24  # guard: float32 alone stops there
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_ten_billion_samples_are_counted_and_averaged(check_vma):
+    """Eight devices with 1.25e9 samples each, and a few more steps."""
+    mesh, split = mesh_of(1, 8), P(AXES)
+    metric = Compose({"n": Sum(jnp.int32), "mean": WeightedMean()})
+    before = {"n": Count.of(1_250_000_001), "mean": {"total": Total.of(1.25e9), "weight": Total.of(1.25e9)}}
+    local = Local(jax.tree.map(lambda x: jnp.tile(x[None], 8), before), AXES)
+
+    def steps(local, v):
+        def one(local, v):
+            return metric.update(local, n=1, mean=v), None
+
+        return jax.lax.scan(one, local, v)[0]
+
+    local = on_mesh(steps, mesh, check_vma, (split, split), split)(local, jnp.full(8 * 1000, 3.0))
+    synced = on_mesh(metric.sync, mesh, check_vma, split, P())(local)
+    assert int(synced.cells["n"].exact()) == 8 * (1_250_000_001 + 1000)
+    total, weight = (synced.cells["mean"][key] for key in ("total", "weight"))
+    assert float(np.float64(total.high) + np.float64(total.low)) == 8 * (1.25e9 + 3000)
+    assert float(np.float64(weight.high) + np.float64(weight.low)) == 8 * (1.25e9 + 1000)
+    assert np.float32(1.25e9) + np.float32(1) == np.float32(1.25e9)  # guard
+
+
+def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way():
+    values = (1e8 + np.random.default_rng(0).uniform(0, 1e8, 8)).astype(np.float32)
+    cells = run(Sum(), mesh_of(1, 8), AXES, True, values[None]).cells
+    exact = values.astype(np.float64).sum()
+    assert abs(float(np.float64(cells.high) + np.float64(cells.low)) - exact) <= 8 * 2.0**-36 * exact
+    assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: one float32 would lose that much
+
+
+def test_counts_of_any_sign_and_size():
+    numbers = [0, 1, -1, 2**31 - 1, -(2**31), 2**40 + 3, -(2**40) - 3]
+    for x in numbers:
+        for y in numbers:
+            cell = Count.of(x).merge(Count.of(y))
+            assert int(cell.exact()) == x + y
+            assert float(cell.value) == pytest.approx(x + y, rel=2 * U)
+            assert int(cell.from_pieces([3 * piece for _, piece in cell.pieces()]).exact()) == 3 * (x + y)
+
+
+def test_with_x64_on_floats_and_counts_have_64_bits():
+    with jax.enable_x64(True):
+        mean = WeightedMean()
+        state = mean.update(mean.empty(), jnp.array([1.0, 2.0**-40], jnp.float64))
+        assert float(mean.compute_local(state)[0]) == (1 + 2.0**-40) / 2
+        count = Sum(jnp.int64)
+        state = count.update(count.update(count.empty(), 2**40 + 1), jnp.array([2**40, -5]))
+        value = count.compute_local(state)
+        assert value.dtype == jnp.int64 and int(value[0]) == 2**41 - 4
+
+
+# ---------------------------------------------------------------------------------- axes, types, and states that are mixed up
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_axis_along_which_devices_see_the_same_is_not_counted_twice(check_vma):
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2})
+    v = np.arange(8, dtype=np.float32)
+    metric = Compose({"sum": Sum(), "n": Sum(jnp.int32)})
+
+    def local(v):
+        return metric.sync(metric.update(metric.empty("dp"), sum=v, n=v.size))
+
+    got = metric.compute(on_mesh(local, mesh, check_vma, P("dp"), P())(v))
+    assert float(got["sum"]) == v.sum() and float(got["n"]) == 8
+    kept = metric.empty("dp", mesh)
+    kept = on_mesh(lambda s, v: metric.update(s, sum=v, n=v.size), mesh, check_vma, (P("dp"),) * 2, P("dp"))(kept, v)
+    got, _ = make_log_step(metric, mesh, "dp")(kept)
+    assert float(got["sum"]) == v.sum() and float(got["n"]) == 8
+
+
+@pytest.mark.parametrize(
+    "declared, message",
+    [
+        (("dp", "tp"), r"the same along 'tp', over which the state was declared: it would count 2 times.*\('dp',\)"),
+        (("tp",), r"differs along 'dp', but the state was declared over \('tp',\), so only one of 4 devices"),
+    ],
+)
+def test_types_refuse_axes_that_were_declared_wrongly(declared, message):
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2})
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda v: Sum().sync(Sum().update(Sum().empty(declared), v)), mesh=mesh, in_specs=P("dp"), out_specs=P()
+            ),
+            jnp.ones(8),
+        )
+
+
+def test_local_and_synchronized_states_are_not_mixed_up():
+    metric, mesh = WeightedMean(), mesh_of(1, 8)
+    local = metric.empty(AXES, mesh)
+    synced = Synced(metric.identity())
+    with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
+        metric.compute(local)
+    with pytest.raises(TypeError, match="update takes a Local state, not Synced. Take it up again with as_local"):
+        metric.update(synced, 1.0)
+    with pytest.raises(TypeError, match="merge of Local and Synced"):
+        metric.merge(local, synced)
+    with pytest.raises(ValueError, match=r"over the axes \('dp', 'fsdp'\) and \('fsdp',\)"):
+        metric.merge(local, metric.empty("fsdp", mesh))
+    with pytest.raises(ValueError, match=r"holds the values of 8 devices. Call this inside shard_map"):
+        metric.update(local, 1.0)
+    with pytest.raises(ValueError, match=r"outside of shard_map it needs mesh=\): 'dp' is not a bound mesh axis"):
+        metric.empty(AXES)
+    with pytest.raises(ValueError, match="there is no metric 'los' among"):
+        Compose({"loss": metric}).update(Compose({"loss": metric}).empty(), los=1.0)
+    with pytest.raises(TypeError, match="a count of integers got values of dtype float32"):
+        Sum(jnp.int32).update(Sum(jnp.int32).empty(), 1.5)
+    with pytest.raises(ValueError, match=r"weight of shape \(3,\) does not fit values of shape \(2,\)"):
+        metric.update(metric.empty(), jnp.ones(2), jnp.ones(3))
+    assert metric.compute_local(local).shape == (8,)
+
+
+# --------------------------------------------------------------------------------------------- jit, pmap, scan, train step
+
+
+def test_under_plain_jit_the_state_is_one_of_global_arrays():
+    values, weights = uneven()
+    place = NamedSharding(mesh_of(2, 4), P(AXES))
+    update = jax.jit(WeightedMean().update, donate_argnums=0)
+    state = WeightedMean().empty()
+    for v, w in zip(values, weights, strict=True):
+        state = update(state, jax.device_put(v, place), jax.device_put(w, place))
+    got = jax.jit(lambda s: WeightedMean().compute(WeightedMean().sync(s)))(state)
+    real = weights > 0
+    np.testing.assert_allclose(got, np.average(values[real], weights=weights[real]), rtol=1e-6)
+
+
+def test_inside_pmap_a_state_goes_round_and_syncs():
+    metric = Compose({"mean": WeightedMean(), "max": Max()})
+    step = jax.pmap(lambda s, v, w: metric.update(s, mean=(v, w), max=(v, w)), axis_name="batch")
+    state = jax.pmap(lambda _: metric.empty("batch"), axis_name="batch")(np.arange(8))
+    values, weights = (x.reshape(3, 8, ROWS) for x in uneven())
+    for v, w in zip(values, weights, strict=True):
+        state = step(state, v, w)
+    got = jax.pmap(lambda s: metric.compute(metric.sync(s)), axis_name="batch")(state)
+    real = weights > 0
+    np.testing.assert_allclose(got["mean"], np.full(8, np.average(values[real], weights=weights[real])), rtol=1e-6)
+    np.testing.assert_allclose(got["max"], np.full(8, values[real].max()))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_state_is_carried_through_scan(check_vma):
+    metric = Compose({"mean": WeightedMean(), "n": Sum(jnp.int32), "max": Max()})
+
+    def local(v):
+        def body(state, x):
+            return metric.update(state, mean=x, n=1, max=x), None
+
+        return metric.sync(jax.lax.scan(body, metric.empty(AXES), v)[0])
+
+    v = np.arange(40, dtype=np.float32)
+    got = metric.compute(on_mesh(local, mesh_of(2, 4), check_vma, P(AXES), P())(v))
+    assert (float(got["mean"]), float(got["n"]), float(got["max"])) == (19.5, 40, 39)
+
+
+class MeanSquare(PureMetric):
+    """A metric of a user, as in the documentation of ``states``."""
+
+    def identity(self):
+        return {"total": Total.identity(), "count": Count.identity()}
+
+    def observe(self, values):
+        return {"total": Total.of(values**2), "count": Count.of(values.size)}
+
+    def result(self, state):
+        return state["total"].value / jnp.maximum(state["count"].value, 1)
+
+
+def observed_loss(params, apply_fn, batch, rng):
+    error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return error.mean(), {"error": (error, batch["weight"]), "square": batch["x"], "n": error.size}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_the_train_step_carries_the_state_without_a_further_collective(check_vma, num_minibatches):
+    mesh, metric = mesh_of(2, 4), Compose({"error": WeightedMean(), "square": MeanSquare(), "n": Sum(jnp.int32)})
+    batch = data(batch=32)
+    model = Model(wrap=fsdp)
+    options = {"num_minibatches": num_minibatches, "check_vma": check_vma}
+    step = make_train_step(observed_loss, mesh, AXES, metric=metric, **options)
+    state = create_train_state(model, optax.sgd(0.0), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
+    plain = make_train_step(lambda *args: observed_loss(*args)[0], mesh, AXES, **options)
+    local, rng = metric.empty(AXES, mesh), jax.random.key(1)
+    with_metric = collectives_in(step.lower(state, batch, rng, local).as_text())
+    assert with_metric == collectives_in(plain.lower(state, batch, rng).as_text()) > 0
+
+    for _ in range(2):
+        donated = local
+        state, metrics, local = step(state, batch, rng, local)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    got, emptied = make_log_step(metric, mesh, AXES)(local)
+    error = np.mean((np.asarray(model.apply({"params": state.params}, batch["x"])) - np.asarray(batch["y"])) ** 2, -1)
+    np.testing.assert_allclose(got["error"], np.average(error, weights=batch["weight"]), rtol=1e-5)
+    np.testing.assert_allclose(got["square"], np.mean(np.asarray(batch["x"], np.float64) ** 2), rtol=1e-6)
+    assert float(got["n"]) == 64 and float(metrics["loss"]) == pytest.approx(error.mean(), rel=1e-5)
+    again, _, local = step(state, batch, rng, emptied)
+    assert step._cache_size() == 1, "the emptied state made the step compile again"
+    assert float(make_log_step(metric, mesh, AXES)(local)[0]["n"]) == 32
+
+
+def test_metric_and_has_aux_exclude_each_other():
+    with pytest.raises(ValueError, match="has_aux and metric both say"):
+        make_train_step(observed_loss, mesh_of(2, 4), AXES, has_aux=True, metric=WeightedMean())
+
+
+@pytest.mark.parametrize("devices", [8, 4])
+def test_a_state_is_checkpointed_with_the_train_state_and_goes_on_on_any_number_of_devices(tmp_path, devices):
+    metric = Compose({"mean": WeightedMean(), "max": Max(), "n": Sum(jnp.int32)})
+    values, weights = uneven()
+    split = P(AXES)
+
+    def add(mesh, local, v, w):
+        step = on_mesh(lambda s, v, w: metric.update(s, mean=(v, w), max=(v, w), n=1), mesh, True, (split,) * 3, split)
+        return step(local, v, w)
+
+    def sync(mesh, local):
+        return on_mesh(metric.sync, mesh, True, split, P())(local)
+
+    first, second = mesh_of(2, 4), mesh_of(devices // 4, 4)
+    local = add(first, metric.empty(AXES, first), values[0], weights[0])
+    whole = add(first, local, values[1], weights[1])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", {"step": jnp.int32(7), "metrics": sync(first, local)})
+        checkpointer.wait_until_finished()
+        target = {"step": jnp.int32(0), "metrics": Synced(metric.identity())}
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.asarray, target))
+    resumed = add(second, metric.as_local(restored["metrics"], AXES, second), values[1], weights[1])
+    got, want = metric.compute(sync(second, resumed)), metric.compute(sync(first, whole))
+    np.testing.assert_allclose(got["mean"], want["mean"], rtol=1e-6)
+    assert float(got["max"]) == float(want["max"]) and float(got["n"]) == 8 + devices

@@ -1,0 +1,456 @@
+"""Confusion matrices and binned rankings over uneven shares are what scikit-learn makes of all rows at once.
+
+Eight devices see from none to eight rows per update, the rest of their rows is padding: weight 0, scores NaN, labels
+that do not exist. The reference gets the other rows of all devices and updates in one float64 array.
+"""
+
+import itertools
+from functools import cache
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
+from sklearn import metrics as sklearn_metrics
+
+from tests.support import AXES, mesh_of, on_mesh
+from xlstm_jax.distributed.metrics.aggregation import Compose
+from xlstm_jax.distributed.metrics.classification import (
+    AVERAGES,
+    Accuracy,
+    Binary,
+    ConfusionMatrix,
+    FBeta,
+    Multiclass,
+    Multilabel,
+    Precision,
+    Recall,
+)
+from xlstm_jax.distributed.metrics.ranking import BinnedRanking
+from xlstm_jax.distributed.metrics.states import Synced
+
+UPDATES, DEVICES, ROWS, CLASSES, BINS = 3, 8, 8, 6, 40
+# Rows per update and device; device 2 never sees any, and no update has the shares of another.
+SHARES = np.array([[8, 5, 0, 1, 7, 3, 8, 2], [1, 8, 0, 8, 0, 2, 4, 3], [4, 0, 0, 6, 8, 8, 1, 5]])
+LARGEST_SHARE = 4
+TOLERANCE = 1e-6
+
+TASKS = {
+    "binary": Binary(threshold=0.3),
+    "multiclass": Multiclass(CLASSES),
+    "predictions": Multiclass(CLASSES),
+    "top_k": Multiclass(CLASSES, top_k=2),
+    "multilabel": Multilabel(CLASSES, threshold=0.6),
+}
+STATISTICS = {
+    "accuracy": lambda average: Accuracy(average=average),
+    "precision": lambda average: Precision(average=average),
+    "recall": lambda average: Recall(average=average),
+    "f1": lambda average: FBeta(average=average),
+    "f2_one": lambda average: FBeta(2.0, average=average, zero_division=1.0),
+    "precision_one": lambda average: Precision(average=average, zero_division=1.0),
+    "recall_nan": lambda average: Recall(average=average, zero_division=float("nan")),
+}
+GRID = list(itertools.product(STATISTICS, AVERAGES))
+RANKING = BinnedRanking(bins=BINS)
+METRIC = Compose(
+    {name: ConfusionMatrix(task, {f"{s}/{a}": STATISTICS[s](a) for s, a in GRID}) for name, task in TASKS.items()}
+    | {"ranking": RANKING}
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@cache
+def rows():
+    """name -> (scores, labels), [updates, devices, rows, ...]; class 5 does not occur, device d likes class d % 5."""
+    rng = np.random.default_rng(0)
+    shape = (UPDATES, DEVICES, ROWS)
+    device = np.arange(DEVICES)[None, :, None]
+    labels = np.where(rng.random(shape) < 0.5, device % 5, rng.integers(0, 5, shape))
+    logits = rng.normal(size=(*shape, CLASSES)) + 1.5 * (labels[..., None] == np.arange(CLASSES))
+    logits[..., 5] = -9.0
+    many = (rng.random((*shape, CLASSES)) < (1 + device[..., None]) / 12) & (np.arange(CLASSES) < 5)
+    yes = rng.random(shape) < (1 + device) / 10
+    # Away from the borders of bins, which float32 and float64 do not round alike.
+    bins = np.clip(BINS * (0.2 + 0.4 * yes + 0.3 * rng.normal(size=shape)), 0, BINS - 1).astype(int)
+    scores = (bins + rng.uniform(0.1, 0.9, shape)) / BINS
+    predicted = np.where(rng.random(shape) < 0.1, CLASSES, logits.argmax(-1))
+    return {
+        "binary": (scores, yes),
+        "multiclass": (logits, labels),
+        "predictions": (predicted, np.where(rng.random(shape) < 0.1, -1, labels)),
+        "top_k": (logits, labels),
+        "multilabel": (np.where(many, 0.7, 0.3) + rng.normal(size=many.shape) / 4, many),
+        "ranking": (scores, yes),
+    }
+
+
+@cache
+def weights(kind):
+    """[updates, devices, rows]: 0 is padding."""
+    real = np.arange(ROWS) < SHARES[..., None]
+    if kind == "ones":
+        return real.astype(np.float32)
+    return (real * np.random.default_rng(1).uniform(0.1, 3.0, real.shape)).astype(np.float32)
+
+
+def padded(kind, without=None):
+    """The batches as devices see them, [updates, devices * rows, ...]; ``without`` the share of one device."""
+    weight = weights(kind).copy()
+    if without is not None:
+        weight[:, without] = 0
+
+    def flat(x, filler):
+        x = np.where((weight != 0).reshape(weight.shape + (1,) * (x.ndim - weight.ndim)), x, filler)
+        return x.reshape(UPDATES, DEVICES * ROWS, *x.shape[3:])
+
+    def batch(scores, labels):
+        scores = scores if scores.dtype == int else scores.astype(np.float32)
+        return {
+            "scores": flat(scores, 99 if scores.dtype == int else np.float32(np.nan)),
+            "labels": flat(labels.astype(int), 99).astype(np.int32),
+            "weight": weight.reshape(UPDATES, DEVICES * ROWS),
+        }
+
+    return {name: batch(*both) for name, both in rows().items()}
+
+
+@cache
+def seen(name, kind):
+    """(scores, labels, weight) of the rows that are no padding, in one array each, float64."""
+    scores, labels = rows()[name]
+    real = weights(kind) != 0
+    scores = scores if scores.dtype == int else scores.astype(np.float32).astype(np.float64)
+    return scores[real], labels[real].astype(int), weights(kind)[real].astype(np.float64)
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+@cache
+def program(check_vma):
+    def updates_and_sync(batches):
+        def update(state, batch):
+            return METRIC.update(state, **batch), None
+
+        return METRIC.sync(jax.lax.scan(update, METRIC.empty(AXES), batches)[0])
+
+    return on_mesh(updates_and_sync, mesh_of(4, 2), check_vma, (P(None, AXES),), P())
+
+
+@cache
+def compute():
+    return jax.jit(METRIC.compute)
+
+
+@cache
+def computed(check_vma, kind, without=None):
+    return jax.device_get(compute()(program(check_vma)(padded(kind, without))))
+
+
+# ----------------------------------------------------------------------------------------------------------- reference
+
+
+def predicted(name, scores, labels):
+    if name == "binary":
+        return (scores >= 0.3).astype(int)
+    if name == "multilabel":
+        return (scores >= 0.6).astype(int)
+    if name == "predictions":
+        return scores
+    highest = np.argsort(-scores, axis=-1)
+    if name == "multiclass":
+        return highest[:, 0]
+    return np.where((highest[:, :2] == labels[:, None]).any(-1), labels, highest[:, 0])
+
+
+def accuracy(name, average, labels, predictions, weight):
+    if average == "micro" and name == "multilabel":
+        return 1 - sklearn_metrics.hamming_loss(labels, predictions, sample_weight=weight)
+    if average == "micro" or name == "binary":
+        share = sklearn_metrics.accuracy_score(labels, predictions, sample_weight=weight)
+        return [share] if average == "per_class" else share
+    if name == "multilabel":
+        decisions = [(labels[:, c] == 1, predictions[:, c] == 1) for c in range(CLASSES)]
+    else:
+        decisions = [(labels == c, predictions == c) for c in range(CLASSES)]
+    each = [sklearn_metrics.accuracy_score(y, p, sample_weight=weight) for y, p in decisions]
+    support = [np.sum(weight * y) for y, _ in decisions]
+    return {"per_class": each, "macro": np.mean(each), "weighted": np.average(each, weights=support)}[average]
+
+
+def reference(name, statistic, average, scores, labels, weight):
+    predictions = predicted(name, scores, labels)
+    if statistic == "accuracy":
+        return accuracy(name, average, labels, predictions, weight)
+    base, _, zero_division = statistic.partition("_")
+    options = {"zero_division": {"": 0.0, "one": 1.0, "nan": np.nan}[zero_division], "sample_weight": weight}
+    options["average"] = None if average == "per_class" else average
+    if name == "binary":
+        options |= {"labels": [1], "average": options["average"] and "micro"}
+    elif name != "multilabel":
+        options["labels"] = range(CLASSES)
+    if base in ("f1", "f2"):
+        return sklearn_metrics.fbeta_score(labels, predictions, beta=float(base[1]), **options)
+    return getattr(sklearn_metrics, f"{base}_score")(labels, predictions, **options)
+
+
+# --------------------------------------------------------------------------------------------------- confusion matrices
+
+
+@pytest.mark.parametrize("statistic, average", GRID)
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("kind", ["ones", "fractional"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_statistic_over_uneven_shares_is_that_of_scikit_learn(check_vma, kind, name, statistic, average):
+    got = computed(check_vma, kind)[name][f"{statistic}/{average}"]
+    want = reference(name, statistic, average, *seen(name, kind))
+    assert np.shape(got) == np.shape(want)
+    assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_share_counts(check_vma, name):
+    whole, part = (computed(check_vma, "fractional", without)[name] for without in (None, LARGEST_SHARE))
+    for key in whole:
+        assert not np.allclose(whole[key], part[key], rtol=0, atol=100 * TOLERANCE, equal_nan=True), key
+
+
+@pytest.mark.parametrize("kind", ["ones", "fractional"])
+def test_micro_accuracy_with_top_k_is_top_k_accuracy(kind):
+    scores, labels, weight = seen("top_k", kind)
+    want = sklearn_metrics.top_k_accuracy_score(labels, scores, k=2, labels=range(CLASSES), sample_weight=weight)
+    assert_allclose(computed(True, kind)["top_k"]["accuracy/micro"], want, rtol=0, atol=TOLERANCE)
+    assert want > computed(True, kind)["multiclass"]["accuracy/micro"] + 0.05
+
+
+@pytest.mark.parametrize("kind", ["ones", "fractional"])
+def test_balanced_accuracy_is_macro_recall_of_the_classes_that_occur(kind):
+    scores, labels, weight = seen("multiclass", kind)
+    want = sklearn_metrics.balanced_accuracy_score(labels, scores.argmax(-1), sample_weight=weight)
+    assert_allclose(computed(True, kind)["multiclass"]["recall_nan/macro"], want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_statistic_of_nothing_is_the_declared_value(name):
+    values = compute()(Synced(METRIC.identity()))[name]
+    for (statistic, average), got in zip(GRID, values.values(), strict=True):
+        declared = {"one": 1.0, "nan": np.nan}.get(statistic.partition("_")[2], 0.0)
+        assert_allclose(got, np.full(np.shape(got), declared), err_msg=f"{statistic}/{average}")
+
+
+def value_of(statistic, task, *observed):
+    metric = ConfusionMatrix(task, {"it": statistic})
+    return jax.jit(lambda *rows: metric.result(metric.observe(*rows))["it"])(*observed)
+
+
+def test_the_weighted_mean_without_support_is_the_plain_mean():
+    labels, predictions = np.array([-1, -1, -1]), np.array([0, 0, 1])
+    got = value_of(Precision(average="weighted", zero_division=1.0), Multiclass(4), predictions, labels)
+    assert_allclose(got, (0 + 0 + 1 + 1) / 4)
+
+
+@pytest.mark.parametrize("weight", [np.array([0.5, 2.0]), np.array([[0.5, 1, 0], [2, 0, 3]])], ids=["rows", "tokens"])
+def test_leading_dims_are_rows_and_the_weight_has_some_of_them(weight):
+    scores = np.random.default_rng(2).normal(size=(2, 3, 4))
+    labels = np.array([[0, 1, 2], [3, 2, 1]])
+    each = np.broadcast_to(weight[:, None] if weight.ndim == 1 else weight, labels.shape)
+    want = np.sum(each * (scores.argmax(-1) == labels)) / np.sum(each)
+    assert_allclose(value_of(Accuracy(), Multiclass(4), scores, labels, weight), want, rtol=TOLERANCE)
+
+
+def test_a_label_of_a_multilabel_row_may_have_its_own_weight():
+    scores, labels = np.array([[0.9, 0.1], [0.9, 0.9]]), np.array([[1, 1], [0, 1]])
+    weight = np.array([[1.0, 2.0], [4.0, 0.0]])
+    assert_allclose(value_of(Accuracy(), Multilabel(2), scores, labels, weight), 1 / 7, rtol=TOLERANCE)
+    assert_allclose(value_of(Recall(average="per_class"), Multilabel(2), scores, labels, weight), [1, 0])
+
+
+def test_of_equal_scores_the_lower_class_is_the_higher():
+    scores, labels = np.zeros((4, 4)), np.arange(4)
+    assert value_of(Accuracy(), Multiclass(4), scores, labels) == 0.25
+    assert value_of(Accuracy(), Multiclass(4, top_k=3), scores, labels) == 0.75
+
+
+def test_a_label_that_does_not_exist_is_wrong_and_no_class_missed_it():
+    cells = ConfusionMatrix(Multiclass(3), {}).observe(jnp.array([1, 1, 7]), jnp.array([1, -1, 2]))
+    assert {name: total.value.tolist() for name, total in cells.items()} == {
+        "tp": [0, 1, 0],
+        "fp": [0, 1, 0],
+        "fn": [0, 0, 1],
+        "tn": [3, 1, 2],
+    }
+
+
+def test_a_threshold_is_not_rounded_to_the_dtype_of_the_scores():
+    below = jnp.array([0.699], jnp.bfloat16)  # 0.69921875, which is what 0.7 is in bfloat16
+    assert below[0] == jnp.bfloat16(0.7)
+    assert value_of(Accuracy(), Binary(threshold=0.7), below, np.array([0])) == 1
+
+
+def test_nan_shows_where_it_counts():
+    scores, labels = np.array([[np.nan, 0.9], [0.9, 0.9]]), np.array([[1, 1], [1, 0]])
+    assert_allclose(value_of(Precision(average="per_class"), Multilabel(2), scores, labels), [np.nan, 0.5])
+    assert np.isnan(value_of(Recall(average="macro"), Multilabel(2), scores, labels))
+    assert np.isnan(value_of(Accuracy(), Multiclass(2, top_k=2), scores, labels[0]))
+    assert value_of(Accuracy(), Multiclass(2), scores, labels[0], np.array([0, 1])) == 0
+
+
+CONFUSION_ERRORS = {
+    "average": (lambda: Precision(average="mean"), r"average='mean' of Precision is none of micro, macro, weighted"),
+    "beta": (lambda: FBeta(0.0), r"beta=0.0 of FBeta is not in \(0, inf\)"),
+    "num_classes": (lambda: Multiclass(1), r"num_classes=1: there must be at least 2"),
+    "top_k": (lambda: Multiclass(3, top_k=4), r"top_k=4 is not in 1\.\.3"),
+    "num_labels": (lambda: Multilabel(0), r"num_labels=0"),
+    "scores": (
+        lambda: value_of(Accuracy(), Multiclass(3), np.zeros((8, 4)), np.zeros(8, int)),
+        r"scores of shape \(8, 4\) .* labels of shape \(8,\): with num_classes=3 they have shape \(8, 3\)",
+    ),
+    "float predictions": (
+        lambda: value_of(Accuracy(), Multiclass(3), np.zeros(8), np.zeros(8, int)),
+        r"scores of shape \(8,\) and dtype float32 do not fit",
+    ),
+    "top_k of predictions": (
+        lambda: value_of(Accuracy(), Multiclass(3, top_k=2), np.zeros(8, int), np.zeros(8, int)),
+        r"with top_k 1 \(here 2\) are integer predictions",
+    ),
+    "labels": (
+        lambda: value_of(Accuracy(), Multiclass(3), np.zeros((8, 3)), np.zeros(8)),
+        r"labels of dtype float32: they are integers or bools",
+    ),
+    "one score per label": (
+        lambda: value_of(Accuracy(), Binary(), np.zeros((8, 1)), np.zeros(8, int)),
+        r"scores of shape \(8, 1\), labels of shape \(8,\): Binary has one per label",
+    ),
+    "labels of a row": (
+        lambda: value_of(Accuracy(), Multilabel(3), np.zeros((8, 4)), np.zeros((8, 4), int)),
+        r"labels of shape \(8, 4\) do not end in num_labels=3",
+    ),
+    "weight": (
+        lambda: value_of(Accuracy(), Multiclass(3), np.zeros((8, 3)), np.zeros(8, int), np.ones((8, 3))),
+        r"weight of shape \(8, 3\) does not fit values of shape \(8,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fails, match", CONFUSION_ERRORS.values(), ids=CONFUSION_ERRORS)
+def test_a_confusion_matrix_refuses_what_does_not_fit(fails, match):
+    with pytest.raises(ValueError, match=match):
+        fails()
+
+
+# ------------------------------------------------------------------------------------------------------------- ranking
+
+
+def both(scores, labels, weight):
+    return {
+        "auroc": sklearn_metrics.roc_auc_score(labels, scores, sample_weight=weight),
+        "average_precision": sklearn_metrics.average_precision_score(labels, scores, sample_weight=weight),
+    }
+
+
+@pytest.mark.parametrize("kind", ["ones", "fractional"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_ranking_over_uneven_shares_is_that_of_the_binned_scores(check_vma, kind):
+    got = computed(check_vma, kind)["ranking"]
+    scores, labels, weight = seen("ranking", kind)
+    exact, binned = both(scores, labels, weight), both((np.floor(scores * BINS) + 0.5) / BINS, labels, weight)
+    for name in binned:
+        assert_allclose(got[name], binned[name], rtol=0, atol=TOLERANCE)
+        assert 0 < abs(got[name] - exact[name]) <= got[f"{name}_error_bound"] < 0.1
+        assert abs(got[name] - computed(check_vma, kind, LARGEST_SHARE)["ranking"][name]) > 100 * TOLERANCE
+
+
+FEW = BinnedRanking(bins=7, empty_auroc=0.25, empty_average_precision=0.75)
+
+
+@cache
+def ranked():
+    return jax.jit(lambda scores, labels, weight: FEW.result(FEW.observe(scores, labels, weight)))
+
+
+def values_of_few(scores, labels, weight=1.0):
+    """The values of up to 16 rows, padded to that."""
+    padding = (0, 16 - len(scores))
+    weight = np.pad(np.broadcast_to(np.float32(weight), np.shape(scores)), padding)
+    scores = np.pad(np.asarray(scores, np.float32), padding, constant_values=np.nan)
+    return jax.device_get(ranked()(scores, np.pad(np.asarray(labels, np.int32), padding), weight))
+
+
+@hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@hypothesis.given(
+    scores=st_numpy.arrays(np.float32, 16, elements=st.floats(-0.5, 1.5, width=32)),
+    labels=st_numpy.arrays(np.int32, 16, elements=st.integers(0, 1)),
+    weight=st_numpy.arrays(np.float32, 16, elements=st.sampled_from([0.25, 1.0, 3.0, 1000.0])),
+)
+def test_the_error_by_binning_is_within_its_bound(scores, labels, weight):
+    hypothesis.assume(0 < labels.sum() < 16)
+    got, exact = values_of_few(scores, labels, weight), both(scores, labels, weight.astype(np.float64))
+    for name in exact:
+        assert abs(got[name] - exact[name]) <= got[f"{name}_error_bound"] + TOLERANCE
+
+
+def test_the_bound_is_reached():
+    got = values_of_few([0.51, 0.52, 0.53], [1, 0, 0])  # one bin: the positive is the lowest, and might be the highest
+    assert_allclose([got["auroc"], got["auroc_error_bound"]], [0.5, 0.5])
+    assert_allclose([got["average_precision"], got["average_precision_error_bound"]], [1 / 3, 2 / 3], rtol=TOLERANCE)
+
+
+def test_scores_in_bins_of_one_class_rank_exactly():
+    got = values_of_few([-np.inf, 0.2, 0.4, 0.8, np.inf], [0, 1, 0, 1, 1])
+    assert_allclose(got["auroc"], 5 / 6, rtol=TOLERANCE)
+    assert_allclose(got["average_precision"], (1 + 1 + 3 / 4) / 3, rtol=TOLERANCE)
+    assert max(got["auroc_error_bound"], got["average_precision_error_bound"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "labels, auroc, average_precision", [([], 0.25, 0.75), ([0, 0], 0.25, 0.75), ([1, 1], 0.25, 1.0)], ids=str
+)
+def test_without_a_class_a_ranking_is_the_declared_value(labels, auroc, average_precision):
+    got = values_of_few([0.2, 0.7][: len(labels)], labels)
+    assert_allclose([got["auroc"], got["average_precision"]], [auroc, average_precision])
+    assert got["auroc_error_bound"] == got["average_precision_error_bound"] == 0
+
+
+def test_a_nan_score_that_counts_shows_in_the_ranking():
+    got = values_of_few([np.nan, 0.5, 0.2], [1, 1, 0])
+    assert np.isnan(list(got.values())).all()
+    assert np.isfinite(list(values_of_few([np.nan, 0.5, 0.2], [1, 1, 0], [0, 1, 1]).values())).all()
+
+
+def test_large_weights_keep_six_digits():
+    metric, rng = BinnedRanking(), np.random.default_rng(3)
+    bins, labels = rng.integers(0, 1000, 3000), rng.integers(0, 2, 3000)
+    weight = rng.uniform(1, 1e9, 3000).astype(np.float32)
+    centres = (bins + 0.5) / 1000
+    got = jax.jit(lambda *rows: metric.result(metric.observe(*rows)))(centres, labels, weight)
+    for name, want in both(centres, labels, weight.astype(np.float64)).items():
+        assert_allclose(got[name], want, rtol=TOLERANCE)
+
+
+RANKING_ERRORS = {
+    "bins": (lambda: BinnedRanking(bins=0), r"bins=0 is not in 1\.\."),
+    "range": (lambda: BinnedRanking(low=1.0, high=1.0), r"low=1.0 is not below high=1.0"),
+    "nan": (lambda: BinnedRanking(high=float("nan")), r"not below high=nan"),
+    "infinite": (lambda: BinnedRanking(high=float("inf")), r"not below high=inf"),
+    "shapes": (
+        lambda: RANKING.observe(np.zeros((8, 2)), np.zeros(8, int)),
+        r"scores of shape \(8, 2\), labels of shape \(8,\): BinnedRanking has one per label",
+    ),
+    "labels": (lambda: RANKING.observe(np.zeros(8), np.zeros(8)), r"labels of dtype float32"),
+    "weight": (lambda: RANKING.observe(np.zeros(8), np.zeros(8, int), np.ones(4)), r"weight of shape \(4,\)"),
+}
+
+
+@pytest.mark.parametrize("fails, match", RANKING_ERRORS.values(), ids=RANKING_ERRORS)
+def test_a_ranking_refuses_what_does_not_fit(fails, match):
+    with pytest.raises(ValueError, match=match):
+        fails()
