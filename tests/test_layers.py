@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 LAYERS = [
     {"common_types"},
     {"partitioning"},
-    {"collectives", "device_mesh"},
+    {"collectives", "device_mesh", "log_files"},
     {"data_parallel", "monoids", "reductions", "logger"},
     {"distributed_metrics", "states"},
-    {"aggregation"},
-    {"classification", "ranking", "stateful"},
+    {"aggregation", "mesh_state"},
+    {"classification", "stateful"},
+    {"ranking"},
     {"gradients", "optimizers"},
     {"training"},
 ]

@@ -11,6 +11,7 @@ from xlstm_jax.distributed.metrics.aggregation import (
     WeightedMean,
 )
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
+from xlstm_jax.distributed.metrics.logger import MetricLogger
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.reductions import (
     all_gather,
@@ -26,6 +27,7 @@ from xlstm_jax.distributed.metrics.reductions import (
     reduce_sum,
     reduce_sum_collective,
 )
+from xlstm_jax.distributed.metrics.stateful import Metric, MetricAccumulator, MetricReduceOp, StatefulMetric
 from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, make_log_step
 
 __all__ = [
@@ -36,10 +38,15 @@ __all__ = [
     "Local",
     "Max",
     "Maximum",
+    "Metric",
+    "MetricAccumulator",
+    "MetricLogger",
+    "MetricReduceOp",
     "Min",
     "Minimum",
     "Perplexity",
     "PureMetric",
+    "StatefulMetric",
     "Sum",
     "Synced",
     "Throughput",

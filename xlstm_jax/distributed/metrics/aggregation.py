@@ -138,9 +138,9 @@ class Throughput(PureMetric):
 class GlobalNorm(PureMetric):
     """The root of the sum of squares of all entries of all trees seen: the L2 norm of the vector that they make up.
 
-    Without ``axes`` what the devices observe are pieces of one vector. For parameters and gradients name the axes of the
-    state: a boxed leaf is then a piece along the axes of its box, and whole along the others, where it counts once; so
-    does a leaf without box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
+    Without ``axes`` what the devices observe are pieces of one vector. For parameters and gradients name the axes of
+    the state: a boxed leaf is then a piece along the axes of its box, and whole along the others, where it counts once;
+    so does a leaf without box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
     """
 
     axes: AxisNames = ()

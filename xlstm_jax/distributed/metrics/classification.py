@@ -48,11 +48,11 @@ AVERAGES = ("micro", "macro", "weighted", "per_class")
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was predicted and what is so, bools [b..., C]; ``unknown`` has the dims of the labels: a score is NaN."""
+    """What was predicted and what is so, bools [b..., C]; and whether a score is NaN, for each class or [b..., 1]."""
 
     predicted: jax.Array
     actual: jax.Array
-    unknown: jax.Array
+    unknown: jax.Array | bool
 
 
 class Task(ABC):
@@ -79,12 +79,15 @@ class Binary(Task):
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         check_one_score_per_label(scores, labels, "Binary")
         reached = _at_least(scores, self.threshold)
-        return Decisions(reached[..., None], labels[..., None] == 1, jnp.isnan(scores))
+        return Decisions(reached[..., None], labels[..., None] == 1, jnp.isnan(scores)[..., None])
 
 
 @dataclass(frozen=True)
 class Multilabel(Task):
-    """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L. The weight may be [b..., L]."""
+    """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
+
+    The weight may be that of rows, [b...], or of single labels, [b..., L].
+    """
 
     num_labels: int
     threshold: float = 0.5
@@ -129,9 +132,9 @@ class Multiclass(Task):
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         check_labels(labels)
         if scores.shape == (*labels.shape, self.num_classes):
-            predictions, unknown = self._predictions(scores, labels), jnp.isnan(scores).any(-1)
+            predictions, unknown = self._predictions(scores, labels), jnp.isnan(scores).any(-1, keepdims=True)
         elif scores.shape == labels.shape and jnp.issubdtype(scores.dtype, jnp.integer) and self.top_k == 1:
-            predictions, unknown = scores, jnp.zeros(labels.shape, bool)
+            predictions, unknown = scores, False
         else:
             raise ValueError(
                 f"scores of shape {scores.shape} and dtype {scores.dtype} do not fit labels of shape {labels.shape}: "
@@ -169,14 +172,19 @@ def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str)
         raise ValueError(f"scores of shape {scores.shape}, labels of shape {labels.shape}: {caller} has one per label.")
 
 
-def weight_with_unknown(weight: Any, labels: jax.Array, unknown: jax.Array) -> jax.Array:
-    """The weight of every label, NaN where a score is unknown and counts, so that it shows in what is computed.
+def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
+    """The weight [b...] of the rows where ``which`` [b..., C] is true; NaN where one that counts is unknown."""
+    # Not by a weight of NaN: XLA takes a bool times x for a choice between x and 0.
+    return Total.of(jnp.where(unknown, jnp.nan, which), weight, keep=1)
+
+
+def weight_per_label(weight: Any, labels: jax.Array) -> jax.Array:
+    """The weight with all dims of the labels; 1 where none is given.
 
     Raises:
-      ValueError: the weight does not have the leading dims of the labels.
+      ValueError: it does not have their leading dims.
     """
-    weight = like_rows(1 if weight is None else weight, labels).astype(wide_float())
-    return jnp.where(unknown & (weight != 0), jnp.nan, jnp.broadcast_to(weight, labels.shape))
+    return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), labels.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -316,14 +324,14 @@ class ConfusionMatrix(PureMetric):
     def observe(self, scores: Any, labels: Any, weight: Any = None) -> Cells:
         labels = jnp.asarray(labels)
         made = self.task.decide(jnp.asarray(scores), labels)
-        weight = weight_with_unknown(weight, labels, made.unknown)
+        weight = weight_per_label(weight, labels)
         became = {
             "tp": made.predicted & made.actual,
             "fp": made.predicted & ~made.actual,
             "fn": ~made.predicted & made.actual,
             "tn": ~(made.predicted | made.actual),
         }
-        return {name: Total.of(decisions, weight, keep=1) for name, decisions in became.items()}
+        return {name: total_of(which, made.unknown, weight) for name, which in became.items()}
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
         return {name: statistic.of(cells, self.task) for name, statistic in self.statistics.items()}

@@ -16,13 +16,14 @@ AUROC is the share of pairs (positive, negative) in which the positive has the h
       |binned - exact|  <=  1/2 sum_b p_b n_b / (P N)
 
 Average precision is the mean, over positives, of the precision at the score of each: the share of positives among what
-  scores as high or higher. At a positive in bin b these are, besides those above b, some of the bin: p' <= p_b positives,
-  itself among them, and n' <= n_b negatives. (TP + p') / (TP + p' + FP + n') rises with p' and falls with n', so::
+  scores as high or higher. At a positive in bin b these are, besides those above b, some of the bin: p' <= p_b
+  positives, itself among them, and n' <= n_b negatives. (TP + p') / (TP + p' + FP + n') rises with p' and falls with
+  n', so::
 
       TP / (TP + FP + n_b)  <=  precision  <=  (TP + p_b) / (TP + p_b + FP)
 
-  The binned precision, with p' = p_b and n' = n_b, lies there too. Means over the positives of the three are L <= binned
-  <= U, and L <= exact <= U::
+  The binned precision, with p' = p_b and n' = n_b, lies there too. Let L and U be the means of the two ends over the
+  positives: exact and binned are both in [L, U], so::
 
       |binned - exact|  <=  max(U - binned, binned - L)
 
@@ -38,7 +39,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.distributed.metrics.aggregation import ratio
-from xlstm_jax.distributed.metrics.classification import check_one_score_per_label, weight_with_unknown
+from xlstm_jax.distributed.metrics.classification import (
+    check_one_score_per_label,
+    total_of,
+    weight_per_label,
+)
 from xlstm_jax.distributed.metrics.monoids import Total, wide_float
 from xlstm_jax.distributed.metrics.states import Cells, PureMetric, merge_cells
 
@@ -57,12 +62,11 @@ class BinnedRanking(PureMetric):
       auroc, auroc_error_bound                            where a class is missing: ``empty_auroc`` and 0
       average_precision, average_precision_error_bound    where no positive was seen: ``empty_average_precision`` and 0
 
-    Rounding adds at most 1e-6 to the bounds.
+    Rounding to float32 adds up to 1e-6 to the errors.
 
     Args:
       bins: the number of bins of equal width, [low, high] in all. The bounds fall about as 1 / bins.
-      low, high: the range of the scores; of logits rather than probabilities take the sigmoid first, which changes no
-        order.
+      low, high: the range that scores lie in, such as -20 and 20 for logits. The outermost bins take the rest.
     Raises:
       ValueError: there is no bin, or no range; (in ``update``) scores, labels and weight do not fit.
     """
@@ -78,7 +82,7 @@ class BinnedRanking(PureMetric):
             raise ValueError(f"bins={self.bins} is not in 1..{MAX_BINS}.")
         with np.errstate(all="ignore"):
             width = np.float32(self.high) - np.float32(self.low)
-        if not 0 < width < np.inf:
+        if not np.finfo(np.float32).tiny <= width < np.inf:
             raise ValueError(f"low={self.low} is not below high={self.high} by a finite width in float32.")
 
     def identity(self) -> Cells:
@@ -87,12 +91,12 @@ class BinnedRanking(PureMetric):
     def observe(self, scores: Any, labels: Any, weight: Any = None) -> Cells:
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
-        weight = weight_with_unknown(weight, labels, jnp.isnan(scores))
+        weight, positive = weight_per_label(weight, labels), labels == 1
+        unknown = jnp.isnan(scores)[..., None]
         in_bin = self._bin_of(scores)[..., None] == jnp.arange(self.bins)
-        positive = labels == 1
         return {
-            "positive": Total.of(in_bin, jnp.where(positive, weight, 0), keep=1),
-            "negative": Total.of(in_bin, jnp.where(positive, 0, weight), keep=1),
+            "positive": total_of(in_bin, unknown, jnp.where(positive, weight, 0)),
+            "negative": total_of(in_bin, unknown, jnp.where(positive, 0, weight)),
         }
 
     def _bin_of(self, scores: jax.Array) -> jax.Array:

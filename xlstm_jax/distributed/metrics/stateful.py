@@ -20,21 +20,18 @@ communicates, and of what a process owns it does not need the other processes to
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, auto_mesh, mesh_axes
+from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
-from xlstm_jax.distributed.metrics.states import Cells, Local, PureMetric, Synced, merge_cells, sync_states
-
-DEVICES_AXIS = "devices"
+from xlstm_jax.distributed.metrics.states import Cells, PureMetric
 
 
 class MetricReduceOp(enum.StrEnum):
@@ -52,202 +49,6 @@ class MetricReduceOp(enum.StrEnum):
                 "Keep two sums, of values times weights and of weights, and divide in compute, as WeightedMean does."
             )
         raise ValueError(f"reduce_op={value!r} is none of {', '.join(repr(str(op)) for op in cls)}.")
-
-
-class MeshState:
-    """A pure metric's state on a mesh: what each device has seen, and what all have, if in sync."""
-
-    def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
-        self.metric, self._initial = metric, jax.tree.map(np.asarray, initial)
-        mesh = DeviceMeshManager.create_device_mesh({DEVICES_AXIS: -1}) if mesh is None else auto_mesh(mesh)
-        self._place_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
-        self.reset()
-
-    def _place_on(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self.mesh, self.axes = mesh, axes
-        self._rows = NamedSharding(mesh, PartitionSpec(axes))
-        self._empty = self._from_first_row(self._initial)
-
-    @property
-    def num_devices(self) -> int:
-        """n, the number of local values."""
-        return int(np.prod([self.mesh.shape[axis] for axis in self.axes], dtype=int))
-
-    @property
-    def is_synchronized(self) -> bool:
-        """Whether nothing was added since the last ``sync``."""
-        return self.synced is not None
-
-    def reset(self) -> None:
-        """Forgets everything but the initial value."""
-        self.local, self.synced = Local(self._empty, self.axes), None
-
-    def sync(self) -> None:
-        """Fills the synchronized value by one all-reduce over all devices; every process must call it."""
-        sync_together([self])
-
-    def add_own(self, cells: Cells, whole_mesh: bool = False) -> None:
-        """Merges what this process has seen into its first row; with ``whole_mesh``, what all have, counted once."""
-        if not whole_mesh or jax.process_index() == 0:
-            self._set_local(_merge_into_first_row(self.local.cells, cells))
-        self.synced = None
-
-    def add_rows(self, cells: Cells) -> None:
-        """Merges cells with a leading device dim, row by row."""
-        self._set_local(_merge_rows(self.local.cells, jax.device_put(cells, self._rows)))
-
-    def add_batch(self, arguments: PyTree) -> None:
-        """Updates every device's state with its part of global arrays: (args, kwargs), split along their first dim."""
-        specs = jax.tree.map(lambda x: PartitionSpec(self.axes) if np.ndim(x) else PartitionSpec(), arguments)
-        leaves, structure = jax.tree.flatten(specs)
-        step = _update_on(self.metric, self.mesh, self.axes, structure, tuple(leaves))
-        self._set_local(step(self.local, arguments).cells)
-
-    def _set_local(self, cells: Cells) -> None:
-        self.local, self.synced = Local(cells, self.axes), None
-
-    def to(self, device: jax.Device | Mesh) -> None:
-        """Moves the state to one device, or to another mesh, over all its axes.
-
-        Where the number of devices changes, the local values are merged into the first.
-
-        Raises:
-          ValueError: other processes hold a part of it.
-        """
-        rows = self._host_rows(self.local.cells, "to")
-        synced = self.synced and jax.tree.map(np.asarray, self.synced.cells)
-        mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([device]), (DEVICES_AXIS,))
-        self._place_on(auto_mesh(mesh), mesh.axis_names)
-        self._set_local(self._from_rows(rows))
-        self.synced = synced and Synced(jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec())))
-
-    def state_dict(self) -> dict[str, Any]:
-        """``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays, to be saved with the model.
-
-        Arrays are NumPy's where this process holds all of them, else global ``jax.Array``.
-        """
-        synced = self.synced.cells if self.is_synchronized else self._initial
-        cells = {"local": self.local.cells, "synchronized": synced}
-        arrays = jax.tree.map(lambda x: np.asarray(x) if _is_readable(x) else x, cells)
-        return serialization.to_state_dict(arrays) | {"is_synchronized": self.is_synchronized}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state that was saved on any number of devices; with another number, merged into the first.
-
-        Raises:
-          ValueError: entries, shapes or dtypes are not those of this state; nothing has been changed then.
-        """
-        _check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
-        rows = _restored(self._empty, state_dict["local"], "local", dims=1)
-        synced = _restored(self._initial, state_dict["synchronized"], "synchronized", dims=0)
-        self._set_local(self._from_rows(rows))
-        if bool(state_dict["is_synchronized"]):
-            self.synced = Synced(jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec())))
-
-    def _host_rows(self, cells: Cells, caller: str) -> Cells:
-        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(cells)):
-            raise ValueError(f"{caller}: other processes hold a part of this state; sync it, and take the value.")
-        return jax.tree.map(np.asarray, cells)
-
-    def _from_rows(self, rows: Cells) -> Cells:
-        """Rows [m, ...] as the local state: row by row where m is the number of devices, else merged into the first."""
-        count = len(jax.tree.leaves(rows)[0])
-        if count != self.num_devices:
-            each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(count)]
-            return self._from_first_row(jax.tree.map(np.asarray, functools.reduce(merge_cells, each)))
-        return jax.tree.map(self._placed, rows)
-
-    def _from_first_row(self, cells: Cells) -> Cells:
-        """[...] -> [n, ...]: ``cells`` on the first device, the identity on the others."""
-        others = jax.tree.map(np.asarray, self.metric.identity())
-        repeat = self.num_devices - 1
-        rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero.astype(x.dtype)] * repeat]), cells, others)
-        return jax.tree.map(self._placed, rows)
-
-    def _placed(self, rows: Any) -> jax.Array:
-        """Rows on their devices; no program runs for it, so that no process waits for another."""
-        if not _is_readable(rows):
-            return jax.device_put(rows, self._rows)
-        rows = np.asarray(rows)
-        return jax.make_array_from_callback(rows.shape, self._rows, lambda index: rows[index])
-
-
-def _is_readable(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-
-
-def _check_entries(given: dict[str, Any], wanted: set[str]) -> None:
-    if given.keys() != wanted:
-        raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
-
-
-def _restored(like: Cells, saved: Any, name: str, dims: int) -> Cells:
-    """The saved arrays in the cells of ``like``, checked; ``dims`` leading dims may differ in size."""
-    try:
-        cells = serialization.from_state_dict(like, saved)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
-    for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
-        if np.ndim(got) != np.ndim(want) or np.shape(got)[dims:] != want.shape[dims:] or got.dtype != want.dtype:
-            raise ValueError(
-                f"state dict[{name!r}] has an array of shape {np.shape(got)} and dtype {getattr(got, 'dtype', None)}; "
-                f"this metric's has shape {want.shape} and dtype {want.dtype}."
-            )
-    return cells
-
-
-@jax.jit
-def _merge_rows(a: Cells, b: Cells) -> Cells:
-    return merge_cells(a, b)
-
-
-def _merge_into_first_row(cells: Cells, seen: Cells) -> Cells:
-    """Merges ``seen`` into the first row that this process holds, on that row's devices alone."""
-    row = jax.tree.map(lambda x: _first_shards(x)[0].data, cells)
-    home = _first_shards(jax.tree.leaves(cells)[0])[0].device
-    merged = _merge_rows(row, jax.device_put(seen, home))
-    return jax.tree.map(_with_first_row, cells, merged)
-
-
-def _first_shards(x: jax.Array) -> list[Any]:
-    """The shards of the first row of this process; more than one where other mesh axes repeat it."""
-    first = min(shard.index[0].start or 0 for shard in x.addressable_shards)
-    return [shard for shard in x.addressable_shards if (shard.index[0].start or 0) == first]
-
-
-def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
-    new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
-    parts = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
-
-
-@functools.lru_cache(maxsize=128)
-def _update_on(metric: PureMetric, mesh: Mesh, axes: tuple[str, ...], structure: Any, specs: tuple) -> Callable:
-    split = PartitionSpec(axes)
-
-    def update(local, arguments):
-        args, kwargs = arguments
-        return metric.update(local, *args, **kwargs)
-
-    return jax.jit(
-        jax.shard_map(update, mesh=mesh, in_specs=(split, jax.tree.unflatten(structure, specs)), out_specs=split)
-    )
-
-
-@functools.lru_cache(maxsize=128)
-def _sync_on(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Local]], list[Synced]]:
-    places = {"in_specs": PartitionSpec(axes), "out_specs": PartitionSpec()}
-    return jax.jit(jax.shard_map(sync_states, mesh=mesh, **places))
-
-
-def sync_together(states: Sequence[MeshState]) -> None:
-    """``sync`` of several states at once: one collective per (operation, dtype) for all that share mesh and axes."""
-    groups: dict[Any, list[MeshState]] = {}
-    for state in states:
-        groups.setdefault((state.mesh, state.axes), []).append(state)
-    for (mesh, axes), group in groups.items():
-        for state, synced in zip(group, _sync_on(mesh, axes)([state.local for state in group]), strict=True):
-            state.synced = synced
 
 
 # --------------------------------------------------------------------------------------------------------- accumulators
@@ -348,12 +149,12 @@ class MetricAccumulator(MeshState):
         return self.metric.result(cells)
 
     def _check_fits(self, cells: Count) -> None:
-        if self.dtype.itemsize == 8 or not _is_readable(cells.low):
+        if self.dtype.itemsize == 8 or not is_readable(cells.low):
             return
         exact, bounds = cells.exact(), jnp.iinfo(self.dtype)
-        if np.any((exact < bounds.min) | (exact > bounds.max)):
+        if (beyond := exact[(exact < bounds.min) | (exact > bounds.max)]).size:
             raise OverflowError(
-                f"the sum is {exact}, beyond the {self.dtype} of the initial value ({bounds.min} to {bounds.max}). "
+                f"the sum is {beyond[0]}, beyond the {self.dtype} of the initial value ({bounds.min} to {bounds.max}). "
                 "Begin with a float32, or read the Sum of an integer, which is exact to 64 bits."
             )
 
@@ -451,7 +252,7 @@ class Metric(ABC):
           ValueError: the names, shapes or dtypes are not those of this metric.
         """
         states = dict(self._states())
-        _check_entries(state_dict, set(states))
+        check_entries(state_dict, set(states))
         for name, state in states.items():
             state.load_state_dict(state_dict[name])
 

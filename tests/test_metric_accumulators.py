@@ -1,0 +1,264 @@
+"""Metrics with a state of their own: accumulators, the interface, and the catalogue behind it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, mesh_of
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.metrics import (
+    Compose,
+    Max,
+    Metric,
+    MetricAccumulator,
+    MetricReduceOp,
+    StatefulMetric,
+    Sum,
+    WeightedMean,
+)
+from xlstm_jax.distributed.metrics.mesh_state import _sync_on
+
+PER_DEVICE = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0], np.float32)
+NEUTRAL = {"sum": 0.0, "max": -np.inf, "min": np.inf}
+
+
+@pytest.mark.parametrize("operation", ["sum", "max", "min"])
+def test_updates_stay_on_their_device_until_sync(operation):
+    accumulator = MetricAccumulator(jnp.float32(NEUTRAL[operation]), operation)
+    accumulator.update(5)
+    want = np.array([5.0] + [NEUTRAL[operation]] * 7, np.float32)
+    np.testing.assert_array_equal(accumulator.value, want)
+    accumulator.update(PER_DEVICE)
+    merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}[operation]
+    want = merge(want, PER_DEVICE)
+    np.testing.assert_array_equal(accumulator.value, want)
+    assert len(accumulator.value.sharding.device_set) == 8 and not accumulator.is_synchronized
+    accumulator.sync()
+    assert accumulator.is_synchronized and accumulator.value.shape == ()
+    assert float(accumulator.value) == getattr(np, operation)(want)
+    accumulator.update(True)
+    assert accumulator.value.shape == (8,)
+    accumulator.reset()
+    np.testing.assert_array_equal(accumulator.value, np.full(8, NEUTRAL[operation]))
+
+
+def test_a_number_counts_once_whatever_the_number_of_devices_and_so_does_the_initial_value():
+    for mesh in (mesh_of(1, 1), mesh_of(2, 4), mesh_of(1, 8)):
+        accumulator = MetricAccumulator(jnp.float32(10), mesh=mesh)
+        accumulator.update(1.5)
+        accumulator.update(jax.device_put(jnp.float32(2.0), NamedSharding(mesh, P())))  # the same on all devices
+        accumulator.sync()
+        assert float(accumulator.value) == 13.5
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, 2.5, np.float32(2.5), np.int8(4), jnp.float32(1), jnp.array(True)], ids=repr
+)
+@pytest.mark.parametrize("operation", ["sum", "max", "min"])
+def test_arrays_numbers_and_bools_are_accepted_by_every_operation(operation, value):
+    accumulator = MetricAccumulator(jnp.float32(NEUTRAL[operation]), operation)
+    accumulator.update(value)
+    accumulator.sync()
+    assert float(accumulator.value) == float(value) and accumulator.value.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8, jnp.uint32, bool])
+def test_shape_and_dtype_are_those_of_the_initial_value(dtype):
+    operation = "max" if dtype is bool else "sum"
+    accumulator = MetricAccumulator(jnp.zeros((2, 3), dtype), operation)
+    accumulator.update(np.ones((2, 3), bool))
+    accumulator.update(np.ones((8, 2, 3), bool))
+    accumulator.sync()
+    assert accumulator.value.shape == (2, 3) and accumulator.value.dtype == dtype
+    np.testing.assert_array_equal(accumulator.value.astype(jnp.float32), np.full((2, 3), 1 if dtype is bool else 9))
+
+
+def test_sums_do_not_stop_at_2_to_the_24_nor_wrap_unseen():
+    accumulator = MetricAccumulator(jnp.float32(2**24))
+    for _ in range(6):
+        accumulator.update(1)
+    accumulator.sync()
+    assert float(accumulator.value) == 2**24 + 6
+    count = MetricAccumulator(jnp.int32(2**31 - 10))
+    count.update(9)
+    count.sync()
+    assert int(count.value) == 2**31 - 1
+    count.update(1)
+    for _ in range(2):
+        with pytest.raises(OverflowError, match=rf"the sum is {2**31}, beyond the int32"):
+            _ = count.value
+        count.sync()
+    count.update(-1)
+    count.sync()
+    assert int(count.value) == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: MetricAccumulator(0.0, "mean"), ValueError, "cannot be merged: the mean of means is not the mean"),
+        (lambda: MetricReduceOp("median"), ValueError, "reduce_op='median' is none of 'sum', 'max', 'min'"),
+        (lambda: MetricAccumulator(False), TypeError, "a sum of bool is True after the first True"),
+        (lambda: MetricAccumulator(1j), TypeError, "an accumulator of dtype complex64 has no sum"),
+        (lambda: MetricAccumulator(0.0).update(np.ones(3)), ValueError, r"shape \(3,\); the accumulator's is \(\)"),
+        (lambda: MetricAccumulator(0).update(2.5), TypeError, "got float32, which an accumulator of int32 cannot hold"),
+        (lambda: MetricAccumulator(0).update(2**31), OverflowError, "beyond the accumulator's int32"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_an_update_that_is_refused_changes_nothing():
+    accumulator = MetricAccumulator(jnp.float32(1))
+    accumulator.sync()
+    with pytest.raises(ValueError, match="shape"):
+        accumulator.update(np.ones(5))
+    assert accumulator.is_synchronized and float(accumulator.value) == 1
+
+
+def test_local_values_move_with_their_device_and_a_saved_state_goes_to_any_number_of_devices():
+    accumulator = MetricAccumulator(jnp.float32(0))
+    accumulator.update(PER_DEVICE)
+    saved = accumulator.state_dict()
+    assert isinstance(saved["local"]["high"], np.ndarray) and saved["is_synchronized"] is False
+    last = jax.devices()[-1]
+    accumulator.to(last)
+    assert accumulator.value.shape == (1,) and accumulator.value.devices() == {last}
+    for target in (
+        MetricAccumulator(jnp.float32(0)),
+        MetricAccumulator(jnp.float32(0), mesh=mesh_of(1, 4)),
+        accumulator,
+    ):
+        target.update(100.0)
+        target.load_state_dict(saved)
+        target.update(1.0)
+        target.sync()
+        assert float(target.value) == PER_DEVICE.sum() + 1
+    synced = accumulator.state_dict()
+    other = MetricAccumulator(jnp.float32(0))
+    other.load_state_dict(synced)
+    assert other.is_synchronized and float(other.value) == PER_DEVICE.sum() + 1
+    other.to(mesh_of(2, 4))
+    assert other.is_synchronized and float(other.value) == PER_DEVICE.sum() + 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.pop("local"), r"the state dict has the entries \['is_synchronized', 'synchronized'\], and should"),
+        (lambda s: s.update(local={"value": np.zeros(8)}), r"state dict\['local'\] is not the state of such a metric"),
+        (lambda s: s["local"].update(high=np.zeros((8, 2), np.float32)), r"shape \(8, 2\) .* this metric's has shape"),
+        (lambda s: s["local"].update(high=np.zeros(8, np.float64)), "dtype float64; this metric's has .* float32"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_and_loses_nothing(change, message):
+    accumulator = MetricAccumulator(jnp.float32(0))
+    accumulator.update(7.0)
+    state = accumulator.state_dict()
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        accumulator.load_state_dict(state)
+    accumulator.sync()
+    assert float(accumulator.value) == 7
+
+
+# -------------------------------------------------------------------------------------------------------- the interface
+
+
+class MaxMetric(Metric):
+    def __init__(self):
+        self.largest = MetricAccumulator(-jnp.inf, "max")
+
+    def update(self, value):
+        self.largest.update(value)
+
+    def compute(self):
+        return self.largest.value
+
+
+class Everything(Metric):
+    def __init__(self):
+        self.parts = [MaxMetric(), MetricAccumulator(0.0)]
+        self.named = {"mean": StatefulMetric(WeightedMean())}
+        self.count = MetricAccumulator(0)
+
+    def update(self, value):
+        self.parts[0].update(value)
+        self.parts[1].update(value)
+        self.named["mean"].update(value)
+        self.count.update(1)
+
+    def compute(self):
+        return self.parts[0].compute(), self.parts[1].value, self.named["mean"].compute(), self.count.value
+
+
+def test_a_metric_of_ten_lines_syncs_resets_moves_and_is_saved():
+    metric = MaxMetric()
+    metric.update(-3)
+    metric.update(-2.5)
+    metric.sync()
+    assert float(metric.compute()) == -2.5
+    saved = metric.state_dict()
+    metric.reset()
+    assert float(metric.compute().max()) == -np.inf
+    metric.to(jax.devices()[2])
+    metric.load_state_dict(saved)
+    metric.update(-7)
+    metric.sync()
+    assert float(metric.compute()) == -2.5
+
+
+def test_a_metric_reaches_all_its_parts_and_syncs_them_together():
+    metric = Everything()
+    for value in (2.0, -4.0, 5.0):
+        metric.update(value)
+    metric.sync()
+    assert [float(x) for x in metric.compute()] == [5, 3, 1, 3]
+    saved = metric.state_dict()
+    assert set(saved) == {"parts/0/largest", "parts/1", "named/mean/state", "count"}
+    other = Everything()
+    other.load_state_dict(saved)
+    assert [float(x) for x in other.compute()] == [5, 3, 1, 3]
+    states = [state for _, state in metric._states()]
+    text = _sync_on(states[0].mesh, states[0].axes).lower([state.local for state in states]).as_text()
+    assert len(re.findall(r"stablehlo\.all_reduce", text)) == 3  # sums of floats, counts, maxima
+    with pytest.raises(ValueError, match="the state dict has the entries"):
+        other.load_state_dict({"count": saved["count"]})
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_the_catalogue_with_a_state_of_its_own_equals_numpy(tensor_parallel):
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2}) if tensor_parallel else mesh_of(2, 4)
+    axes = ("dp",) if tensor_parallel else AXES
+    metric = StatefulMetric(Compose({"mean": WeightedMean(), "sum": Sum(), "max": Max()}), mesh, axes)
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=(2, 16)).astype(np.float32), rng.uniform(0.5, 2, (2, 16)).astype(np.float32)
+    for v, w in zip(values, weights, strict=True):
+        v, w = (jax.device_put(x, NamedSharding(mesh, P(axes))) for x in (v, w))
+        metric.update(mean=(v, w), sum=(v, w), max=v)
+    own = rng.normal(size=5).astype(np.float32)  # of this process, of any length
+    metric.update(mean=own, sum=own, max=own)
+    with pytest.raises(RuntimeError, match=r"sync\(\) first, or compute_local\(\)"):
+        metric.compute()
+    assert metric.compute_local()["mean"].shape == (len(axes) * 4,)
+    metric.sync()
+    got = metric.compute()
+    v = np.concatenate([values.ravel(), own]).astype(np.float64)
+    w = np.concatenate([weights.ravel(), np.ones(5)])
+    np.testing.assert_allclose(got["mean"], np.average(v, weights=w), rtol=1e-6)
+    np.testing.assert_allclose(got["sum"], (v * w).sum(), rtol=1e-6)
+    np.testing.assert_allclose(got["max"], v.max(), rtol=1e-6)
+
+
+def test_global_arrays_that_do_not_divide_name_the_cure():
+    metric = StatefulMetric(WeightedMean())
+    split = jax.device_put(jnp.ones((6, 2)), NamedSharding(mesh_of(1, 2), P("fsdp")))
+    with pytest.raises(ValueError, match=r"shape \(6, 2\), whose first dim 8 devices do not divide. Pad it to 8 rows"):
+        metric.update(split)
