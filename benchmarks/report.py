@@ -1,9 +1,8 @@
-"""What a training run leaves behind: tables for the terminal, ``metrics.csv``, ``loss.png``, ``memory.png``.
+"""What a training run leaves behind: tables for the terminal, ``loss.png``, ``memory.png``.
 
 Everything here is a plain function of numbers; nothing knows how they came about.
 """
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-METRIC_NAMES = ("step", "loss", "held_out_loss", "tokens_per_s", "seconds")
 STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
 QUIET, STRONG, ACCENT = "#b9cde0", "#1f4e79", "#d1495b"
 
-Row = Mapping[str, float | None]
+Row = Mapping[str, float]
 
 
 def memory_table(layouts: Mapping[str, Mapping[str, int]]) -> Table:
@@ -54,19 +52,11 @@ def format_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{count:.2f} {unit}"
 
 
-def write_metrics(path: Path, rows: Sequence[Row]) -> None:
-    """One line a step; a value that was not measured at that step is left empty."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, METRIC_NAMES)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> None:
     """Training and held-out loss over steps, under the line of the byte-frequency model."""
     figure, axes = _figure(7.5, 4.5, title)
     axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color=QUIET, lw=1, label="training batch")
-    held_out = [(r["step"], r["held_out_loss"]) for r in rows if r["held_out_loss"] is not None]
+    held_out = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
     axes.plot(*zip(*held_out, strict=True), color=STRONG, lw=2, marker="o", ms=4, label="held-out text")
     axes.axhline(baseline, color=ACCENT, ls="--", lw=1.2, label=f"byte frequencies ({baseline:.2f})")
     step, loss = held_out[-1]

@@ -8,6 +8,9 @@ wrapping anything: the loss curve is the same, the bytes per device are not.
 
 Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the
 model is compared with one that knows only the frequency of bytes, and writes some text of its own.
+
+Metrics cost no waiting. The step adds to a state on each device; every ``--log-every`` steps it is reduced over devices
+and emptied, and its values are read when those of the next time are due.
 """
 
 import argparse
@@ -35,14 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text as RichText
 
 from benchmarks.models import BLOCKS, LanguageModel
-from benchmarks.report import (
-    METRIC_NAMES,
-    comparison_table,
-    draw_loss,
-    draw_memory,
-    memory_table,
-    write_metrics,
-)
+from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import Text, byte_frequency_loss, fixed_windows, load_text, random_windows
 from xlstm_jax.distributed import (
     DeviceMeshManager,
@@ -50,6 +46,16 @@ from xlstm_jax.distributed import (
     make_train_step,
     partition_specs,
     shard_module_params,
+)
+from xlstm_jax.distributed.metrics import (
+    Compose,
+    MetricLogger,
+    Perplexity,
+    StatefulMetric,
+    Sum,
+    Throughput,
+    WeightedMean,
+    make_log_step,
 )
 
 SIMULATED_DEVICES = 8
@@ -88,6 +94,7 @@ class TrainConfig:
     seed: int = 0
     out: str | None = None
     sample_bytes: int = 300
+    log_every: int = 10
     eval_every: int = 130
 
 
@@ -112,9 +119,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """``rows`` has a dict with the keys ``METRIC_NAMES`` for every step; losses are in nats per byte."""
+    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte."""
 
-    rows: list[dict[str, float | None]]
+    rows: list[dict[str, float]]
     held_out_loss: float
     baseline: float
     sample: bytes
@@ -230,12 +237,12 @@ def run(job: Job, console: Console) -> Result:
     write_config(out / "config.json", job, state)
     introduce(job, state, memory, console)
 
-    state, rows = fit(job, state, step_key, console)
+    with MetricLogger(out) as logger:
+        state, rows = fit(job, state, step_key, console, logger)
     with console.status("sampling"):
         sample = generate(job.model, state.params, SAMPLE_PROMPT, config, sample_key) if config.sample_bytes else b""
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
     result = Result(rows, rows[-1]["held_out_loss"], baseline, sample, memory, out, state.params)
-    write_metrics(out / "metrics.csv", rows)
     draw_loss(out / "loss.png", f"{config.model}, {job.layout}", rows, baseline)
     draw_memory(out / "memory.png", f"{config.model}, {parameter_count(state) / 1e6:.2f} M parameters", memory)
     conclude(result, console)
@@ -252,21 +259,36 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def byte_losses(apply_fn: Callable[..., jax.Array], params: Any, windows: jax.Array, **kwargs: Any) -> jax.Array:
-    """Nats of each byte given those before it in its window: ``windows[b, t + 1] -> [b, t]``."""
+def byte_losses(
+    apply_fn: Callable[..., jax.Array], params: Any, windows: jax.Array, **kwargs: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
+    likeliest."""
     windows = windows.astype(jnp.int32)
-    logits = apply_fn({"params": params}, windows[:, :-1], **kwargs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    logits, bytes_ = apply_fn({"params": params}, windows[:, :-1], **kwargs), windows[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, bytes_), jnp.argmax(logits, axis=-1) == bytes_
 
 
-def loss_fn(params: Any, apply_fn: Callable[..., jax.Array], batch: jax.Array, rng: jax.Array) -> jax.Array:
-    return byte_losses(apply_fn, params, batch, train=True, rngs={"dropout": rng}).mean()
+def train_metric() -> Compose:
+    """What the step adds to, on each device; of the steps since the last row."""
+    means = {"loss": WeightedMean(), "perplexity": Perplexity(), "accuracy": WeightedMean()}
+    return Compose(means | {"tokens": Sum(jnp.int32)})
 
 
-def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], float]:
-    """``evaluate(params)``: mean loss on fixed held-out windows, split over the devices like a batch."""
-    count = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
-    windows = _place(job, fixed_windows(job.text.held_out, count, job.config.context))
+def loss_fn(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: jax.Array, rng: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+    losses, right = byte_losses(apply_fn, params, batch, train=True, rngs={"dropout": rng})
+    return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
+
+
+def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
+    """``evaluate(params)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
+    padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
+    windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
+    windows = _place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
+    weight = _place(job, np.arange(padded) < HELD_OUT_WINDOWS)
+    mean = StatefulMetric(WeightedMean(), job.mesh)
     batch_spec = PartitionSpec(job.batch_axes)
     losses = jax.jit(
         jax.shard_map(
@@ -276,39 +298,84 @@ def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], float]:
             out_specs=batch_spec,
         )
     )
-    return lambda params: float(losses(params, windows).mean())
+
+    def evaluate(params):
+        mean.reset()
+        mean.update(losses(params, windows)[0], weight)
+        mean.sync()
+        return mean.compute()
+
+    return evaluate
 
 
-def fit(job: Job, state: TrainState, rng: jax.Array, console: Console) -> tuple[TrainState, list[dict[str, Any]]]:
+def fit(
+    job: Job, state: TrainState, rng: jax.Array, console: Console, logger: MetricLogger
+) -> tuple[TrainState, list[dict[str, float]]]:
     """All steps, under a progress bar. The last row always has a held-out loss.
 
     Raises:
         FloatingPointError: a loss that is no number; says at which step.
     """
-    config = job.config
-    step = make_train_step(loss_fn, job.mesh, job.batch_axes, config.num_minibatches)
-    evaluate = make_evaluate(job, state)
+    config, metric = job.config, train_metric()
+    step = make_train_step(loss_fn, job.mesh, job.batch_axes, config.num_minibatches, metric=metric)
+    log_step = make_log_step(metric, job.mesh, job.batch_axes)
+    evaluate, local = make_evaluate(job, state), metric.empty(job.batch_axes, job.mesh)
     with console.status("compiling"):
-        step = step.lower(state, _batch(job, 0), rng).compile()
-        evaluate(state.params)
-    rows, start = [], time.perf_counter()
+        step = step.lower(state, _batch(job, 0), rng, local).compile()
+        evaluate(state.params).block_until_ready()
+    speed, rows = _Speed(job), []
     with _progress(console) as progress:
-        task = progress.add_task("training", total=config.steps, loss=math.nan, speed=0.0, held_out=math.nan)
-        last = start
+        task = progress.add_task("training", total=config.steps, loss=math.nan, speed=math.nan, held_out=math.nan)
         for index in range(config.steps):
-            state, metrics = step(state, _batch(job, index), rng)
-            loss = float(metrics["loss"])
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} at step {index + 1}; --lr {config.lr} is too large.")
-            speed = config.batch_size * config.context / (time.perf_counter() - last)
-            held_out = None
-            if (index + 1) % config.eval_every == 0 or index + 1 == config.steps:
-                held_out = evaluate(state.params)
-                progress.update(task, held_out=held_out)
-            last = time.perf_counter()
-            rows.append(dict(zip(METRIC_NAMES, (index + 1, loss, held_out, speed, last - start), strict=True)))
-            progress.update(task, advance=1, loss=loss, speed=speed)
-    return state, rows
+            state, metrics, local = step(state, _batch(job, index), rng, local)
+            progress.update(task, advance=1)
+            last, due = index + 1 == config.steps, (index + 1) % config.eval_every == 0
+            if not (last or due or (index + 1) % config.log_every == 0):
+                continue
+            row, local = log_step(local)
+            row |= {"grad_norm": metrics["grad_norm"]} | speed.row(index + 1)
+            row |= {"held_out_loss": evaluate(state.params)} if last or due else {}
+            logger.log(index + 1, row)
+            rows.append({"step": index + 1} | row)
+            if len(rows) > 1:
+                _show(progress, task, rows[-2])  # which has arrived: the logger has just written it
+    _show(progress, task, rows[-1])
+    return state, jax.tree.map(float, rows)
+
+
+class _Speed:
+    """Tokens per second of the interval before the last, which is over: no one waits for the last to end."""
+
+    def __init__(self, job: Job) -> None:
+        self._metric = StatefulMetric(Throughput(jax.process_count()), job.mesh)
+        self._tokens_per_step = job.config.batch_size * job.config.context // jax.process_count()
+        self._start = self._time = time.perf_counter()
+        self._steps: tuple[int, ...] = ()
+
+    def row(self, step: int) -> dict[str, Any]:
+        now = time.perf_counter()
+        row = {"seconds": now - self._start}
+        if len(self._steps) > 1:
+            self._metric.reset()
+            self._metric.update((self._steps[-1] - self._steps[-2]) * self._tokens_per_step, now - self._time)
+            self._metric.sync()
+            row["tokens_per_s"] = self._metric.compute()
+        self._steps, self._time = (*self._steps[-1:], step), now
+        return row
+
+
+def _show(progress: Progress, task: Any, row: dict[str, Any]) -> None:
+    """A row that has arrived on the progress bar.
+
+    Raises:
+        FloatingPointError: its loss is no number.
+    """
+    loss = float(row["loss"])
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at step {row['step']}; take a smaller --lr.")
+    names = {"speed": "tokens_per_s", "held_out": "held_out_loss"}
+    shown = {field: float(row[name]) for field, name in names.items() if name in row}
+    progress.update(task, loss=loss, **shown)
 
 
 def _batch(job: Job, index: int) -> jax.Array:
@@ -395,7 +462,9 @@ def conclude(result: Result, console: Console) -> None:
         shown = RichText(result.sample.decode("utf-8", errors="replace"))
         console.print(Panel(shown, title="a sample", title_align="left"))
     console.print(comparison_table(result.held_out_loss, result.baseline))
-    console.print(f"metrics.csv, loss.png, memory.png and config.json are in {result.out}", highlight=False)
+    console.print(
+        f"metrics.csv, metrics.jsonl, loss.png, memory.png and config.json are in {result.out}", highlight=False
+    )
 
 
 def _progress(console: Console) -> Progress:
@@ -448,6 +517,7 @@ def parser() -> argparse.ArgumentParser:
     option("--seed", "of initial values, batches and the sample", int)
     option("--out", "folder for what the run leaves; by default a new one in runs/", str, metavar="FOLDER")
     option("--sample-bytes", "length of the sample at the end; 0 for none", int)
+    option("--log-every", "steps between rows of metrics.csv")
     option("--eval-every", "steps between held-out losses")
     return new
 
@@ -467,6 +537,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     try:
         run(job, Console())
+    except FileExistsError as error:
+        return _fail(error, 2)
     except FloatingPointError as error:
         return _fail(error, 1)
     return 0

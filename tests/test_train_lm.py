@@ -17,7 +17,16 @@ from benchmarks.models import LanguageModel, chunkwise_mlstm
 from xlstm_jax.distributed import shard_module_params
 
 TINY = train_lm.TrainConfig(
-    steps=6, batch_size=8, context=32, d_model=16, layers=2, heads=2, min_weight_size=64, eval_every=3, sample_bytes=0
+    steps=6,
+    batch_size=8,
+    context=32,
+    d_model=16,
+    layers=2,
+    heads=2,
+    min_weight_size=64,
+    log_every=1,
+    eval_every=3,
+    sample_bytes=0,
 )
 
 
@@ -223,7 +232,10 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
     with (result.out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, TINY.steps + 1))
-    assert [float(row["loss"]) for row in rows] == result.losses
+    assert_array_equal([np.float32(row["loss"]) for row in rows], np.float32(result.losses))
+    assert_allclose([float(row["perplexity"]) for row in rows], np.exp(result.losses), rtol=1e-6)
+    assert [int(float(row["tokens"])) for row in rows] == [8 * 32] * TINY.steps
+    assert len((result.out / "metrics.jsonl").read_text().splitlines()) == TINY.steps
     assert [bool(row["held_out_loss"]) for row in rows] == [False, False, True, False, False, True]
     assert json.loads((result.out / "config.json").read_text())["mesh"] == {"fsdp": 8}
     for picture in ("loss.png", "memory.png"):
@@ -292,12 +304,23 @@ def test_the_module_runs_as_a_program_on_simulated_devices(corpus, tmp_path):
         assert shown in done.stdout
 
 
+def test_rows_of_several_steps_hold_their_mean_and_a_folder_is_not_overwritten(runs, corpus, tmp_path, capsys):
+    every, third = runs(steps=7), runs(steps=7, log_every=3)
+    assert [row["step"] for row in third.rows] == [3, 6, 7]
+    means = [np.mean(every.losses[:3]), np.mean(every.losses[3:6]), every.losses[6]]
+    assert_allclose(third.losses, means, rtol=1e-6)
+    assert train_lm.main(["--steps", "1", "--data", str(corpus), "--out", str(third.out)]) == 2
+    assert "metrics.csv holds the metrics of a run" in capsys.readouterr().err
+
+
 def test_in_float64_the_loss_curves_differ_by_rounding_alone(corpus, tmp_path):
     """Training magnifies a difference by some factor in every step: from 1e-15 to no more than 1e-9 here.
 
     A difference of the algorithm, or of the size of float32's rounding (1e-7 at the first step), would fail.
     """
-    sizes = "--steps 12 --context 32 --d-model 32 --layers 2 --heads 2 --min-weight-size 256 --sample-bytes 1"
+    sizes = (
+        "--steps 12 --context 32 --d-model 32 --layers 2 --heads 2 --min-weight-size 256 --sample-bytes 1 --log-every 1"
+    )
 
     def losses(folder, *options):
         arguments = [*sizes.split(), "--dtype", "float64", *options, "--data", corpus, "--out", tmp_path / folder]
