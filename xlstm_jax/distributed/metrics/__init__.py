@@ -10,9 +10,20 @@ from xlstm_jax.distributed.metrics.aggregation import (
     Throughput,
     WeightedMean,
 )
+from xlstm_jax.distributed.metrics.classification import (
+    Accuracy,
+    Binary,
+    ConfusionMatrix,
+    FBeta,
+    Multiclass,
+    Multilabel,
+    Precision,
+    Recall,
+)
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
 from xlstm_jax.distributed.metrics.logger import MetricLogger
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 from xlstm_jax.distributed.metrics.reductions import (
     all_gather,
     collect_from_devices,
@@ -31,9 +42,14 @@ from xlstm_jax.distributed.metrics.stateful import Metric, MetricAccumulator, Me
 from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, make_log_step
 
 __all__ = [
+    "Accuracy",
+    "Binary",
+    "BinnedRanking",
     "Compose",
+    "ConfusionMatrix",
     "Count",
     "DistributedMetrics",
+    "FBeta",
     "GlobalNorm",
     "Local",
     "Max",
@@ -44,8 +60,12 @@ __all__ = [
     "MetricReduceOp",
     "Min",
     "Minimum",
+    "Multiclass",
+    "Multilabel",
     "Perplexity",
+    "Precision",
     "PureMetric",
+    "Recall",
     "StatefulMetric",
     "Sum",
     "Synced",

@@ -159,7 +159,7 @@ def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
 
 def check_labels(labels: jax.Array) -> None:
     """Raises ValueError where labels are not integers or bools, e.g. probabilities or one-hot floats."""
-    if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
+    if not (jnp.issubdtype(labels.dtype, jnp.integer) or jnp.issubdtype(labels.dtype, jnp.bool_)):
         raise ValueError(
             f"labels of dtype {labels.dtype}: they are integers or bools. Scores come first, labels second."
         )
@@ -174,8 +174,14 @@ def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str)
 
 def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
     """The weight [b...] of the rows where ``which`` [b..., C] is true; NaN where one that counts is unknown."""
-    # Not by a weight of NaN: XLA takes a bool times x for a choice between x and 0.
-    return Total.of(jnp.where(unknown, jnp.nan, which), weight, keep=1)
+    counted = like_rows(weight, which) != 0
+    rows = tuple(range(weight.ndim)) if weight.ndim < which.ndim else tuple(range(which.ndim - 1))
+
+    def add(half):
+        half = like_rows(half, which)
+        return jnp.sum(jnp.where(counted & unknown, jnp.nan, jnp.where(which & counted, half, 0)), axis=rows)
+
+    return Total.of_halves(weight, add)
 
 
 def weight_per_label(weight: Any, labels: jax.Array) -> jax.Array:
@@ -300,7 +306,7 @@ def _mean(share: jax.Array, weight: jax.Array, defined: jax.Array, empty_value: 
 # -------------------------------------------------------------------------------------------------------------- metric
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
     """Statistics of the decisions of one task, by name, from one state; the value is a dict.
 

@@ -18,6 +18,7 @@ building blocks of double-word arithmetic", 2017, which rests on Knuth's two-sum
 to float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,6 +81,16 @@ class Total:
         cells = cls(values, jnp.zeros_like(values))
         return _reduce_cells(cells, cls.identity(), dims) if dims else cells
 
+    @classmethod
+    def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
+        """Sums that ``add`` makes of weights in a plain float: of their upper and lower halves, one after the other.
+
+        Much cheaper than ``of`` where each weight goes into one of many sums: exact for up to 2^12 weights of similar
+        size in one sum, and up to 2^24 where they are 0 or 1.
+        """
+        upper, lower = halves(weights.astype(wide_float()))
+        return cls(*_two_sum(add(upper), add(lower)))
+
     def merge(self, other: "Total") -> "Total":
         high, error = _two_sum(self.high, other.high)
         low, lost = _two_sum(self.low, other.low)
@@ -95,16 +106,21 @@ class Total:
 
         A half of 12 bits leaves the sum over 2^12 devices of similar size exact.
         """
-        kind, bits = _LOW_BITS[np.dtype(self.high.dtype)]
-        whole = lax.bitcast_convert_type(self.high, kind)
-        upper = lax.bitcast_convert_type((whole >> bits) << bits, self.high.dtype)
-        upper = jnp.where(jnp.isfinite(self.high), upper, self.high)
-        return [("sum", upper), ("sum", _finite(self.high - upper)), ("sum", self.low)]
+        return [("sum", half) for half in halves(self.high)] + [("sum", self.low)]
 
     @classmethod
     def from_pieces(cls, pieces: list[jax.Array]) -> "Total":
         upper, lower, low = pieces
         return cls(*_two_sum(upper, lower)).merge(cls(low, jnp.zeros_like(low)))
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(upper, lower) with upper + lower = x, each with half of its significant bits, so that many add up exactly."""
+    kind, bits = _LOW_BITS[np.dtype(x.dtype)]
+    whole = lax.bitcast_convert_type(x, kind)
+    upper = lax.bitcast_convert_type((whole >> bits) << bits, x.dtype)
+    upper = jnp.where(jnp.isfinite(x), upper, x)
+    return upper, _finite(x - upper)
 
 
 def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -41,7 +41,6 @@ import numpy as np
 from xlstm_jax.distributed.metrics.aggregation import ratio
 from xlstm_jax.distributed.metrics.classification import (
     check_one_score_per_label,
-    total_of,
     weight_per_label,
 )
 from xlstm_jax.distributed.metrics.monoids import Total, wide_float
@@ -56,8 +55,8 @@ class BinnedRanking(PureMetric):
 
     ``update(state, scores, labels, weight=None)``: scores [b...] and integer or bool labels [b...], of which 1 is
     positive and every other negative; the weight has one number for all or the leading dims of the labels, and may be
-    fractional. Rows with weight 0 are not looked at; a NaN among the other scores shows in the values. An update costs
-    rows * bins additions and no memory. The value is the dict
+    fractional. Rows with weight 0 are not looked at; a NaN among the other scores shows in the values. The value is the
+    dict
 
       auroc, auroc_error_bound                            where a class is missing: ``empty_auroc`` and 0
       average_precision, average_precision_error_bound    where no positive was seen: ``empty_average_precision`` and 0
@@ -92,11 +91,15 @@ class BinnedRanking(PureMetric):
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels), labels == 1
-        unknown = jnp.isnan(scores)[..., None]
-        in_bin = self._bin_of(scores)[..., None] == jnp.arange(self.bins)
+        weight = jnp.where(jnp.isnan(scores) & (weight != 0), jnp.nan, weight)
+        bins = self._bin_of(scores)
+
+        def histogram(weight):
+            return Total.of_halves(weight, lambda half: jnp.zeros(self.bins, half.dtype).at[bins].add(half))
+
         return {
-            "positive": total_of(in_bin, unknown, jnp.where(positive, weight, 0)),
-            "negative": total_of(in_bin, unknown, jnp.where(positive, 0, weight)),
+            "positive": histogram(jnp.where(positive, weight, 0)),
+            "negative": histogram(jnp.where(positive, 0, weight)),
         }
 
     def _bin_of(self, scores: jax.Array) -> jax.Array:

@@ -209,7 +209,7 @@ def _reduce_arrays(tree: PyTree, reduce: Callable[[list[jax.Array]], list[jax.Ar
 
 
 def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
-    """The arrays reduced in a dtype that is fit for it, and returned in their own; sums of small integers as int32."""
+    """The arrays reduced in a dtype that is fit for it, and returned in their own; sums as ``jnp.sum`` does."""
     dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
     wide = [array.astype(wide_dtype(_sum_dtype(array.dtype))) for array in arrays]
     out = collectives.all_reduce([operation] * len(wide), wide, axes)
@@ -240,8 +240,8 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: Any) -> list[
 def _as_weight(weight: Any) -> jax.Array:
     if jnp.shape(weight) != ():
         raise ValueError(
-            f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means are over; "
-            "pass its sum."
+            f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
+            "are over; pass its sum."
         )
     return jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
 
