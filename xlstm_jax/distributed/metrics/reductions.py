@@ -144,8 +144,8 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     """The sum over devices of each metric, elementwise, as by ``psum``; inside ``shard_map`` or ``pmap``.
 
     Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
-    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools and
-    small integers become 32 bits wide.
+    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools
+    and small integers become 32 bits wide.
     """
     axes = _bound(axis_name, "reduce_sum_collective")
     return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "sum", axes))
