@@ -99,8 +99,8 @@ class Measurement:
         cost, bare = self.steps[label], self.steps["bare"]
         return cost.lowered - bare.lowered, cost.compiled - bare.compiled
 
-    def in_step(self) -> dict[str, float]:
-        """Microseconds of a reduction as a part of the step: what it adds to the same step without."""
+    def in_step(self) -> dict[str, np.ndarray]:
+        """Microseconds of a reduction as a part of the step, each round: what it adds to the same step without."""
         pairs = {
             "1 pmean": ("1 pmean", "bare"),
             f"{NAIVE_BUDGET} pmeans": (f"{NAIVE_BUDGET} pmeans", "bare"),
@@ -108,13 +108,13 @@ class Measurement:
             "mixed: sync": ("mixed: update and sync", "mixed: update"),
             f"{self.metrics} pmeans": ("pmean of each value", "bare"),
         }
-        return {label: float(np.median(self.steps[a].above(self.steps[b]))) for label, (a, b) in pairs.items()}
+        return {label: self.steps[a].above(self.steps[b]) for label, (a, b) in pairs.items()}
 
     def in_units_of_the_budget(self, label: str) -> tuple[float, float]:
         """A reduction over two pmeans of a scalar: in the step, and alone; the aim is at most 1."""
         budget = f"{NAIVE_BUDGET} pmeans"
         here, alone = self.in_step(), np.array(self.alone[label].rounds) / np.array(self.alone[budget].rounds)
-        return here[label] / here[budget], float(np.median(alone))
+        return float(np.median(here[label]) / np.median(here[budget])), float(np.median(alone))
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _sync_and_compute(metric: PureMetric) -> Callable:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(steps: int = 20, rounds: int = 15, metrics: int = 20, with_clu: bool | None = None) -> Measurement:
+def measure(steps: int = 20, rounds: int = 25, metrics: int = 20, with_clu: bool | None = None) -> Measurement:
     """Runs every variant ``rounds`` times in turn, ``steps`` calls each time.
 
     Args:
@@ -379,15 +379,20 @@ def step_table(result: Measurement) -> Table:
 def reduction_table(result: Measurement) -> Table:
     table = Table(title="one reduction over devices", title_style="bold")
     table.add_column("of the local state or values")
-    for name in ("collectives", "compiled", "µs in a step", "in pmeans", "µs alone", "in pmeans"):
+    for name in ("collectives", "compiled", "µs in a step (quartiles)", "µs alone", "in pmeans"):
         table.add_column(name, justify="right")
     here, alone = result.in_step(), result.alone
     for label, cost in alone.items():
-        within = (f"{here[label]:,.0f}", f"{here[label] / here['1 pmean']:.1f}") if label in here else ("", "")
+        within = _with_quartiles(here[label]) if label in here else ""
         ratio = cost.microseconds / alone["1 pmean"].microseconds
         counts = str(cost.lowered), str(cost.compiled)
-        table.add_row(label, *counts, *within, f"{cost.microseconds:,.0f}", f"{ratio:.1f}")
+        table.add_row(label, *counts, within, f"{cost.microseconds:,.0f}", f"{ratio:.1f}")
     return table
+
+
+def _with_quartiles(values: np.ndarray) -> str:
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
 def verdicts(result: Measurement) -> list[str]:
@@ -420,7 +425,7 @@ def draw(path: Path, result: Measurement) -> None:
     bare = result.steps["bare"].microseconds
     left.set_title(f"{result.metrics} metrics: µs added to a step of {bare:,.0f} µs", loc="left", fontsize=11)
 
-    here, alone = result.in_step(), result.alone
+    here, alone = {k: float(np.median(v)) for k, v in result.in_step().items()}, result.alone
     labels = list(here)
     series = [("in the step", list(here.values()), STRONG)]
     series += [("called alone, waited for", [alone[label].microseconds for label in labels], QUIET)]
@@ -458,7 +463,7 @@ def _plural(collectives: int) -> str:
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("metrics", description="What metrics add to a training step.")
     new.add_argument("--steps", type=_positive, default=20, help="calls of a variant in a round (default: 20)")
-    new.add_argument("--rounds", type=_positive, default=15, help="turns of every variant (default: 15)")
+    new.add_argument("--rounds", type=_positive, default=25, help="turns of every variant (default: 25)")
     new.add_argument("--metrics", type=_positive, default=20, help="how many metrics (default: 20)")
     new.add_argument("--out", type=Path, help="where to save the picture, a PNG; by default none is drawn")
     return new
