@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import ACCENT, QUIET, STRONG
-from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed import DeviceMeshManager, available_devices
 from xlstm_jax.distributed.metrics import Compose, Max, Min, PureMetric, Sum, WeightedMean, make_log_step
 
 AXIS = "dp"
@@ -263,23 +263,17 @@ def measure(steps: int = 20, rounds: int = 25, metrics: int = 20, with_clu: bool
     if metrics < len(MIXED):
         raise ValueError(f"--metrics {metrics}: the mixed ones are of {len(MIXED)} kinds; take {len(MIXED)} or more.")
     with_clu = importlib.util.find_spec("clu") is not None if with_clu is None else with_clu
-    mesh = DeviceMeshManager.create_device_mesh({AXIS: -1}, devices=_devices())
+    mesh = DeviceMeshManager.create_device_mesh({AXIS: -1}, devices=_several_devices())
     variants = dict(step_variants(mesh, metrics, with_clu)), dict(reductions_alone(mesh, metrics))
     steps_cost, alone_cost = (_timed(some, steps, rounds) for some in variants)
     first = mesh.devices.flat[0]
     return Measurement(metrics, f"{mesh.size} {first.platform} devices", steps_cost, alone_cost, with_clu)
 
 
-def _devices() -> list[jax.Device]:
-    """All accelerators where there are several, else simulated CPU devices; or those with which JAX runs already.
-
-    Only JAX can say what there is, and asking starts the backend; so the number of CPU devices is set first.
-    """
-    try:
-        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
-    except RuntimeError:
-        pass
-    devices = jax.devices() if jax.device_count() > 1 else jax.devices("cpu")
+def _several_devices() -> list[jax.Device]:
+    """All accelerators where there are several, else simulated CPU devices; or those with which JAX runs already."""
+    devices = available_devices(SIMULATED_DEVICES)
+    devices = devices if len(devices) > 1 else jax.devices("cpu")
     if len(devices) == 1:
         raise ValueError("there is one device, and nothing to reduce over; call this before JAX has started.")
     return devices

@@ -42,6 +42,7 @@ from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_t
 from benchmarks.text import Text, byte_frequency_loss, fixed_windows, load_text, random_windows
 from xlstm_jax.distributed import (
     DeviceMeshManager,
+    available_devices,
     create_train_state,
     make_train_step,
     partition_specs,
@@ -176,24 +177,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 def make_mesh(shape: dict[str, int] | None) -> Mesh:
     """The mesh over the first devices; where there are only CPUs, over simulated ones."""
     wanted = math.prod((shape or {}).values()) if shape else None
-    devices = _devices(wanted or SIMULATED_DEVICES)
+    devices = available_devices(wanted or SIMULATED_DEVICES)
     shape = shape or {SHARD_AXIS_PREFIX: len(devices)}
     if math.prod(shape.values()) > len(devices):
         raise ValueError(f"--mesh {shape}: takes {wanted} devices, and there are {len(devices)}. Take smaller axes.")
     return DeviceMeshManager.create_device_mesh(shape, devices=devices[:wanted])
-
-
-def _devices(simulated: int) -> list[jax.Device]:
-    """The accelerators, else ``simulated`` CPU devices, unless JAX runs already: then the devices that it has.
-
-    ``simulate_cpu_devices`` is for programs that want CPUs in any case. Here only JAX itself can say whether there is
-    an accelerator, and asking starts the backend; so the number is set first, which leaves an accelerator in charge.
-    """
-    try:
-        jax.config.update("jax_num_cpu_devices", simulated)
-    except RuntimeError:
-        pass
-    return jax.devices()
 
 
 def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:

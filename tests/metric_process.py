@@ -10,13 +10,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-RANK, PORT = int(sys.argv[1]), sys.argv[2]
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
+from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed import metrics as m
 
-from xlstm_jax.distributed import DeviceMeshManager  # noqa: E402
-from xlstm_jax.distributed import metrics as m  # noqa: E402
+RANK, PORT = int(sys.argv[1]), sys.argv[2]
+simulate_cpu_devices(2)
+jax.distributed.initialize(f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
 
 VALUES = np.arange(1, 13, dtype=np.float32) ** 2  # 3 for each device
 WEIGHTS = np.array([1, 2, 0, 0, 0, 0, 1, 1, 3, 0, 0, 5], np.float32)  # the second device has nothing

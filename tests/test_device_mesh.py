@@ -67,3 +67,33 @@ def test_simulating_in_a_fresh_process():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "3"
     )
+
+
+MANY_IN_FLIGHT = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+simulate_cpu_devices(8)
+mesh = DeviceMeshManager.create_device_mesh({"dp": 8})
+on_mesh = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))
+def chain(x):
+    for _ in range(5):
+        x = x @ jnp.ones((64, 64)) * 0.01 + jax.lax.psum(x, "dp") * 1e-3
+    return x
+step, reduced, total = on_mesh(chain), on_mesh(lambda x: x + jax.lax.psum(x, "dp")), jax.jit(jnp.sum)
+x = jnp.ones((512, 64))
+for i in range(400):
+    x = step(x)
+    seen = reduced(x[:8, 0]), reduced(x[8:16, 1])
+    logged = [total(v) for v in seen] if i % 5 == 0 else None
+    if i % 20 == 19:
+        jax.block_until_ready((x, seen, logged))
+print("done")
+"""
+
+
+def test_programs_in_flight_together_do_not_wait_for_each_other_for_ever():
+    """Without the threads that simulate_cpu_devices asks for, two runs in five never end on JAX 0.10."""
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=60)
+        assert run.stdout == "done\n", run.stderr

@@ -507,11 +507,10 @@ def test_only_process_0_writes(tmp_path):
         import sys
         import jax, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec
-        from xlstm_jax.distributed import DeviceMeshManager
+        from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
         from xlstm_jax.distributed.metrics.logger import MetricLogger
         folder, port, index = sys.argv[1:]
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 2)
+        simulate_cpu_devices(2)
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
         mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4})
         make = lambda spec: jax.jit(lambda: jnp.arange(4.0) + 1, out_shardings=NamedSharding(mesh, spec))()

@@ -7,7 +7,7 @@ from xlstm_jax.distributed.data_parallel import (
     shard_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, available_devices, simulate_cpu_devices
 from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
 from xlstm_jax.distributed.partitioning import box_like, bytes_per_device, partition_specs, shardings, unbox
@@ -16,6 +16,7 @@ from xlstm_jax.distributed.training import create_train_state, init_sharded, mak
 __all__ = [
     "DeviceMeshManager",
     "accumulate_gradients",
+    "available_devices",
     "box_like",
     "bytes_per_device",
     "clip_by_global_norm",
