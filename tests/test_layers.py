@@ -12,7 +12,7 @@ LAYERS = [
     {"common_types"},
     {"partitioning"},
     {"collectives", "device_mesh", "log_files"},
-    {"data_parallel", "monoids", "reductions", "logger"},
+    {"data_parallel", "monoids", "packing", "reductions", "logger"},
     {"distributed_metrics", "states"},
     {"aggregation", "mesh_state"},
     {"classification", "stateful"},

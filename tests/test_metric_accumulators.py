@@ -1,7 +1,5 @@
 """Metrics with a state of their own: accumulators, the interface, and the catalogue behind it."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.metrics_variants import count_collectives
 from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.metrics import (
@@ -228,7 +227,7 @@ def test_a_metric_reaches_all_its_parts_and_syncs_them_together():
     assert [float(x) for x in other.compute()] == [5, 3, 1, 3]
     states = [state for _, state in metric._states()]
     text = _sync_on(states[0].mesh, states[0].axes).lower([state.local for state in states]).as_text()
-    assert len(re.findall(r"stablehlo\.all_reduce", text)) == 3  # sums of floats, counts, maxima
+    assert count_collectives(text) == 1 < len(states)
     with pytest.raises(ValueError, match="the state dict has the entries"):
         other.load_state_dict({"count": saved["count"]})
 

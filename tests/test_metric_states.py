@@ -1,7 +1,5 @@
 """Pure metric states: exact on uneven shares, monoids, no communication but in sync, numbers that last."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.metrics_variants import count_collectives
 from tests.support import AXES, Model, data, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
+from xlstm_jax.distributed import DeviceMeshManager, collectives, create_train_state, make_train_step
 from xlstm_jax.distributed.metrics import (
     Compose,
     Count,
@@ -33,11 +32,25 @@ from xlstm_jax.distributed.metrics import (
     Total,
     WeightedMean,
     make_log_step,
+    states,
 )
 
 ROWS = 6  # per device, of which some are padding
 SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one has nothing
 U = 2.0**-24
+
+
+class MeanSquare(PureMetric):
+    """A metric of a user, as in the documentation of ``states``."""
+
+    def identity(self):
+        return {"total": Total.identity(), "count": Count.identity()}
+
+    def observe(self, values):
+        return {"total": Total.of(values**2), "count": Count.of(values.size)}
+
+    def result(self, state):
+        return state["total"].value / jnp.maximum(state["count"].value, 1)
 
 
 def uneven(updates=3, seed=0):
@@ -47,6 +60,11 @@ def uneven(updates=3, seed=0):
     values = rng.normal(2.0, 3.0, (updates, real.size)).astype(np.float32)
     weights = np.where(real, rng.uniform(0.5, 2.0, values.shape), 0).astype(np.float32)
     return np.where(real, values, np.nan).astype(np.float32), weights
+
+
+def float64(total):
+    """What a Total holds, both parts."""
+    return np.asarray(total.high, np.float64) + np.asarray(total.low, np.float64)
 
 
 def run(metric, mesh, axes, check_vma, *arrays):
@@ -108,7 +126,7 @@ def test_norm_throughput_and_integer_sums(check_vma):
     numbers = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 80), dtype=np.int32)
     mask = numbers % 3 > 0
     total = run(Sum(jnp.int32), mesh_of(2, 4), AXES, check_vma, numbers, mask)
-    assert int(total.cells.exact()) == int(numbers[mask].astype(np.int64).sum())
+    assert int(Sum(jnp.int32).cells(total).exact()) == int(numbers[mask].astype(np.int64).sum())
     largest = run(Max(jnp.int32), mesh_of(2, 4), AXES, check_vma, -np.abs(numbers | 1), mask)
     assert int(Max(jnp.int32).compute(largest)) == -np.abs(numbers | 1)[mask].min()
 
@@ -176,19 +194,19 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
 
 
 def test_identities_are_the_true_ones():
-    assert float(Max().compute(Synced(Max().identity()))) == -np.inf
-    assert float(Min().compute(Synced(Min().identity()))) == np.inf
-    assert int(Max(jnp.int32).compute(Synced(Max(jnp.int32).identity()))) == np.iinfo(np.int32).min
-    assert int(Min(jnp.int8).compute(Synced(Min(jnp.int8).identity()))) == 127
+    assert float(Max().compute(Synced(Max().pack({})))) == -np.inf
+    assert float(Min().compute(Synced(Min().pack({})))) == np.inf
+    assert int(Max(jnp.int32).compute(Synced(Max(jnp.int32).pack({})))) == np.iinfo(np.int32).min
+    assert int(Min(jnp.int8).compute(Synced(Min(jnp.int8).pack({})))) == 127
     assert not bool(Maximum.identity((), bool).value) and bool(Minimum.identity((), bool).value)
 
 
 @pytest.mark.parametrize("metric", [*[case for case, _ in CASES.values()], GlobalNorm(), Throughput(), Sum(jnp.int32)])
 def test_of_nothing_every_metric_has_a_declared_value(metric):
-    value = float(metric.compute(Synced(metric.identity())))
+    value = float(metric.compute(Synced(metric.pack({}))))
     assert not np.isnan(value)
     if isinstance(metric, WeightedMean) and not isinstance(metric, Perplexity):
-        assert value == 0 and float(WeightedMean(-1.0).compute(Synced(metric.identity()))) == -1
+        assert value == 0 and float(WeightedMean(-1.0).compute(Synced(metric.pack({})))) == -1
 
 
 def test_not_a_number_and_infinity_show():
@@ -202,31 +220,116 @@ def test_not_a_number_and_infinity_show():
 # --------------------------------------------------------------------------------------------------------- collectives
 
 
-def collectives_in(text):
-    return len(re.findall(r"all.reduce\(|all.gather\(|stablehlo\.all_|reduce.scatter\(", text))
+TWENTY = Compose(
+    {f"m{i}": [Sum(), WeightedMean(), Perplexity(), Max(), Min()][i % 5] for i in range(20)}
+    | {"n": Sum(jnp.int32), "top": Max(jnp.int32)}
+)
+
+
+@pytest.fixture(params=["gathered", "reduced"])
+def way(request, monkeypatch):
+    """Both ways to synchronize: small states are gathered from all devices, larger ones reduced."""
+    if request.param == "reduced":
+        monkeypatch.setattr(states, "GATHER_BYTES", 0)
+    return request.param
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_sync_issues_one_collective_per_operation_and_dtype_and_update_none(check_vma):
-    kinds = [Sum(), WeightedMean(), Perplexity(), Max(), Min()]
-    metric = Compose({f"m{i}": kinds[i % 5] for i in range(20)} | {"n": Sum(jnp.int32), "top": Max(jnp.int32)})
+def test_sync_issues_one_collective_or_one_per_operation_and_dtype_and_update_none(way, check_vma):
     mesh, split = mesh_of(2, 4), P(AXES)
-    local = metric.empty(AXES, mesh)
+    local = TWENTY.empty(AXES, mesh)
 
     def step(local, v):
-        return metric.update(local, n=v.size, top=v.astype(jnp.int32), **{f"m{i}": v for i in range(20)})
+        return TWENTY.update(local, n=v.size, top=v.astype(jnp.int32), **{f"m{i}": v for i in range(20)})
 
     update = on_mesh(step, mesh, check_vma, (split, split), split).lower(local, jnp.ones(8))
-    sync = on_mesh(metric.sync, mesh, check_vma, split, P()).lower(local)
-    assert collectives_in(update.as_text()) == 0 and collectives_in(update.compile().as_text()) == 0
+    assert count_collectives(update.as_text()) == 0 and count_collectives(update.compile().as_text()) == 0
     # sums of float32, sums of the uint32 limbs of counts, maxima, minima (float32 and int32 both travel as int32)
-    assert collectives_in(sync.as_text()) == 4 and collectives_in(sync.compile().as_text()) == 4
+    want = 1 if way == "gathered" else 4
+    sync = on_mesh(TWENTY.sync, mesh, check_vma, split, P()).lower(local)
+    assert count_collectives(sync.as_text()) == want and count_collectives(sync.compile().as_text()) == want
 
     def one_by_one(local):
-        return [kinds[i % 5].sync(Local(local.cells[f"m{i}"], local.axes)) for i in range(20)]
+        return [metric.sync(metric.empty(AXES)) for metric in TWENTY.metrics.values()]
 
     apart = on_mesh(one_by_one, mesh, check_vma, split, P()).lower(local)
-    assert collectives_in(apart.as_text()) == 20  # guard: the count sees what is not fused
+    assert count_collectives(apart.as_text()) == 22  # guard: the count sees what is not fused
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_both_ways_to_synchronize_agree_with_numpy(way, check_vma):
+    """The sums of 8 devices of any sign and size, NaN and infinities among them, counts beyond 32 bits, and bools."""
+    # Merged in pairs, or summed as halves of 12 bits, which is exact to a pair only for values of similar size.
+    error = 8 * {"gathered": 3 * U**2, "reduced": U}[way]
+    rng = np.random.default_rng(0)
+    floats = (rng.normal(size=8) * 10.0 ** rng.integers(-20, 20, 8)).astype(np.float32)
+    metric = Compose(
+        {"sum": Sum(), "inf": Sum(), "nan": Max(), "min": Min(), "n": Sum(jnp.int32), "any": Max(bool)}
+        | {"half": Max(jnp.bfloat16), "small": Min(jnp.int8)}
+    )
+
+    def local(v, i):
+        state = metric.empty(AXES)
+        seen = {"sum": v, "inf": jnp.where(i == 3, jnp.inf, v), "nan": jnp.where(i == 5, jnp.nan, v), "min": v}
+        cells = metric.observe(**seen, any=i == 2, half=i.astype(jnp.bfloat16), small=-i.astype(jnp.int8))
+        cells["n"] = Count.of(2**40 + 3).merge(Count.of(-i))
+        state = state.replace(packed=jax.tree.map(lambda x: x[None], metric.pack(cells)))
+        return metric.sync(collectives.to_varying(state, AXES))
+
+    synced = on_mesh(local, mesh_of(2, 4), check_vma, (P(AXES),) * 2, P())(floats, np.arange(8, dtype=np.int32))
+    exact, cells = floats.astype(np.float64), metric.cells(synced)
+    assert abs(float64(cells["sum"]) - exact.sum()) <= error * np.abs(exact).sum()
+    assert int(cells["n"].exact()) == 8 * (2**40 + 3) - 28
+    got = metric.compute(synced)
+    assert np.isinf(got["inf"]) and np.isnan(got["nan"]) and float(got["min"]) == floats.min()
+    assert bool(got["any"]) and float(got["half"]) == 7 and int(got["small"]) == -7
+    assert (got["any"].dtype, got["half"].dtype, got["small"].dtype) == (bool, jnp.bfloat16, jnp.int8)
+
+
+def test_a_state_too_large_to_be_gathered_from_all_devices_is_reduced():
+    class Wide(MeanSquare):
+        def identity(self):
+            return {"total": Total.identity((states.GATHER_BYTES // 64 + 1,)), "count": Count.identity()}
+
+    split = P(AXES)
+    sync = on_mesh(Wide().sync, mesh_of(2, 4), True, split, P()).lower(Wide().empty(AXES, mesh_of(2, 4)))
+    assert "all_gather" not in sync.as_text() and count_collectives(sync.as_text()) == 2
+
+
+def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
+    packed = TWENTY.empty().packed
+    assert [(kind.rsplit("-", 1)[0], jax.tree.leaves(cell)[0].shape) for kind, cell in packed.items()] == [
+        ("Count-uint32", (1, 1)),
+        ("Maximum-float32", (1, 4)),
+        ("Maximum-int32", (1, 1)),
+        ("Minimum-float32", (1, 4)),
+        ("Total-float32", (1, 20)),
+    ]
+    cells = TWENTY.cells(TWENTY.empty())
+    assert jax.tree.structure(cells) == jax.tree.structure(TWENTY.identity())
+
+
+def test_a_state_of_other_metrics_or_of_other_names_is_refused():
+    mine = Compose({"a": WeightedMean(), "b": WeightedMean()})
+    state = mine.empty()
+    for other in (Compose({"a": WeightedMean(), "c": WeightedMean()}), WeightedMean(), Compose({"a": Max()})):
+        for use in (other.update, other.compute_local, lambda s, other=other: other.merge(s, s)):
+            with pytest.raises(ValueError, match=r"the state is that of another metric.*Total-float32"):
+                use(state)
+
+
+def test_what_is_observed_has_the_type_and_the_shape_of_the_state():
+    class Wrong(MeanSquare):
+        def observe(self, values):
+            return values
+
+    metric = Wrong()
+    with pytest.raises(ValueError, match=r"total has the shape \(\), and \(3,\) was observed for it. Reduce"):
+        metric.update(metric.empty(), {"total": Total.of(jnp.ones(3), keep=1)})
+    with pytest.raises(TypeError, match=r"count is a Count, and Total was observed for it"):
+        metric.update(metric.empty(), {"count": Total.of(jnp.ones(3))})
+    with pytest.raises(ValueError, match=r"the state has no 'mean'; it has \['count', 'total'\]"):
+        metric.update(metric.empty(), {"mean": Total.of(jnp.ones(3))})
 
 
 # ------------------------------------------------------------------------------------------------------ numbers that last
@@ -234,8 +337,10 @@ def test_sync_issues_one_collective_per_operation_and_dtype_and_update_none(chec
 
 def test_a_float_sum_goes_on_beyond_2_to_the_24():
     add = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: Sum().update(s, 1.0), s))
-    state = add(Sum().as_local(Synced(Total.of(2.0**24 - 10)), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000)
-    assert float(state.cells.high[0]) + float(state.cells.low[0]) == 2**24 + 990
+    state = add(
+        Sum().as_local(Synced(Sum().pack(Total.of(2.0**24 - 10))), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000
+    )
+    assert float64(Sum().cells(state))[0] == 2**24 + 990
     assert np.float32(2**24) + np.float32(1) == 2**24  # guard: float32 alone stops there
 
 
@@ -245,7 +350,7 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
     mesh, split = mesh_of(1, 8), P(AXES)
     metric = Compose({"n": Sum(jnp.int32), "mean": WeightedMean()})
     before = {"n": Count.of(1_250_000_001), "mean": {"total": Total.of(1.25e9), "weight": Total.of(1.25e9)}}
-    local = Local(jax.tree.map(lambda x: jnp.tile(x[None], 8), before), AXES)
+    local = Local(jax.tree.map(lambda x: jnp.tile(x[None], (8, 1)), metric.pack(before)), AXES)
 
     def steps(local, v):
         def one(local, v):
@@ -255,18 +360,18 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
 
     local = on_mesh(steps, mesh, check_vma, (split, split), split)(local, jnp.full(8 * 1000, 3.0))
     synced = on_mesh(metric.sync, mesh, check_vma, split, P())(local)
-    assert int(synced.cells["n"].exact()) == 8 * (1_250_000_001 + 1000)
-    total, weight = (synced.cells["mean"][key] for key in ("total", "weight"))
-    assert float(np.float64(total.high) + np.float64(total.low)) == 8 * (1.25e9 + 3000)
-    assert float(np.float64(weight.high) + np.float64(weight.low)) == 8 * (1.25e9 + 1000)
+    cells = metric.cells(synced)
+    assert int(cells["n"].exact()) == 8 * (1_250_000_001 + 1000)
+    assert float64(cells["mean"]["total"]) == 8 * (1.25e9 + 3000)
+    assert float64(cells["mean"]["weight"]) == 8 * (1.25e9 + 1000)
     assert np.float32(1.25e9) + np.float32(1) == np.float32(1.25e9)  # guard
 
 
 def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way():
     values = (1e8 + np.random.default_rng(0).uniform(0, 1e8, 8)).astype(np.float32)
-    cells = run(Sum(), mesh_of(1, 8), AXES, True, values[None]).cells
+    total = float64(Sum().cells(run(Sum(), mesh_of(1, 8), AXES, True, values[None])))
     exact = values.astype(np.float64).sum()
-    assert abs(float(np.float64(cells.high) + np.float64(cells.low)) - exact) <= 8 * 2.0**-36 * exact
+    assert abs(total - exact) <= 8 * 2.0**-36 * exact
     assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: one float32 would lose that much
 
 
@@ -332,7 +437,7 @@ def test_types_refuse_axes_that_were_declared_wrongly(declared, message):
 def test_local_and_synchronized_states_are_not_mixed_up():
     metric, mesh = WeightedMean(), mesh_of(1, 8)
     local = metric.empty(AXES, mesh)
-    synced = Synced(metric.identity())
+    synced = Synced(metric.pack({}))
     with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
         metric.compute(local)
     with pytest.raises(TypeError, match="update takes a Local state, not Synced. Take it up again with as_local"):
@@ -397,19 +502,6 @@ def test_a_state_is_carried_through_scan(check_vma):
     assert (float(got["mean"]), float(got["n"]), float(got["max"])) == (19.5, 40, 39)
 
 
-class MeanSquare(PureMetric):
-    """A metric of a user, as in the documentation of ``states``."""
-
-    def identity(self):
-        return {"total": Total.identity(), "count": Count.identity()}
-
-    def observe(self, values):
-        return {"total": Total.of(values**2), "count": Count.of(values.size)}
-
-    def result(self, state):
-        return state["total"].value / jnp.maximum(state["count"].value, 1)
-
-
 def observed_loss(params, apply_fn, batch, rng):
     error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
     return error.mean(), {"error": (error, batch["weight"]), "square": batch["x"], "n": error.size}
@@ -426,8 +518,8 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
     state = create_train_state(model, optax.sgd(0.0), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
     plain = make_train_step(lambda *args: observed_loss(*args)[0], mesh, AXES, **options)
     local, rng = metric.empty(AXES, mesh), jax.random.key(1)
-    with_metric = collectives_in(step.lower(state, batch, rng, local).as_text())
-    assert with_metric == collectives_in(plain.lower(state, batch, rng).as_text()) > 0
+    with_metric = count_collectives(step.lower(state, batch, rng, local).as_text())
+    assert with_metric == count_collectives(plain.lower(state, batch, rng).as_text()) > 0
 
     for _ in range(2):
         donated = local
@@ -467,7 +559,7 @@ def test_a_state_is_checkpointed_with_the_train_state_and_goes_on_on_any_number_
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", {"step": jnp.int32(7), "metrics": sync(first, local)})
         checkpointer.wait_until_finished()
-        target = {"step": jnp.int32(0), "metrics": Synced(metric.identity())}
+        target = {"step": jnp.int32(0), "metrics": Synced(metric.pack({}))}
         restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.asarray, target))
     resumed = add(second, metric.as_local(restored["metrics"], AXES, second), values[1], weights[1])
     got, want = metric.compute(sync(second, resumed)), metric.compute(sync(first, whole))

@@ -204,18 +204,36 @@ def _turned(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Every device's value of each: [...] -> [n, ...], equal on all devices by type; one collective per dtype and axis.
+    """Every device's value of each: [...] -> [n, ...], equal on all devices by type; one collective for all.
 
-    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost.
+    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost. Values travel as 32-bit
+    words, narrower ones widened.
     """
+    values = [jnp.asarray(value) for value in values]
 
-    def gather(_, vector):
-        vector = to_varying(vector, axes)[None]
-        for axis in reversed(tuple(axes)):
-            vector = lax.all_gather(vector, axis, tiled=True, to="invarying" if is_tracked(axis) else "varying")
-        return vector
+    def gather(_, words):
+        words = to_varying(words, axes)[None]
+        return lax.all_gather(words, tuple(axes), tiled=True, to="invarying" if is_tracked(axes[0]) else "varying")
 
-    return _as_one_vector_each(gather, [jnp.result_type(value) for value in values], values)
+    rows = _as_one_vector_each(gather, [None] * len(values), [_as_words(value) for value in values])
+    return [_from_words(row, value) for row, value in zip(rows, values, strict=True)]
+
+
+def _as_words(value: jax.Array) -> jax.Array:
+    """[...] -> [w] of uint32."""
+    return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
+
+
+def _from_words(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """[n, w] of uint32 -> [n, ...] with the shape and dtype of ``like``."""
+    return rows.view(_word_dtype(like.dtype)).astype(like.dtype).reshape(-1, *like.shape)
+
+
+def _word_dtype(dtype: Any) -> Any:
+    """A dtype that holds all values of ``dtype`` in whole 32-bit words."""
+    if dtype.itemsize >= 4:
+        return dtype
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def _as_one_vector_each(

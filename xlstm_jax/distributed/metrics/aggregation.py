@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total, like_rows, wide_float
-from xlstm_jax.distributed.metrics.states import Cells, PureMetric
+from xlstm_jax.distributed.metrics.packing import Cells
+from xlstm_jax.distributed.metrics.states import PureMetric
 from xlstm_jax.distributed.partitioning import as_axis_names, leaf_axes, leaf_value, map_leaves
 
 

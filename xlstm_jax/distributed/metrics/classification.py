@@ -38,7 +38,8 @@ from jax import lax
 
 from xlstm_jax.distributed.metrics.aggregation import ratio
 from xlstm_jax.distributed.metrics.monoids import Total, like_rows, wide_float
-from xlstm_jax.distributed.metrics.states import Cells, PureMetric
+from xlstm_jax.distributed.metrics.packing import Cells
+from xlstm_jax.distributed.metrics.states import PureMetric
 
 AVERAGES = ("micro", "macro", "weighted", "per_class")
 

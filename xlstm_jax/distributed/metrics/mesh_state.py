@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, auto_mesh, mesh_axes
-from xlstm_jax.distributed.metrics.states import Cells, Local, PureMetric, Synced, merge_cells, sync_states
+from xlstm_jax.distributed.metrics.packing import Cells, Packed, merge_cells
+from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, sync_states
 
 DEVICES_AXIS = "devices"
 
@@ -25,7 +26,7 @@ class MeshState:
     """A pure metric's state on a mesh: what each device has seen, and what all have, if in sync."""
 
     def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
-        self.metric, self._initial = metric, jax.tree.map(np.asarray, initial)
+        self.metric, self._initial = metric, jax.tree.map(np.asarray, metric.pack(initial))
         mesh = DeviceMeshManager.create_device_mesh({DEVICES_AXIS: -1}) if mesh is None else auto_mesh(mesh)
         self._place_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
         self.reset()
@@ -53,25 +54,25 @@ class MeshState:
         """Fills the synchronized value by one all-reduce over all devices; every process must call it."""
         sync_together([self])
 
-    def add_own(self, cells: Cells, whole_mesh: bool = False) -> None:
+    def add_own(self, packed: Packed, whole_mesh: bool = False) -> None:
         """Merges what this process has seen into its first row; with ``whole_mesh``, what all have, counted once."""
         if not whole_mesh or jax.process_index() == 0:
-            self._set_local(_merge_into_first_row(self.local.cells, cells))
+            self._set_local(_merge_into_first_row(self.local.packed, packed))
         self.synced = None
 
-    def add_rows(self, cells: Cells) -> None:
-        """Merges cells with a leading device dim, row by row."""
-        self._set_local(_merge_rows(self.local.cells, jax.device_put(cells, self._rows)))
+    def add_rows(self, packed: Packed) -> None:
+        """Merges what has a leading device dim, row by row."""
+        self._set_local(_merge_rows(self.local.packed, jax.device_put(packed, self._rows)))
 
     def add_batch(self, arguments: PyTree) -> None:
         """Updates every device's state with its part of global arrays: (args, kwargs), split along their first dim."""
         specs = jax.tree.map(lambda x: PartitionSpec(self.axes) if np.ndim(x) else PartitionSpec(), arguments)
         leaves, structure = jax.tree.flatten(specs)
         step = _update_on(self.metric, self.mesh, self.axes, structure, tuple(leaves))
-        self._set_local(step(self.local, arguments).cells)
+        self._set_local(step(self.local, arguments).packed)
 
-    def _set_local(self, cells: Cells) -> None:
-        self.local, self.synced = Local(cells, self.axes), None
+    def _set_local(self, packed: Packed) -> None:
+        self.local, self.synced = Local(packed, self.axes), None
 
     def to(self, device: jax.Device | Mesh) -> None:
         """Moves the state to one device, or to another mesh, over all its axes.
@@ -81,8 +82,8 @@ class MeshState:
         Raises:
           ValueError: other processes hold a part of it.
         """
-        rows = self._host_rows(self.local.cells, "to")
-        synced = self.synced and jax.tree.map(np.asarray, self.synced.cells)
+        rows = self._host_rows(self.local.packed, "to")
+        synced = self.synced and jax.tree.map(np.asarray, self.synced.packed)
         mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([device]), (DEVICES_AXIS,))
         self._place_on(auto_mesh(mesh), mesh.axis_names)
         self._set_local(self._from_rows(rows))
@@ -93,8 +94,8 @@ class MeshState:
 
         Arrays are NumPy's where this process holds all of them, else global ``jax.Array``.
         """
-        synced = self.synced.cells if self.is_synchronized else self._initial
-        cells = {"local": self.local.cells, "synchronized": synced}
+        synced = self.synced or Synced(self._initial)
+        cells = {"local": self.metric.cells(self.local), "synchronized": self.metric.cells(synced)}
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
         return serialization.to_state_dict(arrays) | {"is_synchronized": self.is_synchronized}
 
@@ -105,18 +106,19 @@ class MeshState:
           ValueError: entries, shapes or dtypes are not those of this state; nothing has been changed then.
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
-        rows = _restored(self._empty, state_dict["local"], "local", dims=1)
-        synced = _restored(self._initial, state_dict["synchronized"], "synchronized", dims=0)
-        self._set_local(self._from_rows(rows))
+        cells = jax.eval_shape(self.metric.identity)
+        rows = _restored(cells, state_dict["local"], "local", dims=1)
+        synced = self.metric.pack(_restored(cells, state_dict["synchronized"], "synchronized", dims=0))
+        self._set_local(self._from_rows(jax.vmap(self.metric.pack)(rows)))
         if bool(state_dict["is_synchronized"]):
             self.synced = Synced(jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec())))
 
-    def _host_rows(self, cells: Cells, caller: str) -> Cells:
-        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(cells)):
+    def _host_rows(self, rows: Packed, caller: str) -> Packed:
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(rows)):
             raise ValueError(f"{caller}: other processes hold a part of this state; sync it, and take the value.")
-        return jax.tree.map(np.asarray, cells)
+        return jax.tree.map(np.asarray, rows)
 
-    def _from_rows(self, rows: Cells) -> Cells:
+    def _from_rows(self, rows: Packed) -> Packed:
         """Rows [m, ...] as the local state: row by row where m is the number of devices, else merged into the first."""
         count = len(jax.tree.leaves(rows)[0])
         if count != self.num_devices:
@@ -124,11 +126,10 @@ class MeshState:
             return self._from_first_row(jax.tree.map(np.asarray, functools.reduce(merge_cells, each)))
         return jax.tree.map(self._placed, rows)
 
-    def _from_first_row(self, cells: Cells) -> Cells:
-        """[...] -> [n, ...]: ``cells`` on the first device, the identity on the others."""
-        others = jax.tree.map(np.asarray, self.metric.identity())
-        repeat = self.num_devices - 1
-        rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero.astype(x.dtype)] * repeat]), cells, others)
+    def _from_first_row(self, packed: Packed) -> Packed:
+        """[k] -> [n, k]: ``packed`` on the first device, the identity on the others."""
+        others = jax.tree.map(np.asarray, self.metric.pack({}))
+        rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), packed, others)
         return jax.tree.map(self._placed, rows)
 
     def _placed(self, rows: Any) -> jax.Array:
@@ -149,31 +150,32 @@ def check_entries(given: dict[str, Any], wanted: set[str]) -> None:
 
 
 def _restored(like: Cells, saved: Any, name: str, dims: int) -> Cells:
-    """The saved arrays in the cells of ``like``, checked; ``dims`` leading dims may differ in size."""
+    """The saved arrays in the cells of ``like``, checked; they have ``dims`` leading dims more."""
     try:
         cells = serialization.from_state_dict(like, saved)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
     for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
-        if np.ndim(got) != np.ndim(want) or np.shape(got)[dims:] != want.shape[dims:] or got.dtype != want.dtype:
+        shape = np.shape(got)
+        if len(shape) != len(want.shape) + dims or shape[dims:] != want.shape or got.dtype != want.dtype:
             raise ValueError(
-                f"state dict[{name!r}] has an array of shape {np.shape(got)} and dtype {getattr(got, 'dtype', None)}; "
-                f"this metric's has shape {want.shape} and dtype {want.dtype}."
+                f"state dict[{name!r}] has an array of shape {shape} and dtype {getattr(got, 'dtype', None)}; "
+                f"this metric's has shape {('devices',) * dims + want.shape} and dtype {want.dtype}."
             )
     return cells
 
 
 @jax.jit
-def _merge_rows(a: Cells, b: Cells) -> Cells:
+def _merge_rows(a: Packed, b: Packed) -> Packed:
     return merge_cells(a, b)
 
 
-def _merge_into_first_row(cells: Cells, seen: Cells) -> Cells:
+def _merge_into_first_row(rows: Packed, seen: Packed) -> Packed:
     """Merges ``seen`` into the first row that this process holds, on that row's devices alone."""
-    row = jax.tree.map(lambda x: _first_shards(x)[0].data, cells)
-    home = _first_shards(jax.tree.leaves(cells)[0])[0].device
+    row = jax.tree.map(lambda x: _first_shards(x)[0].data, rows)
+    home = _first_shards(jax.tree.leaves(rows)[0])[0].device
     merged = _merge_rows(row, jax.device_put(seen, home))
-    return jax.tree.map(_with_first_row, cells, merged)
+    return jax.tree.map(_with_first_row, rows, merged)
 
 
 def _first_shards(x: jax.Array) -> list[Any]:

@@ -6,15 +6,16 @@
   Minimum   smallest value
 
 Each has an identity (``X.identity(shape)``), makes itself of observed values (``X.of(values, weight)``, reduced over
-all dims, or over the leading one), merges with another (``a.merge(b)``), and tells its ``value``. For the trip over the
-mesh it comes apart into arrays that one plain all-reduce each may sum or maximize (``pieces``, ``from_pieces``).
+all dims, or all but the last), merges with another (``a.merge(b)``) or with itself along a dim (``a.merged()``), and
+tells its ``value``. Too large to be gathered from all devices and merged, it comes apart into arrays that one plain
+all-reduce each may sum or maximize (``pieces``, ``from_pieces``).
 
 Why not a float32: it stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31, half an hour
 of tokens on a larger cluster. Where x64 is on, floats are float64, still in pairs.
 
-Error of a Total: merging is commutative to the bit; each merge is off by at most 3 u^2 of the result where signs agree,
-u = 2^-24 (algorithm "AccurateDWPlusDW" of Joldes, Muller and Popescu, "Tight and rigorous error bounds for basic
-building blocks of double-word arithmetic", 2017, which rests on Knuth's two-sum). Its value is off by u, the rounding
+Error of a Total: merging is commutative to the bit; each merge is off by at most 3 u^2 (|a| + |b|), u = 2^-24 (Knuth's
+two-sum of the high parts, to which the low parts are added: "SloppyDWPlusDW" of Joldes, Muller and Popescu, "Tight and
+rigorous error bounds for basic building blocks of double-word arithmetic", 2017). Its value is off by u, the rounding
 to float32.
 """
 
@@ -45,22 +46,29 @@ def masked(values: Any, weight: Any, empty: Any) -> jax.Array:
     return jnp.where(weight != 0, values, empty)
 
 
-def _reduce_cells(cells: Any, identity: Any, dims: tuple[int, ...]) -> Any:
-    """Merges the entries of a cell of arrays along ``dims``, by one ``lax.reduce`` over all its arrays."""
-    leaves, structure = jax.tree.flatten(cells)
-    starts = jax.tree.leaves(identity)
+class _Cell:
+    """What all cells have: arrays of one shape, merged entry by entry."""
 
-    def merge(a, b):
-        return jax.tree.leaves(jax.tree.unflatten(structure, a).merge(jax.tree.unflatten(structure, b)))
+    def merged(self, dims: tuple[int, ...] = (0,)) -> Any:
+        """All entries along ``dims`` merged into one, by one ``lax.reduce`` over all arrays of the cell."""
+        leaves, structure = jax.tree.flatten(self)
+        starts = jax.tree.leaves(self._nothing())
 
-    return jax.tree.unflatten(structure, lax.reduce(leaves, starts, lambda a, b: tuple(merge(a, b)), dims))
+        def merge(a, b):
+            both = jax.tree.unflatten(structure, a).merge(jax.tree.unflatten(structure, b))
+            return tuple(jax.tree.leaves(both))
+
+        return jax.tree.unflatten(structure, lax.reduce(leaves, starts, merge, dims))
+
+    def _nothing(self) -> Any:
+        return self.identity()
 
 
 # ---------------------------------------------------------------------------------------------------------------- sums
 
 
 @struct.dataclass
-class Total:
+class Total(_Cell):
     """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such."""
 
     high: jax.Array
@@ -78,8 +86,8 @@ class Total:
             weight = like_rows(weight, values).astype(values.dtype)
             values = masked(values * weight, weight, 0)
         dims = tuple(range(values.ndim - keep))
-        cells = cls(values, jnp.zeros_like(values))
-        return _reduce_cells(cells, cls.identity(), dims) if dims else cells
+        cells = cls._plain(values)
+        return cells.merged(dims) if dims else cells
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
@@ -89,13 +97,20 @@ class Total:
         size in one sum, and up to 2^24 where they are 0 or 1.
         """
         upper, lower = halves(weights.astype(wide_float()))
-        return cls(*_two_sum(add(upper), add(lower)))
+        return cls._plain(add(upper)).merge(cls._plain(add(lower)))
+
+    @classmethod
+    def _plain(cls, values: jax.Array) -> "Total":
+        return cls(values, jnp.zeros_like(values))
 
     def merge(self, other: "Total") -> "Total":
-        high, error = _two_sum(self.high, other.high)
-        low, lost = _two_sum(self.low, other.low)
-        high, error = _two_sum(high, error + low)
-        return Total(*_two_sum(high, error + lost))
+        high = self.high + other.high
+        other_part = high - self.high
+        lost = (self.high - (high - other_part)) + (other.high - other_part)  # high + lost is the exact sum
+        lost = lost + (self.low + other.low)
+        rounded = high + lost
+        finite = jnp.isfinite(rounded)  # of an infinite sum, inf - inf would make NaN
+        return Total(jnp.where(finite, rounded, high), jnp.where(finite, lost - (rounded - high), 0))
 
     @property
     def value(self) -> jax.Array:
@@ -110,8 +125,8 @@ class Total:
 
     @classmethod
     def from_pieces(cls, pieces: list[jax.Array]) -> "Total":
-        upper, lower, low = pieces
-        return cls(*_two_sum(upper, lower)).merge(cls(low, jnp.zeros_like(low)))
+        upper, lower, low = (cls._plain(piece) for piece in pieces)
+        return upper.merge(lower).merge(low)
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,19 +135,7 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole = lax.bitcast_convert_type(x, kind)
     upper = lax.bitcast_convert_type((whole >> bits) << bits, x.dtype)
     upper = jnp.where(jnp.isfinite(x), upper, x)
-    return upper, _finite(x - upper)
-
-
-def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(s, e): s is a + b rounded, e what rounding lost, so that s + e = a + b exactly (Knuth); symmetric in a and b."""
-    s = a + b
-    b_part = s - a
-    return s, _finite((a - (s - b_part)) + (b - b_part))
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    """0 in place of the inf - inf of an infinite sum, which would make NaN of it."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return upper, jnp.where(jnp.isfinite(x), x - upper, 0)
 
 
 def like_rows(weight: Any, values: jax.Array) -> jax.Array:
@@ -147,7 +150,7 @@ def like_rows(weight: Any, values: jax.Array) -> jax.Array:
 
 
 @struct.dataclass
-class Count:
+class Count(_Cell):
     """A sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of one shape."""
 
     high: jax.Array
@@ -171,7 +174,7 @@ class Count:
         if weight is not None:
             cells = cells._times(like_rows(weight, cells.low))
         dims = tuple(range(cells.low.ndim - keep))
-        return _reduce_cells(cells, cls.identity(), dims) if dims else cells
+        return cells.merged(dims) if dims else cells
 
     @classmethod
     def _split(cls, values: Any) -> "Count":
@@ -244,7 +247,7 @@ def _is_integer(x: Any) -> bool:
 
 
 @struct.dataclass
-class Maximum:
+class Maximum(_Cell):
     """The largest value in its own dtype; -inf, the dtype's minimum, or False where there was none. NaN stays NaN."""
 
     value: jax.Array
@@ -264,6 +267,9 @@ class Maximum:
             values = masked(values, like_rows(weight, values), neutral)
         reduce = jnp.max if cls.operation == "max" else jnp.min
         return cls(reduce(values, axis=tuple(range(values.ndim - keep)), initial=neutral))
+
+    def _nothing(self) -> "Maximum":
+        return self.identity(dtype=self.value.dtype)
 
     @classmethod
     def _neutral(cls, dtype: Any) -> Any:

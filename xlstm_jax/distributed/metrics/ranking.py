@@ -44,7 +44,8 @@ from xlstm_jax.distributed.metrics.classification import (
     weight_per_label,
 )
 from xlstm_jax.distributed.metrics.monoids import Total, wide_float
-from xlstm_jax.distributed.metrics.states import Cells, PureMetric, merge_cells
+from xlstm_jax.distributed.metrics.packing import Cells, merge_cells
+from xlstm_jax.distributed.metrics.states import PureMetric
 
 MAX_BINS = 2**20  # Bin numbers are computed in float32, which holds them all; memory ends earlier.
 

@@ -31,7 +31,8 @@ from jax.sharding import Mesh
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
-from xlstm_jax.distributed.metrics.states import Cells, PureMetric
+from xlstm_jax.distributed.metrics.packing import Cells, Packed
+from xlstm_jax.distributed.metrics.states import PureMetric
 
 
 class MetricReduceOp(enum.StrEnum):
@@ -129,7 +130,8 @@ class MetricAccumulator(MeshState):
             self.add_rows(_observe_rows(self.metric, value))
         elif shape in (self.shape, ()):
             value, whole_mesh = _own(value)
-            self.add_own(self.metric.observe(np.broadcast_to(np.asarray(value), self.shape)), whole_mesh)
+            observed = self.metric.observe(np.broadcast_to(np.asarray(value), self.shape))
+            self.add_own(self.metric.pack(observed), whole_mesh)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
@@ -143,7 +145,7 @@ class MetricAccumulator(MeshState):
         Raises:
           OverflowError: an integer sum is outside of its dtype.
         """
-        cells = self.synced.cells if self.is_synchronized else self.local.cells
+        cells = self.metric.cells(self.synced or self.local)
         if isinstance(cells, Count):
             self._check_fits(cells)
         return self.metric.result(cells)
@@ -184,8 +186,8 @@ def _kind_rank(dtype: Any) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _observe_rows(metric: PureMetric, value: jax.Array) -> Cells:
-    return metric.observe(value)
+def _observe_rows(metric: PureMetric, value: jax.Array) -> Packed:
+    return jax.vmap(lambda row: metric.pack(metric.observe(row)))(value)
 
 
 def _own(value: Any) -> tuple[Any, bool]:
@@ -297,7 +299,8 @@ class StatefulMetric(Metric):
             return
         whole_mesh = any(not x.is_fully_addressable for x in arrays)
         args, kwargs = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, arguments)
-        self.state.add_own(self.metric.update(self.metric.empty(), *args, **kwargs).cells, whole_mesh)
+        own = self.metric.update(self.metric.empty(), *args, **kwargs)
+        self.state.add_own(jax.tree.map(lambda x: x[0], own.packed), whole_mesh)
 
     def compute(self) -> PyTree:
         """The value of everything that all devices have seen.

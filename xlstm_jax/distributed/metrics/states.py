@@ -46,16 +46,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
+from xlstm_jax.distributed.metrics.packing import Cells, Packed, check_kinds, merge_cells, pack, unpack
 from xlstm_jax.distributed.partitioning import as_axis_names
 
-Cells = Any  # a cell of ``monoids``, or a dict of Cells
+# A device may receive so much in one sync: at 10 GB/s it takes as long as another collective would to begin.
+GATHER_BYTES = 2**18
 
 
 @struct.dataclass
 class Local:
     """What each device along ``axes`` has seen; every array has a leading device dim, 1 inside of ``shard_map``."""
 
-    cells: Cells
+    packed: Packed
     axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
@@ -63,7 +65,7 @@ class Local:
 class Synced:
     """What all devices have seen together; the same on each of them."""
 
-    cells: Cells
+    packed: Packed
 
 
 class PureMetric(ABC):
@@ -93,10 +95,9 @@ class PureMetric(ABC):
         """
         axes = as_axis_names(axes) if axes else ()
         if mesh is not None:
-            return self.as_local(Synced(self.identity()), axes, mesh)
+            return self.as_local(Synced(self.pack({})), axes, mesh)
         collectives.check_bound(axes, caller="empty (outside of shard_map it needs mesh=)")
-        cells = jax.tree.map(lambda x: x[None], self.identity())
-        return Local(collectives.to_varying(cells, axes), axes)
+        return Local(collectives.to_varying(jax.tree.map(lambda x: x[None], self.pack({})), axes), axes)
 
     def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
         """Adds a batch to this device's state; never communicates.
@@ -114,8 +115,10 @@ class PureMetric(ABC):
         self._check_local(state, "update")
         _check_one_device(state)
         self.check_observed((args, kwargs), state.axes)
-        cells = merge_cells(state.cells, self.observe(*args, **kwargs))
-        return state.replace(cells=jax.tree.map(_typed_like, cells, state.cells))
+        check_kinds(state.packed, self._layout())
+        seen = jax.tree.map(lambda x: x[None], self.pack(self.observe(*args, **kwargs)))
+        merged = merge_cells(state.packed, seen)
+        return state.replace(packed=jax.tree.map(_typed_like, merged, state.packed))
 
     def merge(self, a: Local | Synced, b: Local | Synced) -> Local | Synced:
         """What both have seen, device by device; associative and commutative, with ``empty`` neutral.
@@ -128,7 +131,9 @@ class PureMetric(ABC):
             raise TypeError(f"merge of {type(a).__name__} and {type(b).__name__}: sync the local one first.")
         if isinstance(a, Local) and a.axes != b.axes:
             raise ValueError(f"merge of states over the axes {a.axes} and {b.axes}.")
-        return a.replace(cells=merge_cells(a.cells, b.cells))
+        for state in (a, b):
+            check_kinds(state.packed, self._layout())
+        return a.replace(packed=merge_cells(a.packed, b.packed))
 
     def sync(self, state: Local) -> Synced:
         """What all devices have seen; inside ``shard_map`` or ``pmap``, one collective per (operation, dtype).
@@ -153,12 +158,27 @@ class PureMetric(ABC):
                 f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
                 "compute_local(state) for every device's own value."
             )
-        return self.result(state.cells)
+        return self.result(self.cells(state))
 
     def compute_local(self, state: Local) -> PyTree:
         """Each device's own value, with a leading device dim: [n, ...], or [1, ...] inside ``shard_map``."""
         self._check_local(state, "compute_local")
-        return jax.vmap(self.result)(state.cells)
+        return jax.vmap(self.result)(self.cells(state))
+
+    def cells(self, state: Local | Synced) -> Cells:
+        """What a state holds, by the names of ``identity``; the arrays of a ``Local`` have a leading device dim.
+
+        Raises:
+          ValueError: the state was made by another metric.
+        """
+        return unpack(state.packed, self._layout())
+
+    def pack(self, cells: Cells) -> Packed:
+        """Cells by their names as a state holds them; what is left out is the identity's. ``cells`` turns it round."""
+        return pack(cells, self.identity())
+
+    def _layout(self) -> Cells:
+        return jax.eval_shape(self.identity)
 
     def as_local(self, state: Synced, axes: AxisNames, mesh: Mesh) -> Local:
         """Takes a synchronized state up again: the first device has it, the others have seen nothing.
@@ -169,9 +189,10 @@ class PureMetric(ABC):
         split = NamedSharding(mesh, PartitionSpec(axes))
 
         def place(cells):
-            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.identity(), mesh, axes), cells)
+            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.pack({}), mesh, axes), cells)
 
-        cells = jax.device_put(state.cells, NamedSharding(mesh, PartitionSpec()))
+        check_kinds(state.packed, self._layout())
+        cells = jax.device_put(state.packed, NamedSharding(mesh, PartitionSpec()))
         return Local(jax.jit(place, out_shardings=split)(cells), axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
@@ -187,39 +208,14 @@ class PureMetric(ABC):
             raise TypeError(f"{caller} takes a Local state, not {type(state).__name__}.{hint}")
 
 
-def _rows(identity: Cells, mesh: Mesh, axes: tuple[str, ...]) -> Cells:
+def _rows(identity: Packed, mesh: Mesh, axes: tuple[str, ...]) -> Packed:
     """[...] -> [n, ...], the same for every device."""
     count = math.prod(mesh.shape[axis] for axis in axes)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), identity)
 
 
-def merge_cells(a: Cells, b: Cells) -> Cells:
-    """Merges cell by cell; what ``b`` leaves out stays as it is in ``a``.
-
-    Raises:
-      ValueError: ``b`` has an entry that ``a`` does not have.
-    """
-    if not isinstance(a, dict):
-        return a.merge(b)
-    if unknown := sorted(b.keys() - a.keys()):
-        raise ValueError(f"the state has no {unknown[0]!r}; it has {sorted(a)}.")
-    return {name: merge_cells(a[name], b[name]) if name in b else a[name] for name in a}
-
-
-def cells_of(cells: Cells) -> list[Any]:
-    """The cells of a nested dict, in a fixed order."""
-    return [cell for name in sorted(cells) for cell in cells_of(cells[name])] if isinstance(cells, dict) else [cells]
-
-
-def _with_cells(cells: Cells, new: list[Any]) -> Cells:
-    """``cells`` with its cells replaced in the order of ``cells_of``; takes them off the list."""
-    if isinstance(cells, dict):
-        return {name: _with_cells(cells[name], new) for name in sorted(cells)}
-    return new.pop(0)
-
-
 def sync_states(states: Sequence[Local]) -> list[Synced]:
-    """``PureMetric.sync`` of several states over the same axes, with one collective per (operation, dtype) in all.
+    """``PureMetric.sync`` of several states over the same axes, in the same collectives.
 
     Raises:
       ValueError: the axes differ, or are not bound.
@@ -230,16 +226,36 @@ def sync_states(states: Sequence[Local]) -> list[Synced]:
     collectives.check_bound(state_axes := axes.pop(), caller="sync")
     for state in states:
         _check_one_device(state)
-    cells = [jax.tree.map(lambda x: x[0], cell) for state in states for cell in cells_of(state.cells)]
+    own = [jax.tree.map(lambda x: x[0], state.packed) for state in states]
+    if state_axes and _bytes_to_gather(own, state_axes) <= GATHER_BYTES:
+        return [Synced(packed) for packed in _gather_and_merge(own, state_axes)]
+    return [Synced(packed) for packed in _all_reduce(own, state_axes)]
+
+
+def _bytes_to_gather(states: list[Packed], axes: tuple[str, ...]) -> int:
+    """What one device receives if all send it theirs."""
+    return collectives.axis_size(axes) * sum(leaf.nbytes for leaf in jax.tree.leaves(states))
+
+
+def _gather_and_merge(states: list[Packed], axes: tuple[str, ...]) -> list[Packed]:
+    """One collective for all; every device merges what it has received."""
+    leaves, structure = jax.tree.flatten(states)
+    rows = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
+    return [{kind: cell.merged() for kind, cell in packed.items()} for packed in rows]
+
+
+def _all_reduce(states: list[Packed], axes: tuple[str, ...]) -> list[Packed]:
+    """One collective per (operation, dtype), on the pieces that a plain all-reduce merges."""
+    cells = [cell for packed in states for cell in packed.values()]
     pieces = [cell.pieces() for cell in cells]
     flat = [piece for some in pieces for piece in some]
-    reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], state_axes))
-    whole = [cell.from_pieces([next(reduced) for _ in some]) for cell, some in zip(cells, pieces, strict=True)]
-    return [Synced(_with_cells(state.cells, whole)) for state in states]
+    reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], axes))
+    whole = iter([cell.from_pieces([next(reduced) for _ in some]) for cell, some in zip(cells, pieces, strict=True)])
+    return [{kind: next(whole) for kind in packed} for packed in states]
 
 
 def _check_one_device(state: Local) -> None:
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.cells)}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.packed)}
     if rows - {1}:
         raise ValueError(
             f"the state holds the values of {max(rows)} devices. Call this inside shard_map, with "
@@ -292,7 +308,7 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
 
     def log_step(local):
         computed = jax.shard_map(values, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(local)
-        zeros = _rows(metric.identity(), mesh, axes)
+        zeros = _rows(metric.pack({}), mesh, axes)
         return computed, Local(jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, split)), axes)
 
     return jax.jit(log_step, donate_argnums=0)
