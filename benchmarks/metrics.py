@@ -7,7 +7,7 @@ in one process, so that what else the machine does meets all of them alike.
   update                   + a Compose of 20 WeightedMeans, updated
   update and sync          + the same, and reduced over devices in every step
   update, sync and compute + the same, and the 20 values of all devices
-  mixed: ...               the same with means, sums, counts, maxima and minima: four (operation, dtype)
+  mixed: ...               the same with means, sums, counts, maxima and minima
   pmean of each value      + 20 times ``lax.pmean(values.mean())``: what one writes without a library
   clu, merge               + a ``clu.metrics.Collection`` of 20 Averages, merged on each device
   clu, gather and merge    + the same by ``gather_from_model_output`` in every step, as clu does it on several devices

@@ -37,7 +37,7 @@ def main():
         box(axes, x, 0.4, f"{sum(rows[1][1]):.1f}", SYNCED)
     axes.plot([0.55, 5.35], [1.61, 1.61], color=INK, lw=2.5)
     notes = ((4.21, "Local [4, ...]\nP(axes)"), (3.36, "update\nno collective"), (2.51, "Local [4, ...]\nP(axes)"))
-    for y, text in (*notes, (1.61, "sync, on log steps\none all-reduce"), (0.71, "Synced [...]\nP()")):
+    for y, text in (*notes, (1.61, "sync, on log steps\none collective"), (0.71, "Synced [...]\nP()")):
         axes.text(-0.35, y, text, ha="right", va="center", fontsize=11, color=INK)
     axes.text(6.4, 2.51, "compute_local:\n[2.0, 1.2, 3.0, 2.0]", va="center", fontsize=11, color=INK)
     axes.text(6.4, 0.71, "compute: 8.2", va="center", fontsize=11, color=INK)

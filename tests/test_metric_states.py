@@ -19,7 +19,6 @@ from xlstm_jax.distributed.metrics import (
     Compose,
     Count,
     GlobalNorm,
-    Local,
     Max,
     Maximum,
     Min,
@@ -27,7 +26,6 @@ from xlstm_jax.distributed.metrics import (
     Perplexity,
     PureMetric,
     Sum,
-    Synced,
     Throughput,
     Total,
     WeightedMean,
@@ -126,7 +124,7 @@ def test_norm_throughput_and_integer_sums(check_vma):
     numbers = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 80), dtype=np.int32)
     mask = numbers % 3 > 0
     total = run(Sum(jnp.int32), mesh_of(2, 4), AXES, check_vma, numbers, mask)
-    assert int(Sum(jnp.int32).cells(total).exact()) == int(numbers[mask].astype(np.int64).sum())
+    assert int(total.cells.exact()) == int(numbers[mask].astype(np.int64).sum())
     largest = run(Max(jnp.int32), mesh_of(2, 4), AXES, check_vma, -np.abs(numbers | 1), mask)
     assert int(Max(jnp.int32).compute(largest)) == -np.abs(numbers | 1)[mask].min()
 
@@ -194,19 +192,19 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
 
 
 def test_identities_are_the_true_ones():
-    assert float(Max().compute(Synced(Max().pack({})))) == -np.inf
-    assert float(Min().compute(Synced(Min().pack({})))) == np.inf
-    assert int(Max(jnp.int32).compute(Synced(Max(jnp.int32).pack({})))) == np.iinfo(np.int32).min
-    assert int(Min(jnp.int8).compute(Synced(Min(jnp.int8).pack({})))) == 127
+    assert float(Max().compute(Max().state_of({}))) == -np.inf
+    assert float(Min().compute(Min().state_of({}))) == np.inf
+    assert int(Max(jnp.int32).compute(Max(jnp.int32).state_of({}))) == np.iinfo(np.int32).min
+    assert int(Min(jnp.int8).compute(Min(jnp.int8).state_of({}))) == 127
     assert not bool(Maximum.identity((), bool).value) and bool(Minimum.identity((), bool).value)
 
 
 @pytest.mark.parametrize("metric", [*[case for case, _ in CASES.values()], GlobalNorm(), Throughput(), Sum(jnp.int32)])
 def test_of_nothing_every_metric_has_a_declared_value(metric):
-    value = float(metric.compute(Synced(metric.pack({}))))
+    value = float(metric.compute(metric.state_of({})))
     assert not np.isnan(value)
     if isinstance(metric, WeightedMean) and not isinstance(metric, Perplexity):
-        assert value == 0 and float(WeightedMean(-1.0).compute(Synced(metric.pack({})))) == -1
+        assert value == 0 and float(WeightedMean(-1.0).compute(metric.state_of({}))) == -1
 
 
 def test_not_a_number_and_infinity_show():
@@ -273,11 +271,11 @@ def test_both_ways_to_synchronize_agree_with_numpy(way, check_vma):
         seen = {"sum": v, "inf": jnp.where(i == 3, jnp.inf, v), "nan": jnp.where(i == 5, jnp.nan, v), "min": v}
         cells = metric.observe(**seen, any=i == 2, half=i.astype(jnp.bfloat16), small=-i.astype(jnp.int8))
         cells["n"] = Count.of(2**40 + 3).merge(Count.of(-i))
-        state = state.replace(packed=jax.tree.map(lambda x: x[None], metric.pack(cells)))
+        state = state.replace(vectors=jax.tree.map(lambda x: x[None], metric.state_of(cells).vectors))
         return metric.sync(collectives.to_varying(state, AXES))
 
     synced = on_mesh(local, mesh_of(2, 4), check_vma, (P(AXES),) * 2, P())(floats, np.arange(8, dtype=np.int32))
-    exact, cells = floats.astype(np.float64), metric.cells(synced)
+    exact, cells = floats.astype(np.float64), synced.cells
     assert abs(float64(cells["sum"]) - exact.sum()) <= error * np.abs(exact).sum()
     assert int(cells["n"].exact()) == 8 * (2**40 + 3) - 28
     got = metric.compute(synced)
@@ -297,16 +295,11 @@ def test_a_state_too_large_to_be_gathered_from_all_devices_is_reduced():
 
 
 def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
-    packed = TWENTY.empty().packed
-    assert [(kind.rsplit("-", 1)[0], jax.tree.leaves(cell)[0].shape) for kind, cell in packed.items()] == [
-        ("Count-uint32", (1, 1)),
-        ("Maximum-float32", (1, 4)),
-        ("Maximum-int32", (1, 1)),
-        ("Minimum-float32", (1, 4)),
-        ("Total-float32", (1, 20)),
-    ]
-    cells = TWENTY.cells(TWENTY.empty())
-    assert jax.tree.structure(cells) == jax.tree.structure(TWENTY.identity())
+    shapes = {name.split("-")[0]: x.shape for name, x in TWENTY.empty().vectors.items()}
+    assert shapes == {"float32": (1, 2 * 20 + 4 + 4), "int32": (1, 1), "uint32": (1, 2)}
+    assert jax.tree.structure(TWENTY.empty().cells) == jax.tree.structure(TWENTY.identity())
+    named = Compose({"train/loss": WeightedMean(), "train": Sum()})  # not taken apart
+    assert jax.tree.structure(named.empty().cells) == jax.tree.structure(named.identity())
 
 
 def test_a_state_of_other_metrics_or_of_other_names_is_refused():
@@ -314,7 +307,7 @@ def test_a_state_of_other_metrics_or_of_other_names_is_refused():
     state = mine.empty()
     for other in (Compose({"a": WeightedMean(), "c": WeightedMean()}), WeightedMean(), Compose({"a": Max()})):
         for use in (other.update, other.compute_local, lambda s, other=other: other.merge(s, s)):
-            with pytest.raises(ValueError, match=r"the state is that of another metric.*Total-float32"):
+            with pytest.raises(ValueError, match=r"the state is that of another metric.*a/total: Total \[\]"):
                 use(state)
 
 
@@ -337,10 +330,8 @@ def test_what_is_observed_has_the_type_and_the_shape_of_the_state():
 
 def test_a_float_sum_goes_on_beyond_2_to_the_24():
     add = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: Sum().update(s, 1.0), s))
-    state = add(
-        Sum().as_local(Synced(Sum().pack(Total.of(2.0**24 - 10))), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000
-    )
-    assert float64(Sum().cells(state))[0] == 2**24 + 990
+    state = add(Sum().as_local(Sum().state_of(Total.of(2.0**24 - 10)), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000)
+    assert float64(state.cells)[0] == 2**24 + 990
     assert np.float32(2**24) + np.float32(1) == 2**24  # guard: float32 alone stops there
 
 
@@ -350,7 +341,8 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
     mesh, split = mesh_of(1, 8), P(AXES)
     metric = Compose({"n": Sum(jnp.int32), "mean": WeightedMean()})
     before = {"n": Count.of(1_250_000_001), "mean": {"total": Total.of(1.25e9), "weight": Total.of(1.25e9)}}
-    local = Local(jax.tree.map(lambda x: jnp.tile(x[None], (8, 1)), metric.pack(before)), AXES)
+    local = metric.as_local(metric.state_of(before), AXES, mesh)
+    local = local.replace(vectors=jax.tree.map(lambda x: jnp.tile(x[:1], (8, 1)), local.vectors))
 
     def steps(local, v):
         def one(local, v):
@@ -360,7 +352,7 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
 
     local = on_mesh(steps, mesh, check_vma, (split, split), split)(local, jnp.full(8 * 1000, 3.0))
     synced = on_mesh(metric.sync, mesh, check_vma, split, P())(local)
-    cells = metric.cells(synced)
+    cells = synced.cells
     assert int(cells["n"].exact()) == 8 * (1_250_000_001 + 1000)
     assert float64(cells["mean"]["total"]) == 8 * (1.25e9 + 3000)
     assert float64(cells["mean"]["weight"]) == 8 * (1.25e9 + 1000)
@@ -369,7 +361,7 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
 
 def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way():
     values = (1e8 + np.random.default_rng(0).uniform(0, 1e8, 8)).astype(np.float32)
-    total = float64(Sum().cells(run(Sum(), mesh_of(1, 8), AXES, True, values[None])))
+    total = float64(run(Sum(), mesh_of(1, 8), AXES, True, values[None]).cells)
     exact = values.astype(np.float64).sum()
     assert abs(total - exact) <= 8 * 2.0**-36 * exact
     assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: one float32 would lose that much
@@ -437,7 +429,7 @@ def test_types_refuse_axes_that_were_declared_wrongly(declared, message):
 def test_local_and_synchronized_states_are_not_mixed_up():
     metric, mesh = WeightedMean(), mesh_of(1, 8)
     local = metric.empty(AXES, mesh)
-    synced = Synced(metric.pack({}))
+    synced = metric.state_of({})
     with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
         metric.compute(local)
     with pytest.raises(TypeError, match="update takes a Local state, not Synced. Take it up again with as_local"):
@@ -559,7 +551,7 @@ def test_a_state_is_checkpointed_with_the_train_state_and_goes_on_on_any_number_
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", {"step": jnp.int32(7), "metrics": sync(first, local)})
         checkpointer.wait_until_finished()
-        target = {"step": jnp.int32(0), "metrics": Synced(metric.pack({}))}
+        target = {"step": jnp.int32(0), "metrics": metric.state_of({})}
         restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.asarray, target))
     resumed = add(second, metric.as_local(restored["metrics"], AXES, second), values[1], weights[1])
     got, want = metric.compute(sync(second, resumed)), metric.compute(sync(first, whole))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, auto_mesh, mesh_axes
-from xlstm_jax.distributed.metrics.packing import Cells, Packed, merge_cells
+from xlstm_jax.distributed.metrics.packing import Cells, Layout, Vectors
 from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, sync_states
 
 DEVICES_AXIS = "devices"
@@ -26,7 +26,7 @@ class MeshState:
     """A pure metric's state on a mesh: what each device has seen, and what all have, if in sync."""
 
     def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
-        self.metric, self._initial = metric, jax.tree.map(np.asarray, metric.pack(initial))
+        self.metric, self._initial = metric, jax.tree.map(np.asarray, metric.state_of(initial))
         mesh = DeviceMeshManager.create_device_mesh({DEVICES_AXIS: -1}) if mesh is None else auto_mesh(mesh)
         self._place_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
         self.reset()
@@ -34,7 +34,7 @@ class MeshState:
     def _place_on(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.mesh, self.axes = mesh, axes
         self._rows = NamedSharding(mesh, PartitionSpec(axes))
-        self._empty = self._from_first_row(self._initial)
+        self._empty = self._from_first_row(self._initial.vectors)
 
     @property
     def num_devices(self) -> int:
@@ -48,31 +48,31 @@ class MeshState:
 
     def reset(self) -> None:
         """Forgets everything but the initial value."""
-        self.local, self.synced = Local(self._empty, self.axes), None
+        self._set_local(self._empty)
 
     def sync(self) -> None:
-        """Fills the synchronized value by one all-reduce over all devices; every process must call it."""
+        """Fills the synchronized value by one collective over all devices; every process must call it."""
         sync_together([self])
 
-    def add_own(self, packed: Packed, whole_mesh: bool = False) -> None:
+    def add_own(self, seen: Vectors, whole_mesh: bool = False) -> None:
         """Merges what this process has seen into its first row; with ``whole_mesh``, what all have, counted once."""
         if not whole_mesh or jax.process_index() == 0:
-            self._set_local(_merge_into_first_row(self.local.packed, packed))
+            self._set_local(_merge_into_first_row(self.local, seen))
         self.synced = None
 
-    def add_rows(self, packed: Packed) -> None:
+    def add_rows(self, rows: Vectors) -> None:
         """Merges what has a leading device dim, row by row."""
-        self._set_local(_merge_rows(self.local.packed, jax.device_put(packed, self._rows)))
+        self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._rows)))
 
     def add_batch(self, arguments: PyTree) -> None:
         """Updates every device's state with its part of global arrays: (args, kwargs), split along their first dim."""
         specs = jax.tree.map(lambda x: PartitionSpec(self.axes) if np.ndim(x) else PartitionSpec(), arguments)
         leaves, structure = jax.tree.flatten(specs)
         step = _update_on(self.metric, self.mesh, self.axes, structure, tuple(leaves))
-        self._set_local(step(self.local, arguments).packed)
+        self._set_local(step(self.local, arguments).vectors)
 
-    def _set_local(self, packed: Packed) -> None:
-        self.local, self.synced = Local(packed, self.axes), None
+    def _set_local(self, vectors: Vectors) -> None:
+        self.local, self.synced = Local(vectors, self._initial.layout, self.axes), None
 
     def to(self, device: jax.Device | Mesh) -> None:
         """Moves the state to one device, or to another mesh, over all its axes.
@@ -82,20 +82,19 @@ class MeshState:
         Raises:
           ValueError: other processes hold a part of it.
         """
-        rows = self._host_rows(self.local.packed, "to")
-        synced = self.synced and jax.tree.map(np.asarray, self.synced.packed)
+        rows = self._host_rows(self.local.vectors, "to")
+        synced = self.synced and jax.tree.map(np.asarray, self.synced)
         mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([device]), (DEVICES_AXIS,))
         self._place_on(auto_mesh(mesh), mesh.axis_names)
         self._set_local(self._from_rows(rows))
-        self.synced = synced and Synced(jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec())))
+        self.synced = synced and jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
 
     def state_dict(self) -> dict[str, Any]:
         """``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays, to be saved with the model.
 
         Arrays are NumPy's where this process holds all of them, else global ``jax.Array``.
         """
-        synced = self.synced or Synced(self._initial)
-        cells = {"local": self.metric.cells(self.local), "synchronized": self.metric.cells(synced)}
+        cells = {"local": self.local.cells, "synchronized": (self.synced or self._initial).cells}
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
         return serialization.to_state_dict(arrays) | {"is_synchronized": self.is_synchronized}
 
@@ -108,28 +107,28 @@ class MeshState:
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
         rows = _restored(cells, state_dict["local"], "local", dims=1)
-        synced = self.metric.pack(_restored(cells, state_dict["synchronized"], "synchronized", dims=0))
-        self._set_local(self._from_rows(jax.vmap(self.metric.pack)(rows)))
+        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", dims=0))
+        self._set_local(self._from_rows(jax.vmap(self.metric.state_of)(rows).vectors))
         if bool(state_dict["is_synchronized"]):
-            self.synced = Synced(jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec())))
+            self.synced = jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
 
-    def _host_rows(self, rows: Packed, caller: str) -> Packed:
+    def _host_rows(self, rows: Vectors, caller: str) -> Vectors:
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(rows)):
             raise ValueError(f"{caller}: other processes hold a part of this state; sync it, and take the value.")
         return jax.tree.map(np.asarray, rows)
 
-    def _from_rows(self, rows: Packed) -> Packed:
+    def _from_rows(self, rows: Vectors) -> Vectors:
         """Rows [m, ...] as the local state: row by row where m is the number of devices, else merged into the first."""
         count = len(jax.tree.leaves(rows)[0])
         if count != self.num_devices:
-            each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(count)]
-            return self._from_first_row(jax.tree.map(np.asarray, functools.reduce(merge_cells, each)))
+            merged = self._initial.layout.merge_rows(rows)
+            return self._from_first_row(jax.tree.map(np.asarray, merged))
         return jax.tree.map(self._placed, rows)
 
-    def _from_first_row(self, packed: Packed) -> Packed:
-        """[k] -> [n, k]: ``packed`` on the first device, the identity on the others."""
-        others = jax.tree.map(np.asarray, self.metric.pack({}))
-        rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), packed, others)
+    def _from_first_row(self, vectors: Vectors) -> Vectors:
+        """[k] -> [n, k]: ``vectors`` on the first device, the identity on the others."""
+        others = jax.tree.map(np.asarray, self.metric.state_of({}).vectors)
+        rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), vectors, others)
         return jax.tree.map(self._placed, rows)
 
     def _placed(self, rows: Any) -> jax.Array:
@@ -165,17 +164,17 @@ def _restored(like: Cells, saved: Any, name: str, dims: int) -> Cells:
     return cells
 
 
-@jax.jit
-def _merge_rows(a: Packed, b: Packed) -> Packed:
-    return merge_cells(a, b)
+@functools.partial(jax.jit, static_argnums=0)
+def _merge(layout: Layout, a: Vectors, b: Vectors) -> Vectors:
+    return layout.merge(a, b)
 
 
-def _merge_into_first_row(rows: Packed, seen: Packed) -> Packed:
+def _merge_into_first_row(local: Local, seen: Vectors) -> Vectors:
     """Merges ``seen`` into the first row that this process holds, on that row's devices alone."""
-    row = jax.tree.map(lambda x: _first_shards(x)[0].data, rows)
-    home = _first_shards(jax.tree.leaves(rows)[0])[0].device
-    merged = _merge_rows(row, jax.device_put(seen, home))
-    return jax.tree.map(_with_first_row, rows, merged)
+    row = jax.tree.map(lambda x: _first_shards(x)[0].data, local.vectors)
+    home = _first_shards(jax.tree.leaves(local.vectors)[0])[0].device
+    merged = _merge(local.layout, row, jax.device_put(jax.tree.map(lambda x: x[None], seen), home))
+    return jax.tree.map(_with_first_row, local.vectors, merged)
 
 
 def _first_shards(x: jax.Array) -> list[Any]:
@@ -210,7 +209,7 @@ def _sync_on(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Local]], list[
 
 
 def sync_together(states: Sequence[MeshState]) -> None:
-    """``sync`` of several states at once: one collective per (operation, dtype) for all that share mesh and axes."""
+    """``sync`` of several states, in the same collectives for all that share mesh and axes."""
     groups: dict[Any, list[MeshState]] = {}
     for state in states:
         groups.setdefault((state.mesh, state.axes), []).append(state)

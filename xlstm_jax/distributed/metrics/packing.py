@@ -1,29 +1,146 @@
-"""States laid end to end: one vector per kind of cell, so that a state of many metrics is a handful of arrays.
+"""States laid end to end: one vector per dtype, so that a state of many metrics is an array or two.
 
 Every array that goes in and out of a program costs time on every device, however small. Twenty means as eighty scalars
-cost ten times what they cost as two vectors. So metrics name their cells, and states hold them by kind::
+cost ten times what they cost as one vector. So metrics name their cells, and states hold vectors, in which cells of one
+kind lie side by side and are merged at once::
 
-    named    {"loss": {"total": Total [], "weight": Total []}, "hits": {"tp": Total [3]}, "seen": Count []}
-    packed   {"Total-float32-6b1f": Total [5], "Count-uint32-09ac": Count [1]}
+    cells     {"loss": {"total": Total [], "weight": Total []}, "hits": Total [3], "top": Maximum [], "seen": Count []}
 
-The end of a kind's name is a digest of the names and shapes that lie in it. So a state that was saved by a metric with
-other parts, or with the same under other names, is not taken for this one's, even if the vectors are as long.
+    vectors   float32-6b1f27   | top | high of hits, loss/total, loss/weight | low of the same |        [11]
+              uint32-6b1f27    | high of seen | low of seen |                                           [2]
+
+The end of a vector's name is a digest of the layout: the names, types and shapes. So a state that was saved by a metric
+with other parts, or with the same under other names, is not taken for this one's, even if the vectors are as long.
 """
 
 import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Cells = Any  # a cell of ``monoids``, or a dict of Cells
-Packed = dict[str, Any]  # kind -> cell of vectors
+Vectors = dict[str, jax.Array]  # [..., k] each; leading dims are those of devices
 
 DIGEST_LENGTH = 6
+
+
+class Entry(NamedTuple):
+    """A cell of a state: its path such as ``("loss", "total")``, its class, and the shape and dtypes of its arrays."""
+
+    path: tuple[str, ...]
+    type: type
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path) or "the state"
+
+    @property
+    def kind(self) -> tuple[type, tuple[str, ...]]:
+        """Cells of one kind are merged as one."""
+        return self.type, self.dtypes
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Part(NamedTuple):
+    """A stretch of a vector."""
+
+    vector: str
+    start: int
+    end: int
+
+
+class Layout:
+    """Where each cell of a state lies. Layouts of the same names, types and shapes are equal, and hash so."""
+
+    def __init__(self, identity: Cells) -> None:
+        """``identity`` may be abstract, as ``jax.eval_shape`` returns it."""
+        entries = [_entry(path, cell) for path, cell in _by_path(identity)]
+        self.entries = sorted(entries, key=lambda entry: (entry.type.__name__, entry.dtypes, entry.path))
+        text = "\n".join(f"{e.path} {e.type.__name__} {e.shape} {e.dtypes}" for e in self.entries)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join(f'{e.name}: {e.type.__name__} {list(e.shape)}' for e in self.entries)})"
+
+    @cached_property
+    def parts(self) -> dict[Any, list[Part]]:
+        """By kind: where its arrays lie, the cells of the kind end to end in each."""
+        sizes, ends, parts = defaultdict(int), defaultdict(int), {}
+        for entry in self.entries:
+            sizes[entry.kind] += entry.size
+        for kind, size in sizes.items():
+            parts[kind] = []
+            for dtype in kind[1]:
+                name = f"{dtype}-{self.digest[:DIGEST_LENGTH]}"
+                parts[kind].append(Part(name, ends[name], ends[name] + size))
+                ends[name] += size
+        return parts
+
+    def pack(self, cells: Cells, identity: Cells) -> Vectors:
+        """The vectors of ``cells``; what they leave out is that of ``identity``.
+
+        Raises:
+          ValueError: a cell that the state does not have, or of another shape.
+          TypeError: a cell of another type.
+        """
+        given, whole = dict(_by_path(cells)), dict(_by_path(identity))
+        if unknown := sorted(given.keys() - whole.keys()):
+            names = [entry.name for entry in self.entries]
+            raise ValueError(f"the state has no {'/'.join(unknown[0])!r}; it has {sorted(names)}.")
+        kinds = defaultdict(list)
+        for entry in self.entries:
+            kinds[entry.kind].append(_fitted(given.get(entry.path, whole[entry.path]), entry))
+        return self.vectors_of({kind: _end_to_end(some) for kind, some in kinds.items()})
+
+    def unpack(self, vectors: Vectors) -> Cells:
+        """The cells in their nested dict; leading dims stay: [..., k] -> [..., *shape]."""
+        kinds, ends, cells = self.kinds_of(vectors), defaultdict(int), {}
+        for entry in self.entries:
+            start = ends[entry.kind]
+            ends[entry.kind] = end = start + entry.size
+            arrays = [x[..., start:end] for x in jax.tree.leaves(kinds[entry.kind])]
+            cells[entry.path] = entry.type(*(x.reshape((*x.shape[:-1], *entry.shape)) for x in arrays))
+        return _nested(cells)
+
+    def kinds_of(self, vectors: Vectors) -> dict[Any, Any]:
+        """One cell of each kind: all cells of that kind, end to end."""
+        return {
+            kind: kind[0](*(vectors[part.vector][..., part.start : part.end] for part in parts))
+            for kind, parts in self.parts.items()
+        }
+
+    def vectors_of(self, kinds: dict[Any, Any]) -> Vectors:
+        """The other way round."""
+        arrays = defaultdict(list)
+        for kind, parts in self.parts.items():
+            for part, array in zip(parts, jax.tree.leaves(kinds[kind]), strict=True):
+                arrays[part.vector].append(array)
+        return {name: jnp.concatenate(some, axis=-1) for name, some in arrays.items()}
+
+    def merge(self, a: Vectors, b: Vectors) -> Vectors:
+        """Merges all cells of two states."""
+        kinds = self.kinds_of(b)
+        return self.vectors_of({kind: cell.merge(kinds[kind]) for kind, cell in self.kinds_of(a).items()})
+
+    def merge_rows(self, rows: Vectors) -> Vectors:
+        """[n, k] -> [k]: merges n states."""
+        return self.vectors_of({kind: cell.merged() for kind, cell in self.kinds_of(rows).items()})
 
 
 def merge_cells(a: Cells, b: Cells) -> Cells:
@@ -31,93 +148,45 @@ def merge_cells(a: Cells, b: Cells) -> Cells:
     return {name: merge_cells(a[name], b[name]) for name in a} if isinstance(a, dict) else a.merge(b)
 
 
-def pack(cells: Cells, identity: Cells) -> Packed:
-    """Lays the cells of each kind end to end; what ``cells`` leaves out is that of ``identity``.
-
-    Raises:
-      ValueError: a cell that ``identity`` does not have, or of another shape.
-      TypeError: a cell of another type.
-    """
-    given, names = dict(_by_path(cells)), dict(_by_path(identity))
-    if unknown := sorted(given.keys() - names.keys()):
-        raise ValueError(f"the state has no {unknown[0]!r}; it has {sorted(names)}.")
-    whole = {path: _fitted(path, given.get(path, nothing), nothing) for path, nothing in names.items()}
-    return {kind: _end_to_end([whole[path] for path in paths]) for kind, paths in _kinds(identity).items()}
+def _entry(path: tuple[str, ...], cell: Any) -> Entry:
+    arrays = jax.tree.leaves(cell)
+    return Entry(path, type(cell), tuple(arrays[0].shape), tuple(str(x.dtype) for x in arrays))
 
 
-def unpack(packed: Packed, identity: Cells) -> Cells:
-    """The cells by their names; ``identity`` may be abstract. Leading dims stay: [..., k] -> [..., *shape].
-
-    Raises:
-      ValueError: the state is that of another metric.
-    """
-    check_kinds(packed, identity)
-    names, cells = dict(_by_path(identity)), {}
-    for kind, paths in _kinds(identity).items():
-        ends = np.cumsum([math.prod(_shape(names[path])) for path in paths])
-        for path, end, start in zip(paths, ends, [0, *ends[:-1]], strict=True):
-            shape = _shape(names[path])
-            cells[path] = jax.tree.map(
-                lambda x, a=start, b=end, shape=shape: x[..., a:b].reshape((*x.shape[:-1], *shape)), packed[kind]
-            )
-    return _with_cells(identity, cells)
-
-
-def check_kinds(packed: Packed, identity: Cells) -> None:
-    """Raises a ``ValueError`` where ``packed`` is not laid out as the cells of ``identity`` are."""
-    kinds = _kinds(identity)
-    if packed.keys() != kinds.keys():
-        raise ValueError(
-            f"the state is that of another metric: it holds {sorted(packed)}, and {sorted(kinds)} is the layout of "
-            f"{[path or 'the one cell' for path, _ in _by_path(identity)]}. A state goes with the metric, and the "
-            "names and shapes, that it was made by."
-        )
-
-
-def _by_path(cells: Cells, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The cells with their paths, such as ``loss/total``, in a fixed order."""
+def _by_path(cells: Cells, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The cells with their paths."""
     if not isinstance(cells, dict):
         yield path, cells
         return
-    for name in sorted(cells):
-        yield from _by_path(cells[name], f"{path}/{name}" if path else name)
+    for name, part in cells.items():
+        yield from _by_path(part, (*path, name))
 
 
-def _with_cells(like: Cells, cells: dict[str, Any], path: str = "") -> Cells:
-    """Cells by their paths, in the nested dict that they come from."""
-    if not isinstance(like, dict):
-        return cells[path]
-    return {name: _with_cells(part, cells, f"{path}/{name}" if path else name) for name, part in like.items()}
+def _nested(cells: dict[tuple[str, ...], Any]) -> Cells:
+    """Cells by their paths as a nested dict; the one with the empty path is all there is."""
+    if () in cells:
+        return cells[()]
+    nested: dict[str, Any] = {}
+    for path in sorted(cells):
+        *outer, name = path
+        place = nested
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[name] = cells[path]
+    return nested
 
 
-def _kinds(identity: Cells) -> dict[str, list[str]]:
-    """The paths of the cells of each kind, in the order in which they lie."""
-    kinds, layouts = defaultdict(list), defaultdict(str)
-    for path, cell in _by_path(identity):
-        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(cell)})
-        kind = "-".join([type(cell).__name__, *dtypes])
-        kinds[kind].append(path)
-        layouts[kind] += f"{path} {_shape(cell)}\n"
-    digests = {kind: hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH] for kind, text in layouts.items()}
-    return {f"{kind}-{digests[kind]}": kinds[kind] for kind in sorted(kinds)}
-
-
-def _shape(cell: Any) -> tuple[int, ...]:
-    return tuple(jax.tree.leaves(cell)[0].shape)
-
-
-def _fitted(path: str, cell: Any, nothing: Any) -> Any:
+def _fitted(cell: Any, entry: Entry) -> Any:
     """The cell in the dtypes of the state's, checked to be of its type and shape."""
-    if type(cell) is not type(nothing):
-        raise TypeError(
-            f"{path or 'the state'} is a {type(nothing).__name__}, and {type(cell).__name__} was observed for it."
-        )
-    if _shape(cell) != _shape(nothing):
+    if type(cell) is not entry.type:
+        raise TypeError(f"{entry.name} is a {entry.type.__name__}, and {type(cell).__name__} was observed for it.")
+    arrays = jax.tree.leaves(cell)
+    if wrong := [x.shape for x in arrays if x.shape != entry.shape]:
         raise ValueError(
-            f"{path or 'the state'} has the shape {_shape(nothing)}, and {_shape(cell)} was observed for it. Reduce "
-            "what is observed over the dims of the batch."
+            f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce what is observed "
+            "over the dims of the batch."
         )
-    return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), cell, nothing)
+    return entry.type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))
 
 
 def _end_to_end(cells: list[Any]) -> Any:

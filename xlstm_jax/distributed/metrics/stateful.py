@@ -10,7 +10,7 @@ leading device dim; row i lies on device i::
       local   [4]      5.0        0.0        0.0        0.0
   update(per_device), per_device [4] = 1 2 3 4                   one value per device: each adds its own
       local   [4]      6.0        2.0        3.0        4.0      <- value, before sync: an array [4]
-  sync()                                                         one all-reduce over all devices of all processes
+  sync()                                                         one collective over all devices of all processes
       synchronized    15.0       15.0       15.0       15.0      <- value, after sync: an array []
 
 So a number counts once, in one process as in several; with two processes each gives its own. ``update`` never
@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
 from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
-from xlstm_jax.distributed.metrics.packing import Cells, Packed
+from xlstm_jax.distributed.metrics.packing import Cells, Vectors
 from xlstm_jax.distributed.metrics.states import PureMetric
 
 
@@ -131,7 +131,7 @@ class MetricAccumulator(MeshState):
         elif shape in (self.shape, ()):
             value, whole_mesh = _own(value)
             observed = self.metric.observe(np.broadcast_to(np.asarray(value), self.shape))
-            self.add_own(self.metric.pack(observed), whole_mesh)
+            self.add_own(self.metric.state_of(observed).vectors, whole_mesh)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
@@ -145,7 +145,7 @@ class MetricAccumulator(MeshState):
         Raises:
           OverflowError: an integer sum is outside of its dtype.
         """
-        cells = self.metric.cells(self.synced or self.local)
+        cells = (self.synced or self.local).cells
         if isinstance(cells, Count):
             self._check_fits(cells)
         return self.metric.result(cells)
@@ -186,8 +186,8 @@ def _kind_rank(dtype: Any) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _observe_rows(metric: PureMetric, value: jax.Array) -> Packed:
-    return jax.vmap(lambda row: metric.pack(metric.observe(row)))(value)
+def _observe_rows(metric: PureMetric, value: jax.Array) -> Vectors:
+    return jax.vmap(lambda row: metric.state_of(metric.observe(row)).vectors)(value)
 
 
 def _own(value: Any) -> tuple[Any, bool]:
@@ -230,7 +230,7 @@ class Metric(ABC):
         """The value of the metric; after ``sync`` that of all devices and processes."""
 
     def sync(self) -> None:
-        """Synchronizes all states, one collective per (operation, dtype); every process must call it."""
+        """Synchronizes all states in the same collectives, as ``PureMetric.sync``; every process must call it."""
         sync_together([state for _, state in self._states()])
 
     def reset(self) -> None:
@@ -300,7 +300,7 @@ class StatefulMetric(Metric):
         whole_mesh = any(not x.is_fully_addressable for x in arrays)
         args, kwargs = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, arguments)
         own = self.metric.update(self.metric.empty(), *args, **kwargs)
-        self.state.add_own(jax.tree.map(lambda x: x[0], own.packed), whole_mesh)
+        self.state.add_own(jax.tree.map(lambda x: x[0], own.vectors), whole_mesh)
 
     def compute(self) -> PyTree:
         """The value of everything that all devices have seen.

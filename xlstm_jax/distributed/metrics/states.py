@@ -3,7 +3,7 @@
   metric = WeightedMean()                             what is measured: a frozen description, no state
   local  = metric.empty(axes)                         Local:  what each device has seen so far
   local  = metric.update(local, losses, weight=mask)          ... and what it sees now; never communicates
-  synced = metric.sync(local)                         Synced: what all have seen, one collective per (operation, dtype)
+  synced = metric.sync(local)                         Synced: what all have seen; one collective, if small
   value  = metric.compute(synced)
 
 A ``Local`` is one value per device. Every array in it has a leading device dim: n outside of ``shard_map``, split over
@@ -12,7 +12,7 @@ the axes that the batch is split over, and 1 inside. So ``PartitionSpec(axes)`` 
       dp=0      dp=1      dp=2      dp=3        Local,  [4, ...], PartitionSpec("dp")
     [ 1.5 ]   [ 0.2 ]   [ 3.0 ]   [ 0.0 ]       each device adds to its own
         \\________\\________/________/
-               one all-reduce                   sync, on log steps only
+               one collective                   sync, on log steps only
                      |
                   [ 4.7 ]                       Synced, [...], PartitionSpec(): equal everywhere
 
@@ -46,7 +46,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
-from xlstm_jax.distributed.metrics.packing import Cells, Packed, check_kinds, merge_cells, pack, unpack
+from xlstm_jax.distributed.metrics.packing import Cells, Layout, Vectors
 from xlstm_jax.distributed.partitioning import as_axis_names
 
 # A device may receive so much in one sync: at 10 GB/s it takes as long as another collective would to begin.
@@ -57,15 +57,27 @@ GATHER_BYTES = 2**18
 class Local:
     """What each device along ``axes`` has seen; every array has a leading device dim, 1 inside of ``shard_map``."""
 
-    packed: Packed
-    axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    vectors: Vectors
+    layout: Layout = struct.field(pytree_node=False)
+    axes: tuple[str, ...] = struct.field(pytree_node=False)
+
+    @property
+    def cells(self) -> Cells:
+        """The cells by the names of ``PureMetric.identity``, [n, ...]."""
+        return self.layout.unpack(self.vectors)
 
 
 @struct.dataclass
 class Synced:
     """What all devices have seen together; the same on each of them."""
 
-    packed: Packed
+    vectors: Vectors
+    layout: Layout = struct.field(pytree_node=False)
+
+    @property
+    def cells(self) -> Cells:
+        """The cells by the names of ``PureMetric.identity``."""
+        return self.layout.unpack(self.vectors)
 
 
 class PureMetric(ABC):
@@ -95,9 +107,10 @@ class PureMetric(ABC):
         """
         axes = as_axis_names(axes) if axes else ()
         if mesh is not None:
-            return self.as_local(Synced(self.pack({})), axes, mesh)
+            return self.as_local(self.state_of({}), axes, mesh)
         collectives.check_bound(axes, caller="empty (outside of shard_map it needs mesh=)")
-        return Local(collectives.to_varying(jax.tree.map(lambda x: x[None], self.pack({})), axes), axes)
+        nothing = self.state_of({})
+        return Local(collectives.to_varying(_row(nothing.vectors), axes), nothing.layout, axes)
 
     def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
         """Adds a batch to this device's state; never communicates.
@@ -113,12 +126,12 @@ class PureMetric(ABC):
             that was.
         """
         self._check_local(state, "update")
+        self._check_own(state)
         _check_one_device(state)
         self.check_observed((args, kwargs), state.axes)
-        check_kinds(state.packed, self._layout())
-        seen = jax.tree.map(lambda x: x[None], self.pack(self.observe(*args, **kwargs)))
-        merged = merge_cells(state.packed, seen)
-        return state.replace(packed=jax.tree.map(_typed_like, merged, state.packed))
+        seen = self.state_of(self.observe(*args, **kwargs))
+        merged = state.layout.merge(state.vectors, _row(seen.vectors))
+        return state.replace(vectors=jax.tree.map(_typed_like, merged, state.vectors))
 
     def merge(self, a: Local | Synced, b: Local | Synced) -> Local | Synced:
         """What both have seen, device by device; associative and commutative, with ``empty`` neutral.
@@ -132,13 +145,15 @@ class PureMetric(ABC):
         if isinstance(a, Local) and a.axes != b.axes:
             raise ValueError(f"merge of states over the axes {a.axes} and {b.axes}.")
         for state in (a, b):
-            check_kinds(state.packed, self._layout())
-        return a.replace(packed=merge_cells(a.packed, b.packed))
+            self._check_own(state)
+        return a.replace(vectors=a.layout.merge(a.vectors, b.vectors))
 
     def sync(self, state: Local) -> Synced:
-        """What all devices have seen; inside ``shard_map`` or ``pmap``, one collective per (operation, dtype).
+        """What all devices have seen, inside ``shard_map`` or ``pmap``.
 
-        The local state is as good as before. Several metrics are synchronized at once as a ``Compose``.
+        A state of which each device receives no more than ``GATHER_BYTES`` is gathered by one collective, and every
+        device merges all rows, at full precision. A larger one takes one all-reduce per (operation, dtype), and its
+        sums that of float32 where devices hold values of very different size. The local state is as good as before. Several metrics are synchronized at once as a ``Compose``.
 
         Raises:
           TypeError: the state is no ``Local``.
@@ -158,27 +173,25 @@ class PureMetric(ABC):
                 f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
                 "compute_local(state) for every device's own value."
             )
-        return self.result(self.cells(state))
+        self._check_own(state)
+        return self.result(state.cells)
 
     def compute_local(self, state: Local) -> PyTree:
         """Each device's own value, with a leading device dim: [n, ...], or [1, ...] inside ``shard_map``."""
         self._check_local(state, "compute_local")
-        return jax.vmap(self.result)(self.cells(state))
+        self._check_own(state)
+        return jax.vmap(self.result)(state.cells)
 
-    def cells(self, state: Local | Synced) -> Cells:
-        """What a state holds, by the names of ``identity``; the arrays of a ``Local`` have a leading device dim.
+    def state_of(self, cells: Cells) -> Synced:
+        """The state that holds these cells; what a dict leaves out is the identity's, as all of ``{}`` is.
 
         Raises:
-          ValueError: the state was made by another metric.
+          ValueError: a cell that ``identity`` does not have, or of another shape.
+          TypeError: a cell of another type.
         """
-        return unpack(state.packed, self._layout())
-
-    def pack(self, cells: Cells) -> Packed:
-        """Cells by their names as a state holds them; what is left out is the identity's. ``cells`` turns it round."""
-        return pack(cells, self.identity())
-
-    def _layout(self) -> Cells:
-        return jax.eval_shape(self.identity)
+        identity = self.identity()
+        layout = Layout(identity)
+        return Synced(layout.pack(cells, identity), layout)
 
     def as_local(self, state: Synced, axes: AxisNames, mesh: Mesh) -> Local:
         """Takes a synchronized state up again: the first device has it, the others have seen nothing.
@@ -188,12 +201,12 @@ class PureMetric(ABC):
         axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
         split = NamedSharding(mesh, PartitionSpec(axes))
 
-        def place(cells):
-            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.pack({}), mesh, axes), cells)
+        def place(vectors):
+            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.state_of({}), mesh, axes), vectors)
 
-        check_kinds(state.packed, self._layout())
-        cells = jax.device_put(state.packed, NamedSharding(mesh, PartitionSpec()))
-        return Local(jax.jit(place, out_shardings=split)(cells), axes)
+        self._check_own(state)
+        vectors = jax.device_put(state.vectors, NamedSharding(mesh, PartitionSpec()))
+        return Local(jax.jit(place, out_shardings=split)(vectors), state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
         """Raises where the types of what is observed show that devices would be counted wrongly.
@@ -207,11 +220,24 @@ class PureMetric(ABC):
             hint = " Take it up again with as_local." if isinstance(state, Synced) else " Begin with empty(axes)."
             raise TypeError(f"{caller} takes a Local state, not {type(state).__name__}.{hint}")
 
+    def _check_own(self, state: Local | Synced) -> None:
+        layout = Layout(jax.eval_shape(self.identity))
+        if state.layout != layout:
+            raise ValueError(
+                f"the state is that of another metric, or of other shapes: it has the {state.layout}, and this metric "
+                f"the {layout}."
+            )
 
-def _rows(identity: Packed, mesh: Mesh, axes: tuple[str, ...]) -> Packed:
-    """[...] -> [n, ...], the same for every device."""
+
+def _row(vectors: Vectors) -> Vectors:
+    """[k] -> [1, k]"""
+    return jax.tree.map(lambda x: x[None], vectors)
+
+
+def _rows(state: Synced, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
+    """[k] -> [n, k], the same for every device."""
     count = math.prod(mesh.shape[axis] for axis in axes)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), identity)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state.vectors)
 
 
 def sync_states(states: Sequence[Local]) -> list[Synced]:
@@ -226,36 +252,39 @@ def sync_states(states: Sequence[Local]) -> list[Synced]:
     collectives.check_bound(state_axes := axes.pop(), caller="sync")
     for state in states:
         _check_one_device(state)
-    own = [jax.tree.map(lambda x: x[0], state.packed) for state in states]
+    own = [Synced(jax.tree.map(lambda x: x[0], state.vectors), state.layout) for state in states]
     if state_axes and _bytes_to_gather(own, state_axes) <= GATHER_BYTES:
-        return [Synced(packed) for packed in _gather_and_merge(own, state_axes)]
-    return [Synced(packed) for packed in _all_reduce(own, state_axes)]
+        return _gather_and_merge(own, state_axes)
+    return _all_reduce(own, state_axes)
 
 
-def _bytes_to_gather(states: list[Packed], axes: tuple[str, ...]) -> int:
+def _bytes_to_gather(states: list[Synced], axes: tuple[str, ...]) -> int:
     """What one device receives if all send it theirs."""
     return collectives.axis_size(axes) * sum(leaf.nbytes for leaf in jax.tree.leaves(states))
 
 
-def _gather_and_merge(states: list[Packed], axes: tuple[str, ...]) -> list[Packed]:
+def _gather_and_merge(states: list[Synced], axes: tuple[str, ...]) -> list[Synced]:
     """One collective for all; every device merges what it has received."""
     leaves, structure = jax.tree.flatten(states)
-    rows = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
-    return [{kind: cell.merged() for kind, cell in packed.items()} for packed in rows]
+    gathered = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
+    return [state.replace(vectors=state.layout.merge_rows(state.vectors)) for state in gathered]
 
 
-def _all_reduce(states: list[Packed], axes: tuple[str, ...]) -> list[Packed]:
+def _all_reduce(states: list[Synced], axes: tuple[str, ...]) -> list[Synced]:
     """One collective per (operation, dtype), on the pieces that a plain all-reduce merges."""
-    cells = [cell for packed in states for cell in packed.values()]
-    pieces = [cell.pieces() for cell in cells]
-    flat = [piece for some in pieces for piece in some]
-    reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], axes))
-    whole = iter([cell.from_pieces([next(reduced) for _ in some]) for cell, some in zip(cells, pieces, strict=True)])
-    return [{kind: next(whole) for kind in packed} for packed in states]
+    kinds = [state.layout.kinds_of(state.vectors) for state in states]
+    pieces = [piece for some in kinds for cell in some.values() for piece in cell.pieces()]
+    reduced = iter(collectives.all_reduce([op for op, _ in pieces], [value for _, value in pieces], axes))
+
+    def whole(cell):
+        return cell.from_pieces([next(reduced) for _ in cell.pieces()])
+
+    merged = [{kind: whole(cell) for kind, cell in some.items()} for some in kinds]
+    return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(states, merged, strict=True)]
 
 
 def _check_one_device(state: Local) -> None:
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.packed)}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.vectors)}
     if rows - {1}:
         raise ValueError(
             f"the state holds the values of {max(rows)} devices. Call this inside shard_map, with "
@@ -308,7 +337,8 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
 
     def log_step(local):
         computed = jax.shard_map(values, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(local)
-        zeros = _rows(metric.pack({}), mesh, axes)
-        return computed, Local(jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, split)), axes)
+        zeros = _rows(metric.state_of({}), mesh, axes)
+        empty = jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, split))
+        return computed, local.replace(vectors=empty)
 
     return jax.jit(log_step, donate_argnums=0)
