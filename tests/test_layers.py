@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 LAYERS = [
     {"common_types"},
     {"partitioning"},
-    {"collectives", "device_mesh", "log_files"},
+    {"checksums", "collectives", "device_mesh", "log_files"},
     {"data_parallel", "monoids", "packing", "reductions", "logger"},
     {"distributed_metrics", "states"},
     {"aggregation", "mesh_state"},
