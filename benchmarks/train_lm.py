@@ -9,18 +9,21 @@ wrapping anything: the loss curve is the same, the bytes per device are not.
 Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the
 model is compared with one that knows only the frequency of bytes, and writes some text of its own.
 
-Metrics cost no waiting. The step adds to a state on each device; every ``--log-every`` steps it is reduced over devices
-and emptied, and its values are read when those of the next time are due.
+``--processes N`` starts N processes on this machine, which share its devices; a cluster's own launcher starts the same
+program without it. With ``--checkpoint-dir`` and ``--resume`` the same command, given again after whatever happened,
+goes on where the newest good checkpoint is, with the losses that an undisturbed run would have.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
-import math
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,93 +32,23 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text as RichText
 
+from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys
+from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS, LanguageModel
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
-from benchmarks.text import Text, byte_frequency_loss, fixed_windows, load_text, random_windows
-from xlstm_jax.distributed import (
-    DeviceMeshManager,
-    available_devices,
-    create_train_state,
-    make_train_step,
-    partition_specs,
-    shard_module_params,
-)
-from xlstm_jax.distributed.metrics import (
-    Compose,
-    MetricLogger,
-    Perplexity,
-    StatefulMetric,
-    Sum,
-    Throughput,
-    WeightedMean,
-    make_log_step,
-)
+from benchmarks.text import byte_frequency_loss
+from xlstm_jax.distributed import LoopGuard, NonFiniteError
+from xlstm_jax.distributed.checkpoint import CheckpointError
+from xlstm_jax.distributed.metrics import MetricLogger
 
-SIMULATED_DEVICES = 8
-SHARD_AXIS_PREFIX = "fsdp"
-HELD_OUT_WINDOWS = 128
-WARM_UP_SHARE = 0.05
-FINAL_LR_SHARE = 0.05
-MAX_GRAD_NORM = 1.0
-WEIGHT_DECAY = 0.01
-ADAM_B2 = 0.95
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What a run is made of; ``mesh=None`` is all devices on one axis "fsdp", ``out=None`` a new folder in runs/."""
-
-    model: str = "xlstm"
-    mesh: dict[str, int] | None = None
-    data: tuple[str, ...] = ()
-    replicated: bool = False
-    steps: int = 1300
-    batch_size: int = 8
-    context: int = 128
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 4
-    dropout: float = 0.0
-    lr: float = 5e-3
-    num_minibatches: int = 1
-    dtype: str = "float32"
-    gather_dtype: str | None = None
-    min_weight_size: int = 2**12
-    remat: bool = False
-    seed: int = 0
-    out: str | None = None
-    sample_bytes: int = 300
-    log_every: int = 10
-    eval_every: int = 130
-
-
-@dataclass(frozen=True)
-class Job:
-    """A config with everything that can be wrong with it checked."""
-
-    config: TrainConfig
-    text: Text
-    mesh: Mesh
-    model: LanguageModel
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return self.mesh.axis_names
-
-    @property
-    def layout(self) -> str:
-        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return f"replicated, {mesh}" if self.config.replicated else f"sharded, {mesh}"
+LEAVING_S = 30.0  # that other processes are given to end, once one has
 
 
 @dataclass(frozen=True)
@@ -135,244 +68,54 @@ class Result:
         return [row["loss"] for row in self.rows]
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
-
-
-def prepare(config: TrainConfig) -> Job:
-    """Checks the config, reads the text, and makes the mesh and the (not yet initialised) model.
-
-    Raises:
-        ValueError: in one line, which option is wrong and what to give instead.
-    """
-    if config.d_model % (2 * config.heads):
-        raise ValueError(f"--d-model {config.d_model}: must be a multiple of 2 * --heads = {2 * config.heads}.")
-    if config.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    mesh = make_mesh(config.mesh)
-    parts = mesh.size * config.num_minibatches
-    if config.batch_size % parts:
-        raise ValueError(
-            f"--batch-size {config.batch_size}: {mesh.size} devices * {config.num_minibatches} minibatches = {parts} do"
-            f" not divide it. Take {-(-config.batch_size // parts) * parts}."
-        )
-    text = load_text(config.data)
-    for data in (text.train, text.held_out):
-        fixed_windows(data, 1, config.context)
-    return Job(config, text, mesh, make_model(config, mesh))
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """ "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4}"""
-    shape = {}
-    for item in text.split(","):
-        axis, _, size = item.partition("=")
-        if not axis or axis in shape or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: {item!r} is not a new axis with a positive size. Write it as dp=2,fsdp=4."
-            )
-        shape[axis] = int(size)
-    return shape
-
-
-def make_mesh(shape: dict[str, int] | None) -> Mesh:
-    """The mesh over the first devices; where there are only CPUs, over simulated ones."""
-    wanted = math.prod((shape or {}).values()) if shape else None
-    devices = available_devices(wanted or SIMULATED_DEVICES)
-    shape = shape or {SHARD_AXIS_PREFIX: len(devices)}
-    if math.prod(shape.values()) > len(devices):
-        raise ValueError(f"--mesh {shape}: takes {wanted} devices, and there are {len(devices)}. Take smaller axes.")
-    return DeviceMeshManager.create_device_mesh(shape, devices=devices[:wanted])
-
-
-def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    axes = tuple(axis for axis in mesh.axis_names if axis.startswith(SHARD_AXIS_PREFIX))
-    if not axes and not config.replicated:
-        raise ValueError(
-            f"--mesh {dict(mesh.shape)}: no axis named {SHARD_AXIS_PREFIX}... to split parameters over. Add"
-            f" {SHARD_AXIS_PREFIX}=N, or give --replicated."
-        )
-    wrap = functools.partial(
-        shard_module_params, axis_name=axes, min_weight_size=config.min_weight_size, gather_dtype=config.gather_dtype
-    )
-    return LanguageModel(
-        block=config.model,
-        dim=config.d_model,
-        num_layers=config.layers,
-        num_heads=config.heads,
-        dropout=config.dropout,
-        remat=config.remat,
-        wrap=None if config.replicated else wrap,
-        dtype=jnp.dtype(config.dtype),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- training
-
-
-def train(config: TrainConfig, console: Console | None = None) -> Result:
+def train(config: TrainConfig, console: Console | None = None) -> Result | None:
     """Prepares and runs a training; ``console=None`` shows nothing. Raises as ``prepare`` does."""
     return run(prepare(config), console or Console(quiet=True))
 
 
-def run(job: Job, console: Console) -> Result:
-    config = job.config
-    out = Path(config.out or f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}")
-    out.mkdir(parents=True, exist_ok=True)
-    init_key, step_key, sample_key = jax.random.split(jax.random.key(config.seed), 3)
-    tokens = jnp.zeros((config.batch_size, config.context), jnp.int32)
-    state = create_train_state(job.model, optimizer(config), job.mesh, init_key, tokens, batch_axes=job.batch_axes)
-    memory = memory_per_device(job, state)
-    write_config(out / "config.json", job, state)
-    introduce(job, state, memory, console)
-
-    with MetricLogger(out) as logger:
-        state, rows = fit(job, state, step_key, console, logger)
-    with console.status("sampling"):
-        sample = generate(job.model, state.params, SAMPLE_PROMPT, config, sample_key) if config.sample_bytes else b""
+def run(job: Job, console: Console) -> Result | None:
+    """Trains from the start, or from the newest checkpoint; None where SIGTERM has ended it before its last step."""
+    config, out = job.config, _out_folder(job.config)
+    console = console if jax.process_index() == 0 else Console(quiet=True)
+    guarded = LoopGuard(step_timeout_s=config.step_timeout)
+    with checkpointer_of(job) as checkpointer:
+        start = begin(job, checkpointer)
+        memory = memory_per_device(job, start.state)
+        if jax.process_index() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            write_config(out / "config.json", job, start.state)
+        introduce(job, start, memory, console)
+        resume_step = (int(start.position) or -1) if config.resume else None
+        with guarded as guard, MetricLogger(out, resume_step=resume_step) as logger:
+            end, rows = fit(job, start, guard, checkpointer, logger, console)
+            if end.position < config.steps:
+                console.print(f"stopped after step {end.position} by SIGTERM; go on with --resume", highlight=False)
+                return None
+            with guard.paused(), console.status("sampling"):
+                sample = generate(job.model, end.state.params, SAMPLE_PROMPT, config, keys(job)[2])
+    rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
-    result = Result(rows, rows[-1]["held_out_loss"], baseline, sample, memory, out, state.params)
-    draw_loss(out / "loss.png", f"{config.model}, {job.layout}", rows, baseline)
-    draw_memory(out / "memory.png", f"{config.model}, {parameter_count(state) / 1e6:.2f} M parameters", memory)
+    held_out = rows[-1]["held_out_loss"] if rows else float("nan")
+    result = Result(rows, held_out, baseline, sample, memory, out, end.state.params)
+    if jax.process_index() == 0:
+        draw_loss(out / "loss.png", f"{config.model}, {job.layout}", rows, baseline)
+        title = f"{config.model}, {parameter_count(end.state) / 1e6:.2f} M parameters"
+        draw_memory(out / "memory.png", title, memory)
     conclude(result, console)
     return result
 
 
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    warm_up = max(1, round(config.steps * WARM_UP_SHARE))
-    schedule = optax.warmup_cosine_decay_schedule(
-        config.lr / warm_up, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr * FINAL_LR_SHARE
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
-    )
+def _out_folder(config: TrainConfig) -> Path:
+    if config.out is not None:
+        return Path(config.out)
+    if config.checkpoint_dir is not None:
+        return Path(config.checkpoint_dir, METRICS)
+    return Path(f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def byte_losses(
-    apply_fn: Callable[..., jax.Array], params: Any, windows: jax.Array, **kwargs: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
-    likeliest."""
-    windows = windows.astype(jnp.int32)
-    logits, bytes_ = apply_fn({"params": params}, windows[:, :-1], **kwargs), windows[:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, bytes_), jnp.argmax(logits, axis=-1) == bytes_
-
-
-def train_metric() -> Compose:
-    """What the step adds to, on each device; of the steps since the last row."""
-    means = {"loss": WeightedMean(), "perplexity": Perplexity(), "accuracy": WeightedMean()}
-    return Compose(means | {"tokens": Sum(jnp.int32)})
-
-
-def loss_fn(
-    params: Any, apply_fn: Callable[..., jax.Array], batch: jax.Array, rng: jax.Array
-) -> tuple[jax.Array, dict[str, Any]]:
-    losses, right = byte_losses(apply_fn, params, batch, train=True, rngs={"dropout": rng})
-    return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
-
-
-def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
-    """``evaluate(params)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
-    padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
-    windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
-    windows = _place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
-    weight = _place(job, np.arange(padded) < HELD_OUT_WINDOWS)
-    mean = StatefulMetric(WeightedMean(), job.mesh)
-    batch_spec = PartitionSpec(job.batch_axes)
-    losses = jax.jit(
-        jax.shard_map(
-            functools.partial(byte_losses, job.model.apply),
-            mesh=job.mesh,
-            in_specs=(partition_specs(state.params, job.mesh), batch_spec),
-            out_specs=batch_spec,
-        )
-    )
-
-    def evaluate(params):
-        mean.reset()
-        mean.update(losses(params, windows)[0], weight)
-        mean.sync()
-        return mean.compute()
-
-    return evaluate
-
-
-def fit(
-    job: Job, state: TrainState, rng: jax.Array, console: Console, logger: MetricLogger
-) -> tuple[TrainState, list[dict[str, float]]]:
-    """All steps, under a progress bar. The last row always has a held-out loss.
-
-    Raises:
-        FloatingPointError: a loss that is no number; says at which step.
-    """
-    config, metric = job.config, train_metric()
-    step = make_train_step(loss_fn, job.mesh, job.batch_axes, config.num_minibatches, metric=metric)
-    log_step = make_log_step(metric, job.mesh, job.batch_axes)
-    evaluate, local = make_evaluate(job, state), metric.empty(job.batch_axes, job.mesh)
-    with console.status("compiling"):
-        step = step.lower(state, _batch(job, 0), rng, local).compile()
-        evaluate(state.params).block_until_ready()
-    speed, rows = _Speed(job), []
-    with _progress(console) as progress:
-        task = progress.add_task("training", total=config.steps, loss=math.nan, speed=math.nan, held_out=math.nan)
-        for index in range(config.steps):
-            state, metrics, local = step(state, _batch(job, index), rng, local)
-            progress.update(task, advance=1)
-            last, due = index + 1 == config.steps, (index + 1) % config.eval_every == 0
-            if not (last or due or (index + 1) % config.log_every == 0):
-                continue
-            row, local = log_step(local)
-            row |= {"grad_norm": metrics["grad_norm"]} | speed.row(index + 1)
-            row |= {"held_out_loss": evaluate(state.params)} if last or due else {}
-            logger.log(index + 1, row)
-            rows.append({"step": index + 1} | row)
-            if len(rows) > 1:
-                _show(progress, task, rows[-2])  # which has arrived: the logger has just written it
-    _show(progress, task, rows[-1])
-    return state, jax.tree.map(float, rows)
-
-
-class _Speed:
-    """Tokens per second of the interval before the last, which is over: no one waits for the last to end."""
-
-    def __init__(self, job: Job) -> None:
-        self._metric = StatefulMetric(Throughput(jax.process_count()), job.mesh)
-        self._tokens_per_step = job.config.batch_size * job.config.context // jax.process_count()
-        self._start = self._time = time.perf_counter()
-        self._steps: tuple[int, ...] = ()
-
-    def row(self, step: int) -> dict[str, Any]:
-        now = time.perf_counter()
-        row = {"seconds": now - self._start}
-        if len(self._steps) > 1:
-            self._metric.reset()
-            self._metric.update((self._steps[-1] - self._steps[-2]) * self._tokens_per_step, now - self._time)
-            self._metric.sync()
-            row["tokens_per_s"] = self._metric.compute()
-        self._steps, self._time = (*self._steps[-1:], step), now
-        return row
-
-
-def _show(progress: Progress, task: Any, row: dict[str, Any]) -> None:
-    """A row that has arrived on the progress bar.
-
-    Raises:
-        FloatingPointError: its loss is no number.
-    """
-    loss = float(row["loss"])
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss} at step {row['step']}; take a smaller --lr.")
-    names = {"speed": "tokens_per_s", "held_out": "held_out_loss"}
-    shown = {field: float(row[name]) for field, name in names.items() if name in row}
-    progress.update(task, loss=loss, **shown)
-
-
-def _batch(job: Job, index: int) -> jax.Array:
-    config = job.config
-    return _place(job, random_windows(job.text.train, config.batch_size, config.context, (config.seed, index)))
-
-
-def _place(job: Job, windows: np.ndarray) -> jax.Array:
-    return jax.device_put(windows, NamedSharding(job.mesh, PartitionSpec(job.batch_axes)))
+def read_rows(out: Path) -> list[dict[str, float]]:
+    """What ``metrics.jsonl`` holds, of this run and those that it goes on from."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def generate(model: LanguageModel, params: Any, prompt: str, config: TrainConfig, rng: jax.Array) -> bytes:
@@ -392,6 +135,8 @@ def generate(model: LanguageModel, params: Any, prompt: str, config: TrainConfig
         filled = jnp.where(full, filled - 1, filled)
         return (window.at[filled].set(byte), filled + 1), byte.astype(jnp.uint8)
 
+    if not config.sample_bytes:
+        return b""
     keys = jax.random.split(rng, config.sample_bytes)
     _, drawn = jax.jit(lambda window, keys: jax.lax.scan(draw, (window, len(start)), keys))(window, keys)
     return prompt.encode() + np.asarray(drawn).tobytes()
@@ -434,13 +179,15 @@ def write_config(path: Path, job: Job, state: TrainState) -> None:
     path.write_text(json.dumps(dataclasses.asdict(job.config) | facts, indent=2) + "\n")
 
 
-def introduce(job: Job, state: TrainState, memory: dict[str, dict[str, int]], console: Console) -> None:
-    device = jax.devices()[0]
+def introduce(job: Job, start: Run, memory: dict[str, dict[str, int]], console: Console) -> None:
+    device, processes = jax.devices()[0], jax.process_count()
     console.print(
-        f"{job.config.model}: {parameter_count(state):,} parameters, {job.layout}, on {job.mesh.size} {device.platform}"
-        f" devices ({device.device_kind})",
+        f"{job.config.model}: {parameter_count(start.state):,} parameters, {job.layout}, on {job.mesh.size} "
+        f"{device.platform} devices ({device.device_kind})" + f" of {processes} processes" * (processes > 1),
         highlight=False,
     )
+    if start.position:
+        console.print(f"going on after step {start.position}", highlight=False)
     console.print(job.text.summary, highlight=False, markup=False)
     console.print(memory_table(memory))
 
@@ -452,19 +199,6 @@ def conclude(result: Result, console: Console) -> None:
     console.print(comparison_table(result.held_out_loss, result.baseline))
     console.print(
         f"metrics.csv, metrics.jsonl, loss.png, memory.png and config.json are in {result.out}", highlight=False
-    )
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("held-out {task.fields[held_out]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
     )
 
 
@@ -505,6 +239,15 @@ def parser() -> argparse.ArgumentParser:
     option("--seed", "of initial values, batches and the sample", int)
     option("--out", "folder for what the run leaves; by default a new one in runs/", str, metavar="FOLDER")
     option("--sample-bytes", "length of the sample at the end; 0 for none", int)
+    option(
+        "--checkpoint-dir", "folder for checkpoints, which all processes see; by default none", str, metavar="FOLDER"
+    )
+    option("--checkpoint-every", "steps between checkpoints")
+    new.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint, if there is one")
+    option("--step-timeout", "seconds after which a step that hangs ends the process")
+    option("--processes", "how many; alone, it starts them on this machine")
+    option("--coordinator", "where process 0 is reached, if no cluster tells", str, metavar="HOST:PORT")
+    option("--process-id", "which process this is, if no cluster tells", int, metavar="I")
     option("--log-every", "steps between rows of metrics.csv")
     option("--eval-every", "steps between held-out losses")
     return new
@@ -517,19 +260,55 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = vars(parser().parse_args(arguments))
     config = TrainConfig(**options | {"data": tuple(options["data"])})
+    if config.processes > 1 and config.process_id is None:
+        return spawn(arguments, config.processes)
     try:
         job = prepare(config)
-    except ValueError as error:
+    except (ValueError, TimeoutError) as error:
         return _fail(error, 2)
     try:
         run(job, Console())
     except FileExistsError as error:
         return _fail(error, 2)
-    except FloatingPointError as error:
+    except (CheckpointError, NonFiniteError) as error:
         return _fail(error, 1)
     return 0
+
+
+def spawn(arguments: Sequence[str], processes: int) -> int:
+    """Runs the same command as N processes that talk over the loopback interface; process 0 shows what it does.
+
+    Returns:
+      0, or the exit status of the process that was the first to fail.
+    """
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks.train_lm", *map(str, arguments), "--coordinator", address]
+    children = [
+        subprocess.Popen([*command, "--process-id", str(i)], stdout=None if i == 0 else subprocess.DEVNULL)
+        for i in range(processes)
+    ]
+    signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
+    try:
+        return _wait(children)
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _wait(children: list[subprocess.Popen]) -> int:
+    """Waits for all, but not long for the others once one has failed."""
+    failed, deadline = 0, float("inf")
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        codes = [child.returncode for child in children if child.returncode]
+        if codes and not failed:
+            failed, deadline = codes[0], time.monotonic() + LEAVING_S
+    return abs(failed or next((child.returncode for child in children if child.returncode), 0))
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -1,13 +1,18 @@
-"""Meshes by name and size, and simulated devices."""
+"""Meshes by name and size, and simulated devices. (Meshes over several processes: ``test_processes``.)"""
 
+import itertools
+import os
+import re
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed.mesh_shapes import crossing_sizes, filled_sizes
 
 create = DeviceMeshManager.create_device_mesh
 
@@ -39,9 +44,14 @@ def test_devices_lie_in_the_order_given():
     [
         (
             {"dp": 2, "fsdp": 3},
-            r"takes 6 devices, but there are 8. With 'fsdp' = 4 it would fit; or pass devices=jax.devices\(\)\[:6\]",
+            r"takes 6 devices, but there are 8. Nearest shapes that fit: {'dp': 2, 'fsdp': 4}, .*\[:6\]; or try it",
         ),
-        ({"dp": 3, "fsdp": -1}, r"takes 3 devices or a multiple, but there are 8. Divisors of 8 fit"),
+        ({"dp": 5, "fsdp": 2}, r"takes 10 devices, .* fit: {'dp': 4, 'fsdp': 2}, {'dp': 8, 'fsdp': 1}, .*}; or try it"),
+        (
+            {"dp": 3, "fsdp": -1},
+            r"takes 3 devices or a multiple, but there are 8. .* fit: {'dp': 4, 'fsdp': 2}, {'dp': 2",
+        ),
+        ([("dp", 2), ("dp", 4)], r"names an axis twice"),
         ({"dp": -1, "fsdp": -1}, r"at most one of them -1"),
         ({"fsdp": 0}, r"a size is a positive integer"),
         ({}, r"names no mesh axis"),
@@ -52,6 +62,86 @@ def test_devices_lie_in_the_order_given():
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers(shape, message):
     with pytest.raises(ValueError, match=message):
         create(shape)
+
+
+@pytest.mark.parametrize("count, sizes", [(8, (3, 3)), (12, (5, 1, 2)), (7, (2, -1)), (64, (3, 5, 7))], ids=str)
+def test_the_nearest_shapes_are_the_nearest(count, sizes):
+    """Against all shapes there are, tried one by one."""
+
+    def away(shape):
+        return sum(abs(np.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old > 0)
+
+    every = [shape for shape in itertools.product(range(1, count + 1), repeat=len(sizes)) if np.prod(shape) == count]
+    with pytest.raises(ValueError, match=rf"but there are {count}. Nearest shapes that fit: ") as told:
+        filled_sizes(dict(zip("abc", sizes, strict=False)), count)
+    shown = [
+        tuple(int(size) for size in re.findall(r": (\d+)", text))
+        for text in re.findall(r"{[^}]*}", str(told.value).split("fit: ")[1])
+    ]
+    assert len(shown) == min(3, len(every)) and set(shown) <= set(every)
+    np.testing.assert_allclose([away(shape) for shape in shown], sorted(map(away, every))[: len(shown)])
+
+
+@pytest.mark.parametrize(
+    "sizes, units, want",
+    [((2, 4), 2, (2, 1)), ((1, 8), 2, (1, 2)), ((3, 4), 6, (3, 2)), ((4, 9), 6, (2, 3)), ((2, 2, 8), 8, (2, 2, 2))],
+    ids=str,
+)
+def test_the_first_axes_cross_slow_links(sizes, units, want):
+    assert crossing_sizes(sizes, units) == want
+
+
+TWO_SLICES = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+from jax.experimental import topologies
+from xlstm_jax.distributed.device_mesh import _mesh_by_topology
+devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices
+for sizes in ((2, 8), (8, 2), (1, 16)):
+    mesh = _mesh_by_topology(sizes, ("dp", "fsdp"), devices[::-1])
+    print([[device.slice_index for device in row] for row in mesh.devices])
+"""
+
+
+def test_the_first_axes_cross_the_slices_of_a_tpu_that_is_not_there():
+    """Two slices of eight chips, each over two hosts, as libtpu describes them; skipped where that is not installed."""
+    pytest.importorskip("libtpu")
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
+    run = subprocess.run([sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, env=environment)
+    assert run.stdout.splitlines() == [
+        str([[0] * 8, [1] * 8]),
+        str([[0, 0]] * 4 + [[1, 1]] * 4),
+        str([[0] * 8 + [1] * 8]),
+    ], run.stderr
+
+
+def test_ready_made_meshes():
+    one = [DeviceMeshManager.create_data_parallel_mesh(), DeviceMeshManager.create_data_parallel_mesh(4)]
+    assert [dict(mesh.shape) for mesh in one] == [{"data": 8}, {"data": 4}]
+    assert one[1].devices.tolist() == jax.devices()[:4]
+    assert dict(DeviceMeshManager.create_model_parallel_mesh(2).shape) == {"model": 2}
+    assert dict(DeviceMeshManager.create_hybrid_mesh(2, 4).shape) == {"data": 2, "model": 4}
+    hsdp = DeviceMeshManager.create_hsdp_mesh(-1, 4)
+    assert hsdp.axis_names == ("dp", "fsdp") and dict(hsdp.shape) == {"dp": 2, "fsdp": 4}
+    assert {kind for mesh in [*one, hsdp] for kind in mesh.axis_types} == {AxisType.Auto}
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_more_devices_than_there_are_or_none_are_refused(count):
+    with pytest.raises(ValueError, match=rf"num_devices={count} for the axis 'model': there are 8 devices, 1 to 8 fit"):
+        DeviceMeshManager.create_model_parallel_mesh(count)
+
+
+def test_what_there_is_to_know_about_a_mesh():
+    info = DeviceMeshManager.get_mesh_info(create({"dp": 2, "fsdp": 4}))
+    assert info == {
+        "total_devices": 8,
+        "axes": {"dp": 2, "fsdp": 4},
+        "processes": 1,
+        "platform": "cpu",
+        "device_kind": "cpu",
+        "axes_across_processes": [],
+    }
 
 
 def test_simulating_too_late_says_so():
@@ -67,6 +157,22 @@ def test_simulating_in_a_fresh_process():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "3"
     )
+
+
+@pytest.mark.parametrize("flags", ["--xla_force_host_platform_device_count=5", "--xla_dump_to={0}"])
+def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(flags, tmp_path):
+    code = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(3); import jax, jax.numpy as jnp; "
+    code += "jax.jit(jnp.sin)(1.0); print(jax.device_count())"
+    flags = f"--xla_force_host_platform_device_count=5 {flags}".format(tmp_path)
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.strip() == "3"
+    assert any(tmp_path.iterdir()) == ("dump" in flags)
+
+
+def test_no_devices_are_refused():
+    with pytest.raises(ValueError, match=r"simulate_cpu_devices\(0\): the number of devices is positive"):
+        simulate_cpu_devices(0)
 
 
 MANY_IN_FLIGHT = """

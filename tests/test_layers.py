@@ -11,14 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 LAYERS = [
     {"common_types"},
     {"partitioning"},
-    {"checksums", "collectives", "device_mesh", "log_files"},
-    {"data_parallel", "monoids", "packing", "reductions", "logger"},
-    {"distributed_metrics", "states"},
-    {"aggregation", "mesh_state"},
+    {"agreement", "mesh_shapes", "processes"},
+    {"checksums", "collectives", "device_mesh", "log_files", "votes", "watchdog"},
+    {"data_parallel", "monoids", "packing", "reductions", "logger", "replicas", "checkpoint_leaves"},
+    {"distributed_metrics", "safetensors_files", "states"},
+    {"aggregation", "checkpoint", "mesh_state"},
     {"classification", "stateful"},
     {"ranking"},
-    {"gradients", "optimizers"},
-    {"training"},
+    {"gradients", "nonfinite", "optimizers"},
+    {"training", "resilience"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

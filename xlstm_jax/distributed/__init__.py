@@ -1,5 +1,7 @@
 """The public face of the library: everything that a training script needs, by its name."""
 
+from xlstm_jax.distributed.agreement import assert_same_everywhere
+from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     gather_array_with_mean_grads,
     gather_params,
@@ -7,32 +9,55 @@ from xlstm_jax.distributed.data_parallel import (
     shard_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, available_devices, simulate_cpu_devices
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, shard_batch
 from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
 from xlstm_jax.distributed.partitioning import box_like, bytes_per_device, partition_specs, shardings, unbox
-from xlstm_jax.distributed.training import create_train_state, init_sharded, make_train_step
+from xlstm_jax.distributed.processes import available_devices, initialize_distributed, simulate_cpu_devices
+from xlstm_jax.distributed.resilience import (
+    LoopGuard,
+    NonFiniteError,
+    ReplicaError,
+    check_replicas,
+    skip_counts,
+    skip_nonfinite,
+)
+from xlstm_jax.distributed.training import abstract_train_state, create_train_state, init_sharded, make_train_step
 
 __all__ = [
+    "CheckpointError",
+    "Checkpointer",
     "DeviceMeshManager",
+    "LoopGuard",
+    "NonFiniteError",
+    "ReplicaError",
+    "abstract_train_state",
     "accumulate_gradients",
+    "assert_same_everywhere",
     "available_devices",
     "box_like",
     "bytes_per_device",
+    "check_replicas",
     "clip_by_global_norm",
     "create_train_state",
     "elementwise_only",
+    "export_safetensors",
     "fold_rng_over_axis",
     "gather_array_with_mean_grads",
     "gather_params",
     "global_norm",
+    "import_safetensors",
     "init_sharded",
+    "initialize_distributed",
     "make_train_step",
     "partition_specs",
+    "shard_batch",
     "shard_module_params",
     "shard_params",
     "shardings",
     "simulate_cpu_devices",
+    "skip_counts",
+    "skip_nonfinite",
     "sync_gradients",
     "unbox",
     "value_and_grad",

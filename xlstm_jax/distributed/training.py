@@ -4,6 +4,7 @@
   value_and_grad        inside shard_map: loss and gradient of the mean over all devices (in ``gradients``)
   accumulate_gradients  the same over minibatches, one after the other
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
+  abstract_train_state  the same without a value: what a checkpoint is restored into
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
 
 The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and
@@ -33,6 +34,7 @@ from xlstm_jax.distributed.gradients import (
     value_and_grad,
 )
 from xlstm_jax.distributed.metrics.states import PureMetric
+from xlstm_jax.distributed.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers import global_norm
 from xlstm_jax.distributed.partitioning import (
     axes_entry,
@@ -53,6 +55,7 @@ from xlstm_jax.distributed.partitioning import (
 )
 
 __all__ = [
+    "abstract_train_state",
     "accumulate_gradients",
     "create_train_state",
     "fold_rng_over_axis",
@@ -157,6 +160,44 @@ def create_train_state(
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)
 
 
+def abstract_train_state(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    rng: PyTree,
+    *inputs: PyTree,
+    batch_axes: AxisNames,
+    **kwargs: Any,
+) -> TrainState:
+    """What ``create_train_state`` would return, without allocating it: the target of a restore.
+
+    Args:
+      model, tx, mesh, rng, *inputs, batch_axes, **kwargs: see ``create_train_state``. ``rng`` and the inputs may be
+        ``ShapeDtypeStruct``.
+    Returns:
+      The ``TrainState`` of ``ShapeDtypeStruct`` with shardings, boxed where parameters are split.
+    Raises:
+      ValueError: as ``create_train_state``.
+    """
+    mesh = auto_mesh(mesh)
+
+    def create(rng, inputs):
+        return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
+
+    state = jax.eval_shape(create, rng, inputs)
+    places = state.replace(
+        step=NamedSharding(mesh, PartitionSpec()),
+        params=shardings(state.params, mesh),
+        opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
+    )
+
+    def placed(leaf, place):
+        value = leaf_value(leaf)
+        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+
+    return map_leaves(placed, state, places)
+
+
 def _own_copy(value: jax.Array) -> jax.Array:
     """A buffer of its own with a type that a step will not change.
 
@@ -239,7 +280,7 @@ def make_train_step(
       is donated and comes back with the sharding that ``create_train_state`` gave it; ``batch`` has global leaves [b,
       ...]; ``rng`` is folded with the step and the device, so one key serves a whole run and dropout differs
       everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over all parameters before the optimizer, float32
-      scalars.
+      scalars; and the counters of ``skip_nonfinite``, where the optimizer has it around it.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices or minibatches do not divide the batch:
         names the leaf and both numbers.
@@ -260,6 +301,7 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
         state = _apply_updates(state, grads, loss, value_fn, mesh)
+        metrics |= skip_counts(state.opt_state)
         if metric is not None:
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})

@@ -1,0 +1,296 @@
+"""The steps of a training job, guarded: ``fit(job, ...)``.
+
+Life of a run:
+  begin     from step 0, or from the newest good checkpoint: parameters, optimizer, metric state, rng, place in the data
+  a step    one batch, chosen by seed and number alone; the metric state adds to itself on each device
+  a row     every --log-every steps: metrics reduced over devices, written when the next row is due
+  a save    every --checkpoint-every steps, at the end, and after SIGTERM: committed in the background
+
+What goes on after a save is what a restored run begins with, the metric state included. So a run that was killed and
+started again has the losses of one that was not, bit for bit.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.job import CHECKPOINTS, Job, TrainConfig
+from benchmarks.text import fixed_windows, random_windows
+from xlstm_jax.distributed import (
+    LoopGuard,
+    create_train_state,
+    make_train_step,
+    partition_specs,
+    shard_batch,
+    skip_nonfinite,
+)
+from xlstm_jax.distributed.checkpoint import Checkpointer
+from xlstm_jax.distributed.metrics import (
+    Compose,
+    Local,
+    MetricLogger,
+    Perplexity,
+    StatefulMetric,
+    Sum,
+    Synced,
+    Throughput,
+    WeightedMean,
+    make_log_step,
+)
+from xlstm_jax.distributed.training import abstract_train_state
+
+HELD_OUT_WINDOWS = 128
+WARM_UP_SHARE = 0.05
+FINAL_LR_SHARE = 0.05
+MAX_GRAD_NORM = 1.0
+WEIGHT_DECAY = 0.01
+ADAM_B2 = 0.95
+KEEP_CHECKPOINTS = 3
+SAVE_TIMEOUT_S = 60
+
+
+class Run(NamedTuple):
+    """What a checkpoint holds: the state of the training, of its metrics, the next batch's number, and the rng."""
+
+    state: TrainState
+    metrics: Synced
+    position: Any
+    rng: jax.Array
+
+
+# ------------------------------------------------------------------------------------------------ the model's training
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    warm_up = max(1, round(config.steps * WARM_UP_SHARE))
+    schedule = optax.warmup_cosine_decay_schedule(
+        config.lr / warm_up, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr * FINAL_LR_SHARE
+    )
+    adamw = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
+    return skip_nonfinite(optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), adamw))
+
+
+def byte_losses(
+    apply_fn: Callable[..., jax.Array], params: Any, windows: jax.Array, **kwargs: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
+    likeliest."""
+    windows = windows.astype(jnp.int32)
+    logits, bytes_ = apply_fn({"params": params}, windows[:, :-1], **kwargs), windows[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, bytes_), jnp.argmax(logits, axis=-1) == bytes_
+
+
+def train_metric() -> Compose:
+    """What the step adds to, on each device; of the steps since the last row."""
+    means = {"loss": WeightedMean(), "perplexity": Perplexity(), "accuracy": WeightedMean()}
+    return Compose(means | {"tokens": Sum(jnp.int32)})
+
+
+def loss_fn(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: jax.Array, rng: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+    losses, right = byte_losses(apply_fn, params, batch, train=True, rngs={"dropout": rng})
+    return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
+
+
+def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
+    """``evaluate(params)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
+    padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
+    windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
+    windows = _place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
+    weight = _place(job, (np.arange(padded) < HELD_OUT_WINDOWS))
+    mean = StatefulMetric(WeightedMean(), job.mesh)
+    batch_spec = PartitionSpec(job.batch_axes)
+    losses = jax.jit(
+        jax.shard_map(
+            functools.partial(byte_losses, job.model.apply),
+            mesh=job.mesh,
+            in_specs=(partition_specs(state.params, job.mesh), batch_spec),
+            out_specs=batch_spec,
+        )
+    )
+
+    def evaluate(params):
+        mean.reset()
+        mean.update(losses(params, windows)[0], weight)
+        mean.sync()
+        return mean.compute()
+
+    return evaluate
+
+
+def _batch(job: Job, index: int) -> jax.Array:
+    config = job.config
+    return _place(job, random_windows(job.text.train, config.batch_size, config.context, (config.seed, index)))
+
+
+def _place(job: Job, rows: np.ndarray) -> jax.Array:
+    """Global rows on the mesh. Every process has computed all of them, and hands in its own."""
+    own = len(rows) // jax.process_count()
+    return shard_batch(rows[own * jax.process_index() :][:own], job.mesh, job.batch_axes)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@contextmanager
+def checkpointer_of(job: Job) -> Iterator[Checkpointer | None]:
+    """The checkpointer of a job that has a folder for it, else None."""
+    config = job.config
+    if config.checkpoint_dir is None:
+        yield None
+        return
+    folder, timeout_s = Path(config.checkpoint_dir, CHECKPOINTS), min(config.step_timeout, SAVE_TIMEOUT_S)
+    with Checkpointer(folder, config.checkpoint_every, KEEP_CHECKPOINTS, async_timeout_s=timeout_s) as checkpointer:
+        yield checkpointer
+
+
+def begin(job: Job, checkpointer: Checkpointer | None) -> Run:
+    """A run at its start, or where its newest good checkpoint has it."""
+    init_key, step_key, _ = keys(job)
+    tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.context), jnp.int32)
+    where = {"batch_axes": job.batch_axes}
+    if job.config.resume and checkpointer.latest_step() is not None:
+        state = abstract_train_state(job.model, optimizer(job.config), job.mesh, init_key, tokens, **where)
+        whole = NamedSharding(job.mesh, PartitionSpec())
+        metrics = jax.eval_shape(lambda: train_metric().state_of({}))
+        metrics, rng = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            (metrics, jax.eval_shape(lambda: step_key)),
+        )
+        return Run(*checkpointer.restore(tuple(Run(state, metrics, 0, rng))))
+    tokens = jnp.zeros(tokens.shape, tokens.dtype)
+    state = create_train_state(job.model, optimizer(job.config), job.mesh, init_key, tokens, **where)
+    return Run(state, train_metric().state_of({}), 0, step_key)
+
+
+def keys(job: Job) -> jax.Array:
+    """Of initial values, steps, and the sample."""
+    return jax.random.split(jax.random.key(job.config.seed), 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- steps
+
+
+class Programs(NamedTuple):
+    """The compiled functions of a job."""
+
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array], Local]]
+    log_step: Callable[[Local], tuple[dict[str, jax.Array], Local]]
+    sync: Callable[[Local], Synced]
+    evaluate: Callable[[Any], jax.Array]
+
+
+def compile_programs(job: Job, run: Run) -> Programs:
+    metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
+    step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, metric=metric)
+    sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
+    evaluate = make_evaluate(job, run.state)
+    compiled = step.lower(run.state, _batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()
+    evaluate(run.state.params).block_until_ready()
+    return Programs(compiled, make_log_step(metric, mesh, axes), jax.jit(sync), evaluate)
+
+
+def fit(
+    job: Job, run: Run, guard: LoopGuard, checkpointer: Checkpointer | None, logger: MetricLogger, console: Console
+) -> tuple[Run, list[dict[str, float]]]:
+    """All steps that are left, under a progress bar; fewer after SIGTERM. The last row always has a held-out loss.
+
+    Raises:
+      NonFiniteError: too many losses or gradients in a row are no numbers; says at which step.
+    """
+    config = job.config
+    with console.status("compiling"):
+        programs = compile_programs(job, run)
+    state, local = run.state, train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
+    speed, rows, position = _Speed(job), [], int(run.position)
+    with _progress(console) as progress:
+        task = progress.add_task(
+            "training", total=config.steps, completed=position, loss=math.nan, speed=math.nan, held_out=math.nan
+        )
+        while position < config.steps:
+            state, metrics, local = programs.step(state, _batch(job, position), run.rng, local)
+            position += 1
+            progress.update(task, advance=1)
+            guard.step_done(position, metrics)
+            stop, last = guard.should_stop(position), position == config.steps
+            due = last or position % config.eval_every == 0
+            if due or position % config.log_every == 0:
+                row, local = programs.log_step(local)
+                row |= {"grad_norm": metrics["grad_norm"]} | speed.row(position)
+                row |= _held_out(programs, state, guard) if due else {}
+                logger.log(position, row)
+                rows.append({"step": position} | row)
+                _show(progress, task, rows)
+            if checkpointer and (stop or last or position % config.checkpoint_every == 0):
+                run = Run(state, programs.sync(local), position, run.rng)
+                local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
+                logger.flush()  # so that no row before the checkpoint is lost with this process
+                checkpointer.save(position, tuple(run), force=stop or last)
+            if stop:
+                break
+        if checkpointer:
+            with guard.paused():
+                checkpointer.wait()
+    return run._replace(state=state, position=position), jax.tree.map(float, rows)
+
+
+def _held_out(programs: Programs, state: TrainState, guard: LoopGuard) -> dict[str, jax.Array]:
+    with guard.paused():
+        return {"held_out_loss": programs.evaluate(state.params)}
+
+
+class _Speed:
+    """Tokens per second of the interval before the last, which is over: no one waits for the last to end."""
+
+    def __init__(self, job: Job) -> None:
+        self._metric = StatefulMetric(Throughput(jax.process_count()), job.mesh)
+        self._tokens_per_step = job.config.batch_size * job.config.context // jax.process_count()
+        self._start = self._time = time.perf_counter()
+        self._steps: tuple[int, ...] = ()
+
+    def row(self, step: int) -> dict[str, Any]:
+        now = time.perf_counter()
+        row = {"seconds": now - self._start}
+        if len(self._steps) > 1:
+            self._metric.reset()
+            self._metric.update((self._steps[-1] - self._steps[-2]) * self._tokens_per_step, now - self._time)
+            self._metric.sync()
+            row["tokens_per_s"] = self._metric.compute()
+        self._steps, self._time = (*self._steps[-1:], step), now
+        return row
+
+
+def _show(progress: Progress, task: Any, rows: list[dict[str, Any]]) -> None:
+    """On the progress bar: the row before the last, which has arrived, since the logger has just written it."""
+    if len(rows) < 2:
+        return
+    row = rows[-2]
+    names = {"loss": "loss", "speed": "tokens_per_s", "held_out": "held_out_loss"}
+    progress.update(task, **{field: float(row[name]) for field, name in names.items() if name in row})
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("held-out {task.fields[held_out]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+    )

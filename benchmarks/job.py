@@ -1,0 +1,212 @@
+"""What a training job is made of: its options, and the text, mesh and model that they stand for, checked.
+
+TrainConfig  -- prepare -->  Job(config, text, mesh, model)
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import benchmarks
+import xlstm_jax
+from benchmarks.models import LanguageModel
+from benchmarks.text import Text, fixed_windows, load_text
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    assert_same_everywhere,
+    available_devices,
+    initialize_distributed,
+    shard_module_params,
+)
+
+SIMULATED_DEVICES = 8
+SHARD_AXIS_PREFIX = "fsdp"
+CHECKPOINTS, METRICS = "steps", "metrics"  # folders below --checkpoint-dir
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a run is made of; ``mesh=None`` is all devices on one axis "fsdp", ``out=None`` a new folder in runs/, or
+    ``metrics`` in the checkpoints' folder."""
+
+    model: str = "xlstm"
+    mesh: dict[str, int] | None = None
+    data: tuple[str, ...] = ()
+    replicated: bool = False
+    steps: int = 1300
+    batch_size: int = 8
+    context: int = 128
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.0
+    lr: float = 5e-3
+    num_minibatches: int = 1
+    dtype: str = "float32"
+    gather_dtype: str | None = None
+    min_weight_size: int = 2**12
+    remat: bool = False
+    seed: int = 0
+    out: str | None = None
+    sample_bytes: int = 300
+    log_every: int = 10
+    eval_every: int = 130
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 100
+    resume: bool = False
+    step_timeout: int = 600
+    processes: int = 1
+    coordinator: str | None = None
+    process_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config with everything that can be wrong with it checked."""
+
+    config: TrainConfig
+    text: Text
+    mesh: Mesh
+    model: LanguageModel
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return self.mesh.axis_names
+
+    @property
+    def layout(self) -> str:
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return f"replicated, {mesh}" if self.config.replicated else f"sharded, {mesh}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte."""
+
+    rows: list[dict[str, float]]
+    held_out_loss: float
+    baseline: float
+    sample: bytes
+    memory: dict[str, dict[str, int]]
+    out: Path
+    params: Any = field(repr=False)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Checks the config, reads the text, and makes the mesh and the (not yet initialised) model.
+
+    With several processes it joins them, and all of them have to have the same config, text and code.
+
+    Raises:
+        ValueError: in one line, which option is wrong and what to give instead; or what differs between processes.
+    """
+    _check_checkpoints(config)
+    if config.processes > 1:
+        initialize_distributed(config.coordinator, config.processes, config.process_id)
+    else:
+        initialize_distributed()
+    if config.d_model % (2 * config.heads):
+        raise ValueError(f"--d-model {config.d_model}: must be a multiple of 2 * --heads = {2 * config.heads}.")
+    if config.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    mesh = make_mesh(config.mesh, config.processes)
+    parts = mesh.size * config.num_minibatches
+    if config.batch_size % parts:
+        raise ValueError(
+            f"--batch-size {config.batch_size}: {mesh.size} devices * {config.num_minibatches} minibatches = {parts} do"
+            f" not divide it. Take {-(-config.batch_size // parts) * parts}."
+        )
+    text = load_text(config.data)
+    for data in (text.train, text.held_out):
+        fixed_windows(data, 1, config.context)
+    assert_same_everywhere(_what_must_agree(config, text))
+    return Job(config, text, mesh, make_model(config, mesh))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4}"""
+    shape = {}
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        if not axis or axis in shape or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {item!r} is not a new axis with a positive size. Write it as dp=2,fsdp=4."
+            )
+        shape[axis] = int(size)
+    return shape
+
+
+def make_mesh(shape: dict[str, int] | None, processes: int) -> Mesh:
+    """The mesh over the first devices; where there are only CPUs, over simulated ones, as many on each process."""
+    simulated = math.prod((shape or {}).values()) if shape else SIMULATED_DEVICES
+    if simulated % processes:
+        raise ValueError(f"--processes {processes}: they cannot share {simulated} devices equally. Take a divisor.")
+    devices = available_devices(simulated // processes)
+    shape = shape or {SHARD_AXIS_PREFIX: len(devices)}
+    size = math.prod(shape.values())
+    if size > len(devices):
+        raise ValueError(f"--mesh {shape}: takes {size} devices, and there are {len(devices)}. Take smaller axes.")
+    if size == len(devices):
+        return DeviceMeshManager.create_device_mesh(shape)
+    if processes > 1:
+        raise ValueError(f"--mesh {shape}: takes {size} of {len(devices)} devices, and several processes take all.")
+    return DeviceMeshManager.create_device_mesh(shape, devices=devices[:size])
+
+
+def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:
+    axes = tuple(axis for axis in mesh.axis_names if axis.startswith(SHARD_AXIS_PREFIX))
+    if not axes and not config.replicated:
+        raise ValueError(
+            f"--mesh {dict(mesh.shape)}: no axis named {SHARD_AXIS_PREFIX}... to split parameters over. Add"
+            f" {SHARD_AXIS_PREFIX}=N, or give --replicated."
+        )
+    wrap = functools.partial(
+        shard_module_params, axis_name=axes, min_weight_size=config.min_weight_size, gather_dtype=config.gather_dtype
+    )
+    return LanguageModel(
+        block=config.model,
+        dim=config.d_model,
+        num_layers=config.layers,
+        num_heads=config.heads,
+        dropout=config.dropout,
+        remat=config.remat,
+        wrap=None if config.replicated else wrap,
+        dtype=jnp.dtype(config.dtype),
+    )
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    if config.resume and config.checkpoint_dir is None:
+        raise ValueError("--resume: from which checkpoints? Give --checkpoint-dir.")
+    if config.checkpoint_dir is None or config.resume:
+        return
+    if any(Path(config.checkpoint_dir, CHECKPOINTS).glob("[0-9]*")):
+        raise ValueError(
+            f"--checkpoint-dir {config.checkpoint_dir}: holds the checkpoints of a run. Go on with it by --resume, or "
+            "take another folder."
+        )
+
+
+def _what_must_agree(config: TrainConfig, text: Text) -> dict[str, Any]:
+    """Options, text and code: processes in which these differ would train a mixture, or wait for each other."""
+    options = dataclasses.asdict(config)
+    for own in ("process_id", "out"):
+        options.pop(own)
+    crcs = {name: zlib.crc32(data.tobytes()) for name, data in (("train", text.train), ("held_out", text.held_out))}
+    return {"options": options, "text": crcs, "code": [benchmarks, xlstm_jax]}

@@ -1,0 +1,105 @@
+"""Processes with checkpoints: ``python -m tests.checkpoint_process MODE FOLDER [RANK PORT]``; prints what came of it.
+
+two     one of two processes with two devices each: saves, suffers damage on one of them, restores
+writer  saves, says so, and stays until it is killed
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, import_safetensors, simulate_cpu_devices
+from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError
+
+MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+def state_of(step, mesh):
+    values = np.random.default_rng(step).normal(size=(4, 5000)).astype(np.float32)
+
+    def put(values, spec):
+        return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+    split, whole = put(values, P("fsdp")), put(values[0, :3], P())
+    return {"split": split, "whole": whole, "position": step, "rng": jax.random.key(step), "host": np.arange(3) + step}
+
+
+def same(a, b):
+    """Whether the parts that this process holds are equal."""
+
+    def parts(x):
+        x = jax.random.key_data(x) if hasattr(x, "dtype") and str(x.dtype).startswith("key") else x
+        return [np.asarray(s.data) for s in x.addressable_shards] if isinstance(x, jax.Array) else [np.asarray(x)]
+
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(p, q) for x, y in pairs for p, q in zip(parts(x), parts(y), strict=True))
+
+
+def damage_what_only_process_1_reads(step):
+    """Cuts the files that process 1 has written; process 0 reads its own rows as if nothing had happened."""
+    for path in (FOLDER / str(step) / "state" / "ocdbt.process_1" / "d").iterdir():
+        if path.stat().st_size > 1000:
+            path.write_bytes(path.read_bytes()[:100])
+
+
+def two():
+    rank, port = int(sys.argv[3]), sys.argv[4]
+    simulate_cpu_devices(2)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4})
+    out = {}
+    with Checkpointer(FOLDER, async_timeout_s=30) as checkpointer:
+        out["none yet"] = checkpointer.latest_step()
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step, mesh))
+        checkpointer.wait()
+        target = state_of(0, mesh)
+        out["restored"] = same(checkpointer.restore(target), state_of(2, mesh))
+        try:
+            checkpointer.save(3, {"position": 10 * rank, "w": target["split"]})
+        except ValueError as error:
+            out["differs"] = str(error)
+        if rank == 0:
+            damage_what_only_process_1_reads(2)
+        jax.experimental.multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out["fell back"] = same(checkpointer.restore(target), state_of(1, mesh))
+        out["warned"] = [str(w.message) for w in caught if "is damaged" in str(w.message)]
+        try:
+            checkpointer.restore(target, 2)
+        except CheckpointError as error:
+            out["explicit"] = str(error)
+        out["saved again"] = checkpointer.save(2, state_of(2, mesh))
+    with Checkpointer(FOLDER) as checkpointer:
+        out["newest"] = checkpointer.latest_step()
+        out["sound again"] = same(checkpointer.restore(target), state_of(2, mesh))
+    params = {name: target[name] for name in ("split", "whole")}
+    export_safetensors(params, FOLDER.parent / "exported")
+    out["imported"] = same(import_safetensors(FOLDER.parent / "exported", params), params)
+    try:
+        export_safetensors(params, FOLDER.parent / "exported")
+    except FileExistsError as error:
+        out["exported twice"] = str(error)
+    print(json.dumps(out), flush=True)
+
+
+def writer():
+    simulate_cpu_devices(1)
+    checkpointer = Checkpointer(FOLDER)
+    checkpointer.save(1, {"w": np.arange(3)})
+    checkpointer.wait()
+    print("saved", os.getpid(), flush=True)
+    time.sleep(120)
+
+
+if __name__ == "__main__":
+    {"two": two, "writer": writer}[MODE]()

@@ -1,0 +1,156 @@
+"""Damage to checkpoints on disk, as disks, crashes and people do it; and what a restore made of it."""
+
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import mesh_of
+from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError
+
+NEWEST, OLDER = 20, 10
+
+# Where one of its reads fails, orbax closes the event loop under the others, and these say so in threads of their own.
+ORBAX_LEAVES_READS_BEHIND = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+)
+
+
+def state_of(step):
+    """A small state with one leaf of each kind, its values depending on the step."""
+    rng = np.random.default_rng(step)
+    mesh = mesh_of(2, 4)
+
+    def put(shape, spec, dtype=np.float32):
+        return jax.device_put(rng.normal(size=shape).astype(dtype), NamedSharding(mesh, spec))
+
+    return {
+        "split": put((512, 96), P("fsdp", "dp")),
+        "narrow": put((16, 8), P("fsdp"), jnp.bfloat16),
+        "whole": put((5, 3), P()),
+        "host": rng.integers(0, 2**40, size=7),
+        "position": step,
+        "rng": jax.random.fold_in(jax.random.key(1), step),
+    }
+
+
+def bits(state):
+    """Every leaf as NumPy, keys as their data."""
+
+    def plain(x):
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(plain, state)
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(bits(a)), jax.tree.leaves(bits(b)), strict=True)
+    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+def written(folder):
+    """Two steps in a folder."""
+    with Checkpointer(folder, 10) as checkpointer:
+        for step in (OLDER, NEWEST):
+            checkpointer.save(step, state_of(step))
+    return folder
+
+
+def files_of(folder, step, data_only=False):
+    found = sorted(path for path in (folder / str(step)).rglob("*") if path.is_file() and path.stat().st_size)
+    return [path for path in found if path.parent.name == "d"] if data_only else found
+
+
+def any_data_file(folder, step, rng):
+    """Every byte is as likely as any other, so that most of what is hit are values and not the index of them."""
+    files = files_of(folder, step, data_only=True)
+    sizes = np.array([path.stat().st_size for path in files])
+    return files[rng.choice(len(files), p=sizes / sizes.sum())]
+
+
+def flip(path, rng):
+    content = bytearray(path.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    path.write_bytes(content)
+
+
+def flip_data(folder, rng, step=NEWEST):
+    flip(any_data_file(folder, step, rng), rng)
+
+
+def flip_anything(folder, rng):
+    flip(rng.choice(files_of(folder, NEWEST)), rng)
+
+
+def flip_record(folder, rng):
+    flip(folder / str(NEWEST) / "leaves" / "metadata", rng)
+
+
+def overwrite(folder, rng):
+    path = any_data_file(folder, NEWEST, rng)
+    content = bytearray(path.read_bytes())
+    begin = int(rng.integers(len(content)))
+    content[begin : begin + 64] = rng.bytes(len(content[begin : begin + 64]))
+    path.write_bytes(content)
+
+
+def truncate(folder, rng):
+    path = rng.choice(files_of(folder, NEWEST))
+    path.write_bytes(path.read_bytes()[: rng.integers(path.stat().st_size)])
+
+
+def delete_file(folder, rng):
+    rng.choice(files_of(folder, NEWEST)).unlink()
+
+
+def delete_folder(folder, rng):
+    shutil.rmtree(rng.choice(sorted(path for path in (folder / str(NEWEST)).rglob("*") if path.is_dir())))
+
+
+def empty_step(folder, rng):
+    del rng
+    shutil.rmtree(folder / str(NEWEST))
+    (folder / str(NEWEST)).mkdir()
+
+
+def stray(folder, rng):
+    name = rng.choice(["99", "notes", "30.orbax-checkpoint-tmp", "old_50", "007"])
+    (folder / name).mkdir()
+    if rng.integers(2):
+        (folder / name / "readme").write_text("left here")
+    (folder / "98").write_text("a file that is called like a step")
+
+
+def flip_both(folder, rng):
+    for step in (OLDER, NEWEST):
+        for path in files_of(folder, step, data_only=True):
+            flip(path, rng)
+
+
+def swap_steps(folder, rng):
+    """The data of one step under the record of the other."""
+    del rng
+    shutil.rmtree(folder / str(NEWEST) / "state")
+    shutil.copytree(folder / str(OLDER) / "state", folder / str(NEWEST) / "state")
+
+
+def outcome(folder, sound):
+    """What a restore does: the step whose values it gave, or "refused"; fails on wrong values and on silence."""
+    with Checkpointer(folder, 10) as checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            got = checkpointer.restore(sound[NEWEST])
+        except CheckpointError as error:
+            assert "is damaged: " in str(error) and str(folder) in str(error)
+            return "refused"
+    step = next((step for step, state in sound.items() if same(got, state)), None)
+    assert step is not None, "wrong values, and no error"
+    told = [str(w.message) for w in caught if "is damaged and was passed over" in str(w.message)]
+    assert step == NEWEST or any(f"step {NEWEST} in {folder} is damaged" in text for text in told), told
+    return step

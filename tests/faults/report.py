@@ -1,0 +1,32 @@
+"""The table of the fault suite: a row for each kind of fault, collected from all tests and shown at the end."""
+
+import json
+import os
+from pathlib import Path
+
+from rich.table import Table
+
+COLUMNS = ("fault", "rounds", "all gone after", "lost", "result")
+
+
+def file() -> Path | None:
+    """Where the rows of this run are collected, also from workers of pytest-xdist."""
+    path = os.environ.get("FAULT_REPORT")
+    return Path(path) if path else None
+
+
+def record(fault: str, rounds: int, detected_s: float | None, lost: str, result: str) -> None:
+    """Adds a row; ``detected_s`` is from the fault to the end of the last process, at most."""
+    if path := file():
+        after = "" if detected_s is None else f"{detected_s:.1f} s"
+        with path.open("a") as out:
+            out.write(json.dumps([fault, rounds, after, lost, result]) + "\n")
+
+
+def table(path: Path) -> Table:
+    new = Table(title="faults, and what became of the job", title_style="bold")
+    for name in COLUMNS:
+        new.add_column(name, justify="right" if name in ("rounds", "all gone after") else "left")
+    for line in path.read_text().splitlines():
+        new.add_row(*map(str, json.loads(line)))
+    return new

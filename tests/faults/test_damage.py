@@ -1,0 +1,82 @@
+"""Checkpoints damaged at random: the right data of some step, with a word about it, or an error; never wrong data."""
+
+from collections import Counter
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+from tests import damage
+from tests.damage import NEWEST, OLDER
+from tests.faults.report import record
+
+pytestmark = damage.ORBAX_LEAVES_READS_BEHIND
+
+TRIALS = {
+    damage.flip_data: 50,
+    damage.overwrite: 10,
+    damage.flip_anything: 10,
+    damage.flip_record: 10,
+    damage.truncate: 15,
+    damage.delete_file: 15,
+    damage.delete_folder: 6,
+    damage.stray: 6,
+    damage.empty_step: 1,
+    damage.swap_steps: 1,
+    damage.flip_both: 4,
+}
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return {step: damage.state_of(step) for step in (OLDER, NEWEST)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return damage.written(tmp_path_factory.mktemp("sound") / "checkpoints")
+
+
+def copy_of(folder, tmp_path, trial):
+    copy = tmp_path / str(trial)
+    damage.shutil.copytree(folder, copy)
+    return copy
+
+
+def test_there_are_enough_trials():
+    assert sum(TRIALS.values()) >= 100
+
+
+@pytest.mark.parametrize("hurt", TRIALS, ids=lambda hurt: hurt.__name__)
+def test_never_wrong_data(hurt, folder, sound, tmp_path):
+    found = Counter()
+    for trial in range(TRIALS[hurt]):
+        copy = copy_of(folder, tmp_path, trial)
+        hurt(copy, np.random.default_rng(trial))
+        found[damage.outcome(copy, sound)] += 1
+        damage.shutil.rmtree(copy)
+    told = ", ".join(f"step {k}: {n}" if k != "refused" else f"refused: {n}" for k, n in found.items())
+    record(hurt.__name__.replace("_", " "), TRIALS[hurt], None, f"newest is step {NEWEST}", told)
+    only = {damage.stray: NEWEST, damage.empty_step: OLDER, damage.swap_steps: OLDER, damage.flip_both: "refused"}
+    if hurt in only:
+        assert set(found) == {only[hurt]}
+    if hurt in (damage.flip_data, damage.overwrite, damage.flip_record):
+        assert found[OLDER] > TRIALS[hurt] / 2 and not found["refused"]
+
+
+def test_without_checksums_the_same_flips_give_wrong_data(folder, sound, tmp_path):
+    """The guard: what orbax reads by itself."""
+    wrong = 0
+    for trial in range(20):
+        copy = copy_of(folder, tmp_path, trial)
+        damage.flip_data(copy, np.random.default_rng(trial))
+        want = damage.bits(sound[NEWEST])
+        args = ocp.args.PyTreeRestore(restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(np.ndarray), want))
+        try:
+            got = ocp.PyTreeCheckpointHandler().restore(epath.Path(copy / str(NEWEST) / "state"), args=args)
+        except Exception:
+            continue
+        wrong += not damage.same(got, want)
+    assert wrong > 0

@@ -1,0 +1,153 @@
+"""One fault at a time, struck into the training job: how long until every process is gone, and what is lost."""
+
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.faults import job
+from tests.faults.report import record
+
+GONE_S = 2.0  # after a death or an exception
+TIMEOUT_S = 5  # of a step and a save, here
+TOLD_S = 5.0
+DISK_BYTES = 400_000  # of a disk that two or three checkpoints fill
+
+
+@pytest.fixture(scope="module", params=[2])
+def undisturbed(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with job.started(folder, request.param) as processes:
+        processes.wait_gone(job.STARTING_S)
+        assert processes.codes() == [0] * request.param, processes.stderr(0)
+    return job.final_state(folder)
+
+
+def goes_on(folder, processes, want):
+    """The same command again, without a fault, ends as the undisturbed run did."""
+    with job.started(folder, processes) as again:
+        again.wait_gone(job.STARTING_S)
+        assert again.codes() == [0] * processes, again.stderr(0)
+    got = job.final_state(folder)
+    assert got["rows"] == want["rows"] and got["leaves"] == want["leaves"]
+
+
+@pytest.mark.parametrize("fault, limit_s", [("exception", GONE_S), ("stuck", TIMEOUT_S + 2)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_fault_in_one_process_all_are_gone_in_time(fault, limit_s, victim, undisturbed, tmp_path):
+    at = job.SAVE_EVERY * 2 + 3
+    with job.started(tmp_path, 2, "--step-timeout", TIMEOUT_S, fault=fault, at=at, on=(victim,)) as processes:
+        assert processes.wait_for(lambda: f"FAULT {fault}" in processes.stderr(victim))
+        gone = processes.wait_gone(60.0)
+        assert 0 not in processes.codes()
+        said = processes.stderr(victim)
+    if fault == "exception":
+        assert "the disk with the data is gone" in said
+    else:
+        assert "in faulty" in said  # the stack of the thread that hangs
+    assert gone <= limit_s
+    lost = at - job.committed(tmp_path)
+    assert lost <= 2 * job.SAVE_EVERY
+    goes_on(tmp_path, 2, undisturbed)
+    record(f"{fault} in process {victim}", 1, gone, f"{lost} steps", "bit-equal")
+
+
+@pytest.mark.parametrize("processes, victim", [(2, 0), (2, 1), (1, 0)])
+def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(processes, victim, undisturbed, tmp_path):
+    with job.started(tmp_path, processes) as running:
+        assert running.wait_for(lambda: job.steps_done(tmp_path) >= 8)
+        before, start = job.steps_done(tmp_path), time.monotonic()
+        running.children[victim].send_signal(signal.SIGTERM)
+        running.wait_gone(60.0)
+        gone = time.monotonic() - start
+        assert running.codes() == [0] * processes, running.stderr(0)
+        shown = (tmp_path / "stdout0").read_text()
+    stopped = job.committed(tmp_path)
+    assert before <= stopped < job.STEPS  # guard: it did not just run to its end
+    assert f"stopped after step {stopped} by SIGTERM; go on with --resume" in shown
+    with job.started(tmp_path, processes) as again:
+        again.wait_gone(job.STARTING_S)
+        assert again.codes() == [0] * processes, again.stderr(0)
+    assert f"going on after step {stopped}" in (tmp_path / "stdout0").read_text()
+    got = job.final_state(tmp_path)
+    if processes == 2:  # the sums of another number of processes are in another order
+        assert got["rows"] == undisturbed["rows"] and got["leaves"] == undisturbed["leaves"]
+    record(f"SIGTERM to process {victim} of {processes}", 1, gone, "0 steps", "bit-equal")
+
+
+@contextmanager
+def small_disk(folder, size):
+    """A file system of its own on ``folder``; skips where this user may not mount one."""
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a small tmpfs here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(undisturbed, tmp_path):
+    options = ("--step-timeout", TIMEOUT_S, "--out", tmp_path / "run/metrics")
+    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        with job.started(tmp_path, 2, *options, checkpoints=disk) as processes:
+            assert processes.wait_for(lambda: any(path.name.isdecimal() for path in (disk / "steps").glob("*")))
+            (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free))
+            start = time.monotonic()
+            processes.wait_gone(60.0)
+            gone = time.monotonic() - start
+            assert 0 not in processes.codes()
+            said = processes.stderr(0) + processes.stderr(1)
+        assert "no space left" in said.lower() or "resource_exhausted" in said.lower(), said[-3000:]
+        (disk / "filler").unlink()
+        shutil.copytree(disk / "steps", tmp_path / "run/steps")
+    assert gone <= TIMEOUT_S + 2 + job.SAVE_EVERY * 2 * 0.2  # the next save is some steps away
+    lost = job.steps_done(tmp_path) - job.committed(tmp_path)
+    goes_on(tmp_path, 2, undisturbed)
+    record("disk full", 1, gone, f"{lost} steps", "bit-equal")
+
+
+@pytest.mark.parametrize(
+    "what, differing, named",
+    [
+        ("configuration", ["--lr", "0.001"], "lr"),
+        ("seed", ["--seed", "1"], "seed"),
+    ],
+)
+def test_processes_that_differ_are_told_so_at_once(what, differing, named, tmp_path):
+    with job.started(tmp_path, 2, per_process={1: differing}) as processes:
+        processes.wait_gone(job.STARTING_S)
+        took = time.time() - job.last_arrival(processes)
+        assert processes.codes() == [2, 2]
+        for process in (0, 1):
+            assert named in processes.stderr(process) and "process" in processes.stderr(process)
+    assert not (tmp_path / "run/metrics").exists()
+    assert took <= TOLD_S
+    record(f"another {what} in process 1", 1, took, "", "refused, with its name")
+
+
+def test_a_process_with_other_code_is_found(tmp_path):
+    """A copy of the packages with one more comment, as after a deployment that reached some hosts only."""
+    copy = tmp_path / "copy"
+    for package in ("benchmarks", "xlstm_jax", "tests"):
+        shutil.copytree(job.ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "xlstm_jax/common_types.py").open("a") as file:
+        file.write("# another version\n")
+    with job.started(tmp_path, 2, folder_of={1: copy}) as processes:
+        processes.wait_gone(job.STARTING_S)
+        took = time.time() - job.last_arrival(processes)
+        assert processes.codes() == [2, 2]
+        assert all("common_types" in processes.stderr(process) for process in (0, 1))
+    assert took <= TOLD_S
+    record("other code in process 1", 1, took, "", "refused, with the file")
+
+
+def test_rows_have_no_gap_and_no_copy(undisturbed):
+    """Guard of all comparisons of rows: there are as many as steps."""
+    assert [int(row["step"]) for row in undisturbed["rows"]] == list(range(1, job.STEPS + 1))

@@ -1,0 +1,156 @@
+"""One of several real processes: ``python -m tests.process_script PART RANK COUNT PORT``; prints what came of it.
+
+Every step of a part prints nothing and raises nothing: what it returned or raised, and how long it took, stands under
+its name in one JSON object at the end.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    assert_same_everywhere,
+    initialize_distributed,
+    shard_batch,
+    simulate_cpu_devices,
+)
+
+PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+ADDRESS = f"127.0.0.1:{PORT}"
+OUT = {}
+
+
+def step(name, fn, *args, **kwargs):
+    begun = time.perf_counter()
+    try:
+        result = fn(*args, **kwargs)
+    except (ValueError, TypeError, TimeoutError, RuntimeError) as error:
+        result = f"{type(error).__name__}: {error}"
+    OUT[name] = {"result": result, "seconds": time.perf_counter() - begun}
+    return result
+
+
+def whole(mesh, x):
+    """All of a global array, and the parts that this process's devices hold."""
+    copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
+    return {
+        "all": np.asarray(copy.addressable_data(0)).tolist(),
+        "here": [np.asarray(shard.data).tolist() for shard in x.addressable_shards],
+    }
+
+
+def listening_addresses():
+    """Hexadecimal local addresses that some process listens on at our port, IPv4 and IPv6."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return [line[1] for line in lines if line[1].endswith(f":{int(PORT):04X}") and line[3] == "0A"]
+
+
+def own_code(text):
+    """A module whose source is ``text``."""
+    path = Path(tempfile.mkdtemp()) / "model.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def agreement():
+    """Before any device is started."""
+    config = {"model": {"width": 64, "act": jnp.tanh}, "lr": 1e-3, "data": np.arange(1000)}
+    step("same", assert_same_everywhere, config)
+    step("seed", assert_same_everywhere, {**config, "seed": 17 + (RANK == COUNT - 2)}, "seed and configuration")
+    step("array", assert_same_everywhere, {**config, "data": np.arange(1000) + (np.arange(1000) == 900) * RANK})
+    step("absent", assert_same_everywhere, config | ({"dropout": 0.1} if RANK else {}))
+    step("code", assert_same_everywhere, {"code": own_code(f"SCALE = {1 + RANK}")})
+    step("order", assert_same_everywhere, 1, "plan" if RANK else "seed")
+    for _ in range(20):
+        step("same again", assert_same_everywhere, config)
+
+
+def batches_of_two():
+    rows = np.arange(8.0).reshape(4, 2) + 100 * RANK
+    dp = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
+    OUT["devices"] = [[d.process_index for d in row] for row in dp.devices]
+    OUT["info"] = DeviceMeshManager.get_mesh_info(dp)
+    OUT["info of one axis"] = DeviceMeshManager.get_mesh_info(DeviceMeshManager.create_data_parallel_mesh())
+    step("too few", DeviceMeshManager.create_data_parallel_mesh, 2)
+
+    both = ("dp", "fsdp")
+    batch = shard_batch({"x": rows, "n": np.int32(7)}, dp, both)
+    OUT["rows"] = whole(dp, batch["x"])
+    OUT["scalar"] = int(batch["n"])
+    OUT["again"] = [step(f"again {i}", lambda: bool(shard_batch({"x": rows, "n": 7}, dp, both))) for i in range(3)]
+    padded, weight = shard_batch({"x": rows[:3]}, dp, both, pad=True)
+    OUT["padded"], OUT["weight"] = whole(dp, padded["x"])["all"], whole(dp, weight)["all"]
+    padded, weight = shard_batch({"x": rows[: 3 * RANK]}, dp, both, pad=4)
+    OUT["uneven"], OUT["uneven weight"] = whole(dp, padded["x"])["all"], whole(dp, weight)["all"]
+    step("does not divide", shard_batch, {"x": rows[:3]}, dp, both)
+    step("different rows", shard_batch, {"x": [rows[:2], rows.repeat(2, 0)][RANK]}, dp, both)
+    step("different dtype", shard_batch, {"x": rows.astype([np.float32, np.int32][RANK])}, dp, both)
+    step("different scalar", shard_batch, {"x": rows, "n": RANK}, dp, both)
+    # The batch is split over "fsdp", which stays within a process: both hand in the same rows.
+    OUT["shared"] = whole(dp, shard_batch({"x": rows - 100 * RANK}, dp, "fsdp")["x"])
+    step("shared, but different", shard_batch, {"x": rows[:2]}, dp, "fsdp")
+    if RANK == 0:  # a new shape here alone; process 1 goes on
+        step("new shape here alone", shard_batch, {"x": rows[:2]}, dp, both, timeout_s=1)
+
+
+def two():
+    simulate_cpu_devices(2)
+    step("join", initialize_distributed, ADDRESS, COUNT, RANK)
+    step("join again", initialize_distributed, ADDRESS, COUNT, RANK)
+    step("join without arguments", initialize_distributed)
+    step("join as another", initialize_distributed, ADDRESS, COUNT, 1 - RANK)
+    OUT["listening"] = listening_addresses()
+    agreement()
+    time.sleep(1.5 * RANK)
+    step("late", assert_same_everywhere, {}, "plan", timeout_s=0.5)
+    batches_of_two()
+
+
+def four():
+    simulate_cpu_devices(3)
+    initialize_distributed(ADDRESS, COUNT, RANK)
+    step("seed", assert_same_everywhere, {"seed": 17 + (RANK == 2)})
+    step("two differ", assert_same_everywhere, {"seed": 17 + (RANK == 2), "lr": 0.1 * (1 + (RANK == 3))})
+    for shape in ({"dp": 2, "fsdp": 6}, {"dp": 3, "fsdp": 4}):
+        mesh = DeviceMeshManager.create_device_mesh(shape)
+        OUT[str(shape)] = [[d.process_index for d in row] for row in mesh.devices]
+    mesh = DeviceMeshManager.create_hsdp_mesh(2, 6)
+    rows = np.arange(2.0)[:, None] + 10 * (RANK // 2)  # processes 0 and 1 hold the same ones, and so do 2 and 3
+    OUT["rows"] = whole(mesh, shard_batch({"x": rows}, mesh, "dp")["x"])
+    step("shared, but different", lambda: bool(shard_batch({"x": rows.repeat(2, 1) + (RANK == 3)}, mesh, "dp")))
+
+
+def slurm():
+    """The environment that srun makes; no argument at all."""
+    simulate_cpu_devices(1)
+    initialize_distributed()
+    OUT["place"] = [jax.process_index(), jax.process_count(), jax.device_count()]
+
+
+def join():
+    simulate_cpu_devices(1)
+    step("join", initialize_distributed, ADDRESS, COUNT, RANK, initialization_timeout_s=3)
+
+
+if __name__ == "__main__":
+    try:
+        {"two": two, "four": four, "slurm": slurm, "join": join}[PART]()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # without waiting for the others
+    print(json.dumps(OUT))

@@ -1,0 +1,181 @@
+"""Safetensors files against the safetensors library, and back onto any mesh."""
+
+import json
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+
+from tests.damage import same
+from tests.support import AXES, Model, fsdp, mesh_of
+from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
+from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
+
+X = jnp.ones((16, 8))
+DTYPES = (
+    "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu "
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64"
+).split()
+
+
+def params_on(mesh, min_weight_size=32):
+    model = Model(fsdp(min_weight_size=min_weight_size))
+    return init_sharded(model, mesh, jax.random.key(0), X, batch_axes=AXES)["params"]
+
+
+def abstract(params):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one file", "several files"])
+def test_the_library_reads_what_is_written(split, tmp_path):
+    params = params_on(mesh_of(2, 4))
+    want = {path: np.asarray(leaf) for path, leaf in leaves_with_path(unbox(params))}
+    export_safetensors(params, tmp_path / "out", **({"max_file_bytes": 3000} if split else {}))
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    if not split:
+        assert files == ["model.safetensors"]
+        got = load_file(tmp_path / "out" / "model.safetensors")
+    else:
+        count = len(files) - 1
+        assert count > 2
+        assert files == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] + [
+            "model.safetensors.index.json"
+        ]
+        index = json.loads((tmp_path / "out" / files[-1]).read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in want.values())
+        loaded = {file: load_file(tmp_path / "out" / file) for file in files[:-1]}
+        assert index["weight_map"] == {name: file for file, tensors in loaded.items() for name in tensors}
+        assert all(sum(x.nbytes for x in t.values()) <= 3000 or len(t) == 1 for t in loaded.values())
+        got = {name: x for tensors in loaded.values() for name, x in tensors.items()}
+    assert "blocks/Dense_0/kernel" in want and got.keys() == want.keys()
+    assert all(got[name].dtype == want[name].dtype and np.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_goes_there_and_back(dtype, tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2, (8, 3)) if dtype == "bool" else 4 ** rng.integers(0, 3, (8, 3))
+    want = {
+        "a": values.astype(dtype),
+        "scalar": np.asarray(values[0, 0].astype(dtype)),
+        "none": np.zeros((0, 2), dtype),
+    }
+    export_safetensors(want, tmp_path / "x.safetensors")
+    library = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
+    assert {name: bytes(t["data"]) for name, t in library.items()} == {name: x.tobytes() for name, x in want.items()}
+    save_file(want, tmp_path / "y.safetensors")
+    theirs = dict(safetensors.deserialize((tmp_path / "y.safetensors").read_bytes()))
+    assert {name: t["dtype"] for name, t in library.items()} == {name: t["dtype"] for name, t in theirs.items()}
+    for name in "xy":  # ours and theirs
+        assert same(import_safetensors(tmp_path / f"{name}.safetensors", want), want)
+
+
+@pytest.mark.parametrize("saved, restored", [(8, 1), (2, 8)])
+def test_a_model_moves_to_another_mesh(saved, restored, tmp_path):
+    export_safetensors(params_on(mesh_of(1, saved)), tmp_path, max_file_bytes=4000)
+    target = params_on(mesh_of(1, restored), min_weight_size=8)
+    got = import_safetensors(tmp_path, abstract(target))
+    assert same(unbox(got), unbox(target)) and jax.tree.structure(got) == jax.tree.structure(target)
+    assert [leaf.sharding for leaf in jax.tree.leaves(got)] == [leaf.sharding for leaf in jax.tree.leaves(target)]
+    assert restored == 1 or any(is_box(leaf) for _, leaf in leaves_with_path(got))
+    plain = Model().init(jax.random.key(1), X)["params"]
+    got = import_safetensors(tmp_path, plain)
+    assert same(got, unbox(target)) and not same(got, plain)
+    jax.jit(lambda params, x: Model().apply({"params": params}, x))(got, X)
+
+
+def test_one_leaf_at_a_time_is_in_memory(tmp_path):
+    """NumPy reports what it allocates. (An array on one CPU device is not copied, so these lie on several.)"""
+    split = NamedSharding(mesh_of(1, 8), P("fsdp"))
+    params = {f"w{i}": jax.device_put(np.full((512, 512), i, np.float32), split) for i in range(8)}
+    leaf = 512 * 512 * 4
+    tracemalloc.start()
+    export_safetensors(params, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    whole = [np.array(x) for x in params.values()]
+    guard = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * leaf and guard > 8 * leaf and len(whole) == 8
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"w": np.ones((4, 3), np.float32)}, r"'w' is float32\[3, 4\] in the file, and float32\[4, 3\] in abstract"),
+        ({"w": np.ones((3, 4), np.float16)}, r"'w' is float32\[3, 4\] in the file, and float16\[3, 4\]"),
+        ({"a": {"v": np.ones(2)}}, r"it has no 'a/v'$|it has no 'a/v'\."),
+        ({"b": None}, r"it has 'b', which the parameters have not"),
+        ({"b": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"abstract leaf 'b' .* has no sharding"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(change, message, tmp_path):
+    params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(2, np.float32)}
+    export_safetensors(params, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        import_safetensors(tmp_path, params | change)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    params = {"w": np.ones((30, 4), np.float32), "b": np.zeros(2, np.float32)}
+    export_safetensors(params, tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    for cut in [*range(0, len(content), 37), len(content) - 1]:
+        file.write_bytes(content[:cut])
+        with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+            import_safetensors(tmp_path, params)
+    for byte in range(100):  # in the header; values have no checksum in this format
+        file.write_bytes(content[:byte] + bytes([content[byte] ^ 0x11]) + content[byte + 1 :])
+        try:
+            got = import_safetensors(tmp_path, params)
+        except ValueError:
+            continue
+        assert same(got, params)
+
+
+def test_a_model_in_several_files_must_be_whole(tmp_path):
+    params = {name: np.full(100, i, np.float32) for i, name in enumerate("abc")}
+    export_safetensors(params, tmp_path, max_file_bytes=400)
+    index = tmp_path / "model.safetensors.index.json"
+    text = index.read_text()
+    for change in [("b", "d"), ("00002-of", "00001-of"), ('"weight_map"', '"weights"'), ("model-", "../model-")]:
+        index.write_text(text.replace(*change))
+        with pytest.raises(ValueError, match=r"index.json (does not fit its files|is not the index)"):
+            import_safetensors(tmp_path, params)
+    index.write_text(text)
+    assert same(import_safetensors(tmp_path, params), params)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003"):
+        import_safetensors(tmp_path, params)
+
+
+def test_an_export_is_there_whole_or_not_at_all(tmp_path):
+    params = {"w": np.ones(3, np.float32)}
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no .*model.safetensors, and no model.safetensors.index.json"
+    ):
+        import_safetensors(tmp_path, params)
+    export_safetensors(params, tmp_path)
+    with pytest.raises(FileExistsError, match=r"model.safetensors exists"):
+        export_safetensors({"w": np.zeros(3)}, tmp_path)
+    assert same(import_safetensors(tmp_path, params), params)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"file"):
+        export_safetensors(params, tmp_path / "file" / "deeper")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model.safetensors"]
+
+
+@pytest.mark.parametrize("leaf", [jax.random.key(0), np.zeros(2, "int4"), 3], ids=["key", "int4", "int"])
+def test_what_the_format_does_not_know_is_named(leaf, tmp_path):
+    with pytest.raises(TypeError, match=r"'a/x' of type .* cannot be written to safetensors"):
+        export_safetensors({"a": {"x": leaf}}, tmp_path)
+    assert not list(tmp_path.iterdir())

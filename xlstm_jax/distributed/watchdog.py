@@ -1,0 +1,114 @@
+"""A thread that ends the process when what it is told to watch takes too long.
+
+JAX notices a peer that died, not one that is stuck: the others wait in a collective, in C, and no Python code of the
+main thread runs any more. So the clock is watched from elsewhere, on two levels:
+
+  a daemon thread      looks some times a second; past the limit it writes what took how long and the stacks of all
+                       threads to stderr, and ends the process with code 14. Where it is given a ``find_failure``, it
+                       asks that, too, and ends the process with code 13 if there is one
+  faulthandler         a timer in C that the thread winds up again each time it looks. Where a C call holds the
+                       interpreter's lock the thread cannot look, the timer runs out, writes the stacks, and ends the
+                       process with code 1 (its own; it can neither name the step nor choose the code)
+
+Both write to file descriptor 2 and take no lock of Python's ``sys.stderr``, which the stuck thread may hold.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+EXIT_FAILED = 13
+EXIT_HUNG = 14
+LOOK_EVERY_S = 0.25
+TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, which has more to say
+FLUSH_TIMEOUT_S = 0.5
+_STDERR = 2
+
+
+class _Watched(NamedTuple):
+    what: str
+    since: float
+    timeout_s: float | None
+
+
+class Watchdog:
+    """Ends the process when ``watch`` was not called again in time. One at a time: Python's faulthandler has one timer.
+
+    Args:
+      name: begins the line that is written, as ``process 1 of 2``.
+      find_failure: says what has failed, None while nothing has. It must not wait.
+    """
+
+    def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
+        self._name = name
+        self._find_failure = find_failure
+        self._watched = _Watched("", time.monotonic(), None)
+        self._timer_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; nothing is watched yet."""
+        self._thread.start()
+
+    def watch(self, what: str, timeout_s: float | None) -> None:
+        """From now on ``what`` may take ``timeout_s`` seconds; None is for ever."""
+        before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
+        if timeout_s != before.timeout_s:
+            self._wind_timer()
+
+    def rename(self, what: str) -> None:
+        """What it is by now that takes so long; the clock runs on."""
+        self._watched = self._watched._replace(what=what)
+
+    def stop(self) -> None:
+        """Ends the thread and the timer."""
+        self._stopped.set()
+        self._thread.join()
+        self._wind_timer()
+
+    def _look(self) -> None:
+        while not self._stopped.is_set():
+            watched = self._watched
+            left = float("inf") if watched.timeout_s is None else watched.since + watched.timeout_s - time.monotonic()
+            if left <= 0:
+                took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
+                self._end(f"{watched.what} {took}", EXIT_HUNG)
+            failure = self._find_failure()
+            self._wind_timer()
+            self._stopped.wait(min(left, LOOK_EVERY_S))
+            # The main thread had the time to raise it, if it is not stuck.
+            if failure and not self._stopped.is_set():
+                self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
+
+    def _wind_timer(self) -> None:
+        with self._timer_lock:
+            timeout_s = self._watched.timeout_s
+            if timeout_s is None or self._stopped.is_set():
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                faulthandler.dump_traceback_later(timeout_s + TIMER_GRACE_S, exit=True, file=_STDERR)
+
+    def _end(self, reason: str, code: int) -> None:
+        text = f"\n{self._name}: {reason}. The process ends with exit code {code}; the stacks of its threads:\n"
+        os.write(_STDERR, text.encode())
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        leave(code)
+
+
+def leave(code: int) -> None:
+    """Ends the process at once: no ``atexit``, no barrier. What was printed is flushed, where that does not block."""
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(FLUSH_TIMEOUT_S)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
