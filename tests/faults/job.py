@@ -10,21 +10,28 @@ As a program it is one process of the job, ``python -m tests.faults.job FAULT ST
 
 import csv
 import json
+import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+COMPILED_ONCE = {  # All jobs of a suite run the same programs; JAX compiles each of them once.
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="compiled-")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 STEPS, SAVE_EVERY = 60, 6
 CORPUS = "the quick brown fox jumps over the lazy dog; " * 40
 SIZES = (
     f"--steps {STEPS} --batch-size 4 --context 16 --d-model 16 --layers 1 --heads 2 --min-weight-size 64 "
-    f"--sample-bytes 0 --log-every 1 --eval-every {STEPS} --checkpoint-every {SAVE_EVERY} --mesh fsdp=4 --resume"
+    f"--model transformer --sample-bytes 0 --log-every 1 --eval-every {STEPS} --checkpoint-every {SAVE_EVERY} --mesh fsdp=4 --resume"
 )
 PACE_S = 0.03  # of a step, so that a fault can strike between two
 STARTING_S = 90.0  # until all processes have done their first step, on a busy machine
@@ -103,6 +110,7 @@ def started(
                     cwd=(folder_of or {}).get(process, ROOT),
                     stdout=stdout,
                     stderr=stderr,
+                    env=os.environ | COMPILED_ONCE,
                 )
             )
     try:

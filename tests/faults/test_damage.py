@@ -15,7 +15,7 @@ from tests.faults.report import record
 pytestmark = damage.ORBAX_LEAVES_READS_BEHIND
 
 TRIALS = {
-    damage.flip_data: 50,
+    damage.flip_data: 40,
     damage.overwrite: 10,
     damage.flip_anything: 10,
     damage.flip_record: 10,
@@ -69,7 +69,7 @@ def test_never_wrong_data(hurt, folder, sound, tmp_path):
 def test_without_checksums_the_same_flips_give_wrong_data(folder, sound, tmp_path):
     """The guard: what orbax reads by itself."""
     wrong = 0
-    for trial in range(20):
+    for trial in range(10):
         copy = copy_of(folder, tmp_path, trial)
         damage.flip_data(copy, np.random.default_rng(trial))
         want = damage.bits(sound[NEWEST])

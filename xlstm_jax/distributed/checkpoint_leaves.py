@@ -253,7 +253,7 @@ def check_placed(likes: Mapping[str, Any]) -> None:
 
 def reads_whole(entry: Entry, like: Any) -> bool:
     """Whether a leaf is read to the host, whole, before it is placed."""
-    return is_local(like) or entry["dtype"] in PYTHON_DTYPES
+    return is_local(like) or entry["dtype"] in PYTHON_DTYPES or 0 in entry["shape"]
 
 
 def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:

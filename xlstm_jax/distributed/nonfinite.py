@@ -93,7 +93,7 @@ def _fields(opt_state: PyTree, name: str) -> list[jax.Array]:
 def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
     looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if is_differentiable(leaf)]
-    bad = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at]))
+    bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
     if axes := collectives.manual_axes():
         (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
     return bad == 0

@@ -9,18 +9,21 @@ what it holds, nothing else leaves it, and the host compares:
   for each leaf      devices that hold the same slice, by the leaf's sharding, must have the same checksum
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checksums import checksum
-from xlstm_jax.distributed.partitioning import leaf_value, leaves_with_path
+from xlstm_jax.distributed.partitioning import is_prng_key, leaf_value, leaves_with_path
 
 NAMED_AT_MOST = 5
+_DEVICE = "device"
 
 
 class ReplicaError(RuntimeError):
@@ -63,7 +66,7 @@ def check_replicas(tree: PyTree) -> None:
 
 def _copied(path: str, value: Any) -> list[_Copied]:
     """The leaf, if several devices hold the same of it."""
-    if not isinstance(value, jax.Array):
+    if not isinstance(value, jax.Array) or value.size == 0:
         return []
     holders = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
@@ -73,27 +76,45 @@ def _copied(path: str, value: Any) -> list[_Copied]:
     return [_Copied(path, value, several)] if several else []
 
 
-@jax.jit
-def _checksums(values: list[jax.Array]) -> jax.Array:
-    return jnp.stack([checksum(value) for value in values])
-
-
 def _local_table(values: list[jax.Array]) -> np.ndarray:
     """The checksums of what this process's devices hold: uint32 [local device, leaf, 2], 0 where one holds nothing."""
-    devices = jax.local_devices()
-    held = [{shard.device: shard.data for shard in value.addressable_shards} for value in values]
-    mine = [[index for index, shards in enumerate(held) if device in shards] for device in devices]
-    # All devices are at work before the first result is waited for.
-    results = [
-        _checksums([held[i][device] for i in indices]) if indices else None
-        for device, indices in zip(devices, mine, strict=True)
-    ]
+    groups = {}
+    for index, value in enumerate(values):
+        devices = tuple(sorted(value.sharding.device_set, key=lambda device: device.id))
+        groups.setdefault(devices, []).append(index)
+    local = jax.local_devices()
     most = max(len(jax.local_devices(process_index=process)) for process in range(jax.process_count()))
     table = np.zeros((most, len(values), 2), np.uint32)
-    for row, (indices, result) in enumerate(zip(mine, results, strict=True)):
-        if indices:
-            table[row, indices] = result
+    for devices, indices in groups.items():
+        if set(devices) & set(local):
+            for shard in _checksums(devices, [values[index] for index in indices]).addressable_shards:
+                table[local.index(shard.device), indices] = shard.data[0]
     return table
+
+
+def _checksums(devices: tuple[jax.Device, ...], values: list[jax.Array]) -> jax.Array:
+    """What each of the devices holds, as uint32 [device, leaf, 2]: one program, which communicates nothing."""
+    mesh = Mesh(np.array(devices), (_DEVICE,), axis_types=(AxisType.Auto,))
+    return _checksums_on(mesh, [_side_by_side(value, mesh) for value in values])
+
+
+def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """The same buffers as parts of one array, whatever they are to each other by the leaf's own sharding."""
+    pieces = [shard.data for shard in value.addressable_shards]
+    if is_prng_key(value):
+        pieces = [jax.random.key_data(piece) for piece in pieces]
+    pieces = [piece if piece.ndim else piece[None] for piece in pieces]
+    shape = (mesh.size * pieces[0].shape[0], *pieces[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec(_DEVICE)), pieces)
+
+
+@partial(jax.jit, static_argnums=0)
+def _checksums_on(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
+    def on_device(values):
+        return jnp.stack([checksum(value) for value in values])[None]
+
+    split = PartitionSpec(_DEVICE)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(split,), out_specs=split)(values)
 
 
 def _on_all_processes(table: np.ndarray) -> dict[jax.Device, np.ndarray]:

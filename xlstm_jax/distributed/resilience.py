@@ -34,7 +34,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.nonfinite import SKIPPED_IN_A_ROW, SKIPPED_STEPS, skip_counts, skip_nonfinite
 from xlstm_jax.distributed.replicas import ReplicaError, check_replicas
 from xlstm_jax.distributed.watchdog import EXIT_FAILED, EXIT_HUNG, Watchdog, leave
@@ -195,12 +194,11 @@ class LoopGuard:
             return
         (step, held), self._pending = self._pending, None
         self._watchdog.rename(f"the wait for the loss of step {step}")
-        values = {name: np.asarray(value) for name, value in held.items()}
-        if SKIPPED_IN_A_ROW in values:
-            _check_skipped(step, values, self._max_skipped_in_a_row)
-        elif not np.all(np.isfinite(values[LOSS])):
+        if SKIPPED_IN_A_ROW in held:
+            _check_skipped(step, held, self._max_skipped_in_a_row)
+        elif not np.all(np.isfinite(loss := np.asarray(held[LOSS]))):
             raise NonFiniteError(
-                f"the loss of step {step} is {values[LOSS]}, and its update was applied, so the parameters are spoiled "
+                f"the loss of step {step} is {loss}, and its update was applied, so the parameters are spoiled "
                 f"from step {step} on, or from one before. Restore a checkpoint of an earlier step, and put "
                 "skip_nonfinite(...) around the optimizer: it applies no such update. (If the metrics come from a step "
                 "of your own that has it, add skip_counts(opt_state) to them.)"
@@ -241,17 +239,17 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
     return timeout_s
 
 
-def _looked_at(metrics: Mapping[str, Any]) -> PyTree:
-    """The values to look at, on their way to the host."""
+def _looked_at(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The values to look at; the one that decides is on its way to the host."""
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
             "or no metrics at all, if nobody is to look whether it is finite."
         )
     held = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
-    for value in held.values():
-        if isinstance(value, jax.Array):
-            value.copy_to_host_async()
+    decisive = held.get(SKIPPED_IN_A_ROW, held[LOSS])
+    if isinstance(decisive, jax.Array):
+        decisive.copy_to_host_async()
     return held
 
 
@@ -264,15 +262,15 @@ def _error_of(shard: jax.Array) -> str | None:
     return None
 
 
-def _check_skipped(step: int, values: dict[str, np.ndarray], limit: int) -> None:
-    in_a_row = int(values[SKIPPED_IN_A_ROW])
+def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
+    in_a_row = int(np.asarray(values[SKIPPED_IN_A_ROW]))
     if in_a_row > limit:
         raise NonFiniteError(
             f"step {step}: the loss or a gradient was not finite in {in_a_row} steps in a row "
-            f"({int(values[SKIPPED_STEPS])} in all), more than max_skipped_in_a_row={limit}; its loss is "
-            f"{values[LOSS]}. None of these updates was applied: parameters and optimizer are those of step "
-            f"{step - in_a_row}. Look at the batches of these steps, lower the learning rate or clip gradients, and go "
-            "on from the last checkpoint."
+            f"({np.asarray(values[SKIPPED_STEPS])} in all), more than max_skipped_in_a_row={limit}; its loss is "
+            f"{np.asarray(values[LOSS])}. None of these updates was applied: parameters and optimizer are those of "
+            f"step {step - in_a_row}. Look at the batches of these steps, lower the learning rate or clip gradients, "
+            "and go on from the last checkpoint."
         )
 
 

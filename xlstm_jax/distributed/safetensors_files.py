@@ -88,13 +88,13 @@ def export_safetensors(
     target = _target(path)
     together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
-    writer = _Writer(active=jax.process_index() == 0)
-    for file, names in files.items():
-        writer.begin(_hidden(file), {name: leaves[name] for name in names})
-        for name in names:
-            writer.write(_whole(leaves[name]))
-    writer.finish(files, _index(files, leaves) if len(files) > 1 else None, _index_file(target))
-    together(writer.check, OSError)
+    with _Writer(active=jax.process_index() == 0) as writer:
+        for file, names in files.items():
+            writer.begin(_hidden(file), {name: leaves[name] for name in names})
+            for name in names:
+                writer.write(_whole(leaves[name]))
+        writer.finish(files, _index(files, leaves) if len(files) > 1 else None, _index_file(target))
+        together(writer.check, OSError)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -169,6 +169,15 @@ class _Writer:
         self.active, self.error, self.file = active, None, None
         self.begun: list[Path] = []
 
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if self.file is not None:
+            self.file.close()
+        for path in self.begun:  # what was not renamed
+            path.unlink(missing_ok=True)
+
     def begin(self, path: Path, leaves: Mapping[str, Any]) -> None:
         self._try(lambda: self._open(path, _header(leaves)))
 
@@ -182,9 +191,6 @@ class _Writer:
         self._try(self._close)
         for file in [*files, *([index_file] if index is not None else [])]:
             self._try(lambda file=file: os.replace(_hidden(file), file))
-        if self.error is not None:
-            for path in self.begun:
-                path.unlink(missing_ok=True)
 
     def check(self) -> None:
         if self.error is not None:
