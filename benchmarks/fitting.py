@@ -182,7 +182,7 @@ def keys(job: Job) -> jax.Array:
     return jax.random.split(jax.random.key(job.config.seed), 3)
 
 
-# ----------------------------------------------------------------------------------------------------------------- steps
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 
 class Programs(NamedTuple):
@@ -231,7 +231,7 @@ def fit(
             if due or position % config.log_every == 0:
                 row, local = programs.log_step(local)
                 row |= {"grad_norm": metrics["grad_norm"]} | speed.row(position)
-                row |= _held_out(programs, state, guard) if due else {}
+                row |= {"held_out_loss": programs.evaluate(state.params)} if due else {}
                 logger.log(position, row)
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)
@@ -243,14 +243,8 @@ def fit(
             if stop:
                 break
         if checkpointer:
-            with guard.paused():
-                checkpointer.wait()
+            checkpointer.wait()
     return run._replace(state=state, position=position), jax.tree.map(float, rows)
-
-
-def _held_out(programs: Programs, state: TrainState, guard: LoopGuard) -> dict[str, jax.Array]:
-    with guard.paused():
-        return {"held_out_loss": programs.evaluate(state.params)}
 
 
 class _Speed:

@@ -48,6 +48,7 @@ from xlstm_jax.distributed.metrics import MetricLogger
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
+SAMPLING_S = 3600.0  # at most, compilation included
 LEAVING_S = 30.0  # that other processes are given to end, once one has
 
 
@@ -91,7 +92,7 @@ def run(job: Job, console: Console) -> Result | None:
             if end.position < config.steps:
                 console.print(f"stopped after step {end.position} by SIGTERM; go on with --resume", highlight=False)
                 return None
-            with guard.paused(), console.status("sampling"):
+            with guard.paused(SAMPLING_S), console.status("sampling"):
                 sample = generate(job.model, end.state.params, SAMPLE_PROMPT, config, keys(job)[2])
     rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
