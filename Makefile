@@ -1,19 +1,23 @@
-# Two commands do everything on a fresh machine, virtual environment and installation included:
+# Three commands do everything on a fresh machine, virtual environment and installation included:
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
-#   make test     runs the whole suite; pass options as ARGS="-k parity"
+#   make test     runs the suite; pass options as ARGS="-k parity"
+#   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test clean
+.PHONY: train test test-faults clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-faults: $(VENV)/installed
+	$(VENV)/bin/python -m pytest tests/faults $(ARGS)
 
 $(VENV)/installed: setup.cfg setup.py
 	$(PYTHON) -m venv $(VENV)

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -242,6 +243,44 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
         assert (result.out / picture).read_bytes().startswith(b"\x89PNG")
 
 
+# ------------------------------------------------------------------------------------------------ checkpoints, processes
+
+
+@pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
+def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(runs, corpus, tmp_path, mesh, exact):
+    want = runs(checkpoint_dir=str(tmp_path / "undisturbed"), checkpoint_every=2, log_every=3, dropout=0.1)
+    folder = tmp_path / "again"
+    config = dataclasses.replace(
+        TINY, data=(str(corpus),), checkpoint_dir=str(folder), checkpoint_every=2, log_every=3, dropout=0.1
+    )
+    train_lm.train(config)
+    for step in (4, 6):  # as if it had been killed after step 3, between two rows
+        shutil.rmtree(folder / "steps" / str(step))
+    resumed = train_lm.train(dataclasses.replace(config, resume=True, mesh=mesh))
+    assert [row["step"] for row in resumed.rows] == [row["step"] for row in want.rows] == [3, 6]
+    if exact:
+        assert resumed.losses == want.losses and resumed.held_out_loss == want.held_out_loss
+    else:
+        # Not exact: other devices draw other dropout masks, from the step that was resumed on.
+        assert_allclose(resumed.losses, want.losses, rtol=0.02)
+    again = train_lm.train(dataclasses.replace(config, resume=True))  # there is nothing left to do
+    assert again.losses == resumed.losses
+
+
+def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overwritten(runs, corpus, tmp_path):
+    one = runs(steps=4, mesh={"fsdp": 4})
+    arguments = f"--data {corpus} --checkpoint-dir {tmp_path}/run --mesh fsdp=4 --processes 2 --log-every 1".split()
+    arguments += "--steps 4 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64".split()
+    command = [sys.executable, "-m", "benchmarks.train_lm", *arguments, "--eval-every", "3", "--sample-bytes", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "on 4 cpu devices (cpu) of 2 processes" in " ".join(done.stdout.split()) and "a sample" in done.stdout
+    rows = train_lm.read_rows(tmp_path / "run/metrics")
+    assert_allclose([row["loss"] for row in rows], one.losses, rtol=2e-5)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert refused.returncode == 2 and "Go on with it by --resume" in refused.stderr
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 
 
@@ -258,6 +297,7 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
         (["--context", "4000", "--data", "{short}"], "context=4000 needs 4001 bytes, and this text has"),
         (["--batch-size", "12"], "8 devices . 1 minibatches = 8 do not divide it. Take 16"),
         (["--d-model", "100", "--heads", "8"], "--d-model 100: must be a multiple of 2 . --heads = 16"),
+        (["--resume"], "--resume: from which checkpoints. Give --checkpoint-dir"),
         (["--steps", "0"], "argument --steps: '0' is not a positive integer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

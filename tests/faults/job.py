@@ -30,8 +30,9 @@ COMPILED_ONCE = {  # All jobs of a suite run the same programs; JAX compiles eac
 STEPS, SAVE_EVERY = 60, 6
 CORPUS = "the quick brown fox jumps over the lazy dog; " * 40
 SIZES = (
-    f"--steps {STEPS} --batch-size 4 --context 16 --d-model 16 --layers 1 --heads 2 --min-weight-size 64 "
-    f"--model transformer --sample-bytes 0 --log-every 1 --eval-every {STEPS} --checkpoint-every {SAVE_EVERY} --mesh fsdp=4 --resume"
+    f"--model transformer --batch-size 4 --context 16 --d-model 16 --layers 1 --heads 2 --min-weight-size 64 "
+    f"--steps {STEPS} --sample-bytes 0 --log-every 1 --eval-every {STEPS} --checkpoint-every {SAVE_EVERY} "
+    "--mesh fsdp=4 --resume"
 )
 PACE_S = 0.03  # of a step, so that a fault can strike between two
 STARTING_S = 90.0  # until all processes have done their first step, on a busy machine

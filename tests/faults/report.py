@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from rich.table import Table
@@ -27,6 +28,15 @@ def table(path: Path) -> Table:
     new = Table(title="faults, and what became of the job", title_style="bold")
     for name in COLUMNS:
         new.add_column(name, justify="right" if name in ("rounds", "all gone after") else "left")
-    for line in path.read_text().splitlines():
-        new.add_row(*map(str, json.loads(line)))
+    for (fault, *rest), rounds in _together(path).items():
+        new.add_row(fault, str(rounds), *rest)
     return new
+
+
+def _together(path: Path) -> Counter:
+    """Rows that differ in nothing but their rounds are one."""
+    counted = Counter()
+    for line in path.read_text().splitlines():
+        fault, rounds, *rest = json.loads(line)
+        counted[fault, *rest] += rounds
+    return counted

@@ -5,7 +5,6 @@ the end of each, parameters, optimizer, metrics, rng and place in the data, and 
 with those of a job that was left alone, bit for bit.
 """
 
-import os
 import random
 import time
 
@@ -14,7 +13,7 @@ import pytest
 from tests.faults import job
 from tests.faults.report import record
 
-ROUNDS = int(os.environ.get("KILL_ROUNDS", "2"))  # of each number of processes
+ROUNDS = {2: 34, 4: 16}  # by the number of processes
 PHASES = ("start-up", "step", "save")
 GONE_S = 2.0
 
@@ -48,14 +47,20 @@ def moment(phase, rng, folder):
 
 
 def test_killed_at_random_the_job_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
-    number, want = undisturbed
+    kill_until_done(*undisturbed, ROUNDS[undisturbed[0]], tmp_path)
+
+
+def kill_until_done(number, want, wanted_rounds, tmp_path):
+    """Jobs of ``number`` processes, killed ``wanted_rounds`` times in all, each of which has to end as ``want``."""
     rng, rounds, gone, lost, jobs = random.Random(number), 0, [], [], 0
-    while rounds < ROUNDS:
+    while rounds < wanted_rounds:
         folder = tmp_path / f"job{jobs}"
         jobs += 1
         while True:
             with job.started(folder, number) as processes:
-                killed = rounds < ROUNDS and processes.wait_for(moment(PHASES[rounds % len(PHASES)], rng, folder))
+                killed = rounds < wanted_rounds and processes.wait_for(
+                    moment(PHASES[rounds % len(PHASES)], rng, folder)
+                )
                 if killed and any(child.poll() is None for child in processes.children):
                     victims = job.random_victims(rng, number)
                     processes.kill(victims)

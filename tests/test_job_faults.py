@@ -1,0 +1,13 @@
+"""The quick part of the fault suite (all of it: ``make test-faults``): the training job killed, and started again."""
+
+from tests.faults import job
+from tests.faults.test_kills import kill_until_done
+
+
+def test_a_job_killed_in_a_step_ends_as_if_nothing_had_happened(tmp_path):
+    with job.started(tmp_path / "undisturbed", 2) as processes:
+        processes.wait_gone(job.STARTING_S)
+        assert processes.codes() == [0, 0], processes.stderr(0)
+    want = job.final_state(tmp_path / "undisturbed")
+    assert [int(row["step"]) for row in want["rows"]] == list(range(1, job.STEPS + 1))
+    kill_until_done(2, want, 2, tmp_path)  # in the start-up, and in a step
