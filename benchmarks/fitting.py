@@ -31,6 +31,7 @@ from benchmarks.job import CHECKPOINTS, Job, TrainConfig
 from benchmarks.text import fixed_windows, random_windows
 from xlstm_jax.distributed import (
     LoopGuard,
+    check_replicas,
     create_train_state,
     make_train_step,
     partition_specs,
@@ -238,6 +239,7 @@ def fit(
             if checkpointer and (stop or last or position % config.checkpoint_every == 0):
                 run = Run(state, programs.sync(local), position, run.rng)
                 local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
+                check_replicas(state)  # rather than save the copy of the first device for all
                 logger.flush()  # so that no row before the checkpoint is lost with this process
                 checkpointer.save(position, tuple(run), force=stop or last)
             if stop:

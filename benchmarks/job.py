@@ -64,6 +64,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     resume: bool = False
     step_timeout: int = 600
+    start_timeout: int = 60
     processes: int = 1
     coordinator: str | None = None
     process_id: int | None = None
@@ -116,11 +117,7 @@ def prepare(config: TrainConfig) -> Job:
     Raises:
         ValueError: in one line, which option is wrong and what to give instead; or what differs between processes.
     """
-    _check_checkpoints(config)
-    if config.processes > 1:
-        initialize_distributed(config.coordinator, config.processes, config.process_id)
-    else:
-        initialize_distributed()
+    text = _agreed_text(config)
     if config.d_model % (2 * config.heads):
         raise ValueError(f"--d-model {config.d_model}: must be a multiple of 2 * --heads = {2 * config.heads}.")
     if config.dtype == "float64":
@@ -132,10 +129,6 @@ def prepare(config: TrainConfig) -> Job:
             f"--batch-size {config.batch_size}: {mesh.size} devices * {config.num_minibatches} minibatches = {parts} do"
             f" not divide it. Take {-(-config.batch_size // parts) * parts}."
         )
-    text = load_text(config.data)
-    for data in (text.train, text.held_out):
-        fixed_windows(data, 1, config.context)
-    assert_same_everywhere(_what_must_agree(config, text))
     return Job(config, text, mesh, make_model(config, mesh))
 
 
@@ -158,6 +151,7 @@ def make_mesh(shape: dict[str, int] | None, processes: int) -> Mesh:
     if simulated % processes:
         raise ValueError(f"--processes {processes}: they cannot share {simulated} devices equally. Take a divisor.")
     devices = available_devices(simulated // processes)
+    processes = jax.process_count()  # a cluster has told, where --processes was not given
     shape = shape or {SHARD_AXIS_PREFIX: len(devices)}
     size = math.prod(shape.values())
     if size > len(devices):
@@ -191,6 +185,32 @@ def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     )
 
 
+def _agreed_text(config: TrainConfig) -> Text:
+    """Joins the other processes and reads the text, by which time all have the same options, text and code.
+
+    What fails on one process alone, before they have agreed, the others are told too: none waits for it.
+    """
+    place = (config.coordinator, config.processes, config.process_id) if config.processes > 1 else ()
+    initialize_distributed(*place, initialization_timeout_s=config.start_timeout)
+    text, problem = None, None
+    try:
+        _check_checkpoints(config)
+        text = _checked_text(config)
+    except (ValueError, OSError) as error:
+        problem = error
+    assert_same_everywhere(_what_must_agree(config, text, problem))
+    if problem is not None:
+        raise problem
+    return text
+
+
+def _checked_text(config: TrainConfig) -> Text:
+    text = load_text(config.data)
+    for data in (text.train, text.held_out):
+        fixed_windows(data, 1, config.context)
+    return text
+
+
 def _check_checkpoints(config: TrainConfig) -> None:
     if config.resume and config.checkpoint_dir is None:
         raise ValueError("--resume: from which checkpoints? Give --checkpoint-dir.")
@@ -203,10 +223,10 @@ def _check_checkpoints(config: TrainConfig) -> None:
         )
 
 
-def _what_must_agree(config: TrainConfig, text: Text) -> dict[str, Any]:
+def _what_must_agree(config: TrainConfig, text: Text | None, problem: Exception | None) -> dict[str, Any]:
     """Options, text and code: processes in which these differ would train a mixture, or wait for each other."""
     options = dataclasses.asdict(config)
     for own in ("process_id", "out"):
         options.pop(own)
-    crcs = {name: zlib.crc32(data.tobytes()) for name, data in (("train", text.train), ("held_out", text.held_out))}
-    return {"options": options, "text": crcs, "code": [benchmarks, xlstm_jax]}
+    found = str(problem) if text is None else [zlib.crc32(data.tobytes()) for data in (text.train, text.held_out)]
+    return {"options": options, "text": found, "code": [benchmarks, xlstm_jax]}

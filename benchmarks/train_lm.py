@@ -15,8 +15,10 @@ goes on where the newest good checkpoint is, with the losses that an undisturbed
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -49,6 +51,8 @@ from xlstm_jax.distributed.metrics import MetricLogger
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
 SAMPLING_S = 3600.0  # at most, compilation included
+EXIT_STOPPED = 75  # after SIGTERM, with a checkpoint: "try again" in sysexits.h
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 LEAVING_S = 30.0  # that other processes are given to end, once one has
 
 
@@ -78,8 +82,7 @@ def run(job: Job, console: Console) -> Result | None:
     """Trains from the start, or from the newest checkpoint; None where SIGTERM has ended it before its last step."""
     config, out = job.config, _out_folder(job.config)
     console = console if jax.process_index() == 0 else Console(quiet=True)
-    guarded = LoopGuard(step_timeout_s=config.step_timeout)
-    with checkpointer_of(job) as checkpointer:
+    with checkpointer_of(job) as checkpointer, LoopGuard(step_timeout_s=config.step_timeout) as guard:
         start = begin(job, checkpointer)
         memory = memory_per_device(job, start.state)
         if jax.process_index() == 0:
@@ -87,13 +90,13 @@ def run(job: Job, console: Console) -> Result | None:
             write_config(out / "config.json", job, start.state)
         introduce(job, start, memory, console)
         resume_step = (int(start.position) or -1) if config.resume else None
-        with guarded as guard, MetricLogger(out, resume_step=resume_step) as logger:
+        with MetricLogger(out, resume_step=resume_step) as logger:
             end, rows = fit(job, start, guard, checkpointer, logger, console)
             if end.position < config.steps:
                 console.print(f"stopped after step {end.position} by SIGTERM; go on with --resume", highlight=False)
                 return None
-            with guard.paused(SAMPLING_S), console.status("sampling"):
-                sample = generate(job.model, end.state.params, SAMPLE_PROMPT, config, keys(job)[2])
+        with guard.paused(SAMPLING_S), console.status("sampling"):
+            sample = generate(job.model, end.state.params, SAMPLE_PROMPT, config, keys(job)[2])
     rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
     held_out = rows[-1]["held_out_loss"] if rows else float("nan")
@@ -245,8 +248,9 @@ def parser() -> argparse.ArgumentParser:
     )
     option("--checkpoint-every", "steps between checkpoints")
     new.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint, if there is one")
-    option("--step-timeout", "seconds after which a step that hangs ends the process")
-    option("--processes", "how many; alone, it starts them on this machine")
+    option("--step-timeout", "seconds after which a step that hangs ends the process; the first may take an hour")
+    option("--start-timeout", "seconds to wait for the other processes at the start")
+    option("--processes", "how many; alone, it starts them on the CPU of this machine")
     option("--coordinator", "where process 0 is reached, if no cluster tells", str, metavar="HOST:PORT")
     option("--process-id", "which process this is, if no cluster tells", int, metavar="I")
     option("--log-every", "steps between rows of metrics.csv")
@@ -271,34 +275,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TimeoutError) as error:
         return _fail(error, 2)
     try:
-        run(job, Console())
+        return 0 if run(job, Console()) is not None else EXIT_STOPPED
     except FileExistsError as error:
         return _fail(error, 2)
     except (CheckpointError, NonFiniteError) as error:
         return _fail(error, 1)
-    return 0
 
 
 def spawn(arguments: Sequence[str], processes: int) -> int:
-    """Runs the same command as N processes that talk over the loopback interface; process 0 shows what it does.
+    """Runs the same command as N processes on the CPU that talk over loopback; process 0 shows what it does.
+
+    SIGTERM is passed on to them; they get it, too, when this process is killed.
 
     Returns:
-      0, or the exit status of the process that was the first to fail.
+      0, or the exit status of a process that failed, 128 + n where signal n has ended it.
     """
+    children: list[subprocess.Popen] = []
+    signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.train_lm", *map(str, arguments), "--coordinator", address]
-    children = [
-        subprocess.Popen([*command, "--process-id", str(i)], stdout=None if i == 0 else subprocess.DEVNULL)
-        for i in range(processes)
-    ]
-    signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
     try:
+        for i in range(processes):
+            own = {"stdout": None if i == 0 else subprocess.DEVNULL, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+            children.append(subprocess.Popen([*command, "--process-id", str(i)], preexec_fn=_end_with_parent, **own))
         return _wait(children)
     finally:
         for child in children:
             child.kill()
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel to send SIGTERM to this process when its parent ends, however it does; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(children: list[subprocess.Popen]) -> int:
@@ -309,7 +320,8 @@ def _wait(children: list[subprocess.Popen]) -> int:
         codes = [child.returncode for child in children if child.returncode]
         if codes and not failed:
             failed, deadline = codes[0], time.monotonic() + LEAVING_S
-    return abs(failed or next((child.returncode for child in children if child.returncode), 0))
+    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    return failed if failed >= 0 else 128 - failed
 
 
 def _fail(error: Exception, code: int) -> int:

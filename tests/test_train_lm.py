@@ -243,7 +243,7 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
         assert (result.out / picture).read_bytes().startswith(b"\x89PNG")
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints, processes
+# ----------------------------------------------------------------------------------------------- checkpoints, processes
 
 
 @pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
@@ -269,9 +269,10 @@ def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(runs, corpus, tmp_path
 
 def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overwritten(runs, corpus, tmp_path):
     one = runs(steps=4, mesh={"fsdp": 4})
-    arguments = f"--data {corpus} --checkpoint-dir {tmp_path}/run --mesh fsdp=4 --processes 2 --log-every 1".split()
-    arguments += "--steps 4 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64".split()
-    command = [sys.executable, "-m", "benchmarks.train_lm", *arguments, "--eval-every", "3", "--sample-bytes", "4"]
+    sizes = "--steps 4 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64"
+    options = "--mesh fsdp=4 --processes 2 --log-every 1 --eval-every 3 --sample-bytes 4"
+    command = [sys.executable, "-m", "benchmarks.train_lm", *sizes.split(), *options.split()]
+    command += ["--data", corpus, "--checkpoint-dir", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "on 4 cpu devices (cpu) of 2 processes" in " ".join(done.stdout.split()) and "a sample" in done.stdout

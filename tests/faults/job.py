@@ -138,8 +138,9 @@ def committed(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def is_saving(folder: Path) -> bool:
-    return any("tmp" in path.name for path in (folder / "run/steps").glob("*"))
+def saves_under_way(folder: Path) -> set[str]:
+    """The folders of saves that are not committed; those of a killed job stay until the next one saves."""
+    return {path.name for path in (folder / "run/steps").glob("*") if "tmp" in path.name}
 
 
 def final_state(folder: Path) -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-COLUMNS = ("fault", "rounds", "all gone after", "lost", "result")
+COLUMNS = ("fault", "rounds", "detected after", "lost", "result")
 
 
 def file() -> Path | None:
@@ -27,7 +27,7 @@ def record(fault: str, rounds: int, detected_s: float | None, lost: str, result:
 def table(path: Path) -> Table:
     new = Table(title="faults, and what became of the job", title_style="bold")
     for name in COLUMNS:
-        new.add_column(name, justify="right" if name in ("rounds", "all gone after") else "left")
+        new.add_column(name, justify="right" if name in ("rounds", "detected after") else "left")
     for (fault, *rest), rounds in _together(path).items():
         new.add_row(fault, str(rounds), *rest)
     return new

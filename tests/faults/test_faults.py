@@ -1,11 +1,14 @@
 """One fault at a time, struck into the training job: how long until every process is gone, and what is lost."""
 
 import functools
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -75,7 +78,7 @@ def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(process
         running.children[victim].send_signal(signal.SIGTERM)
         running.wait_gone(60.0)
         gone = time.monotonic() - start
-        assert running.codes() == [0] * processes, running.stderr(0)
+        assert running.codes() == [75] * processes, running.stderr(0)
         shown = (tmp_path / "stdout0").read_text()
     stopped = job.committed(tmp_path)
     assert before <= stopped < job.STEPS  # guard: it did not just run to its end
@@ -83,6 +86,49 @@ def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(process
     goes_on(tmp_path, processes, undisturbed_of(processes))
     assert f"going on after step {stopped}" in (tmp_path / "stdout0").read_text()
     record(f"SIGTERM to process {victim} of {processes}", 1, gone, "0 steps", "bit-equal")
+
+
+def test_killing_the_launcher_ends_its_processes_with_a_checkpoint(tmp_path):
+    (tmp_path / "corpus.txt").write_text(job.CORPUS)
+    options = ["--data", tmp_path / "corpus.txt", "--checkpoint-dir", tmp_path / "run", "--steps", 100_000]
+    command = [sys.executable, "-m", "benchmarks.train_lm", *job.SIZES.split(), *map(str, options), "--processes", "2"]
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen(command, cwd=job.ROOT, stdout=said, stderr=said, env=os.environ | job.COMPILED_ONCE)
+    try:
+        deadline = time.monotonic() + job.STARTING_S
+        while job.steps_done(tmp_path) < 8:
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+            time.sleep(0.02)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(children) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    start = time.monotonic()
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() - start < 20.0
+        time.sleep(0.02)
+    gone = time.monotonic() - start
+    assert job.committed(tmp_path) >= 8
+    record("kill -9 of the launcher", 1, gone, "0 steps", "a checkpoint")
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_job_goes_on_with_another_number_of_processes(processes, undisturbed, tmp_path):
+    with job.started(tmp_path, 2) as running:
+        assert running.wait_for(lambda: job.steps_done(tmp_path) >= 8)
+        running.children[0].send_signal(signal.SIGTERM)
+        running.wait_gone(60.0)
+    stopped = job.committed(tmp_path)
+    with job.started(tmp_path, processes) as again:
+        again.wait_gone(job.STARTING_S)
+        assert again.codes() == [0] * processes, again.stderr(0)
+    assert f"going on after step {stopped}" in (tmp_path / "stdout0").read_text()
+    rows, want = job.final_state(tmp_path)["rows"], undisturbed["rows"]
+    assert rows[:stopped] == want[:stopped]
+    # Sums of other processes run in another order; training magnifies a difference of 1e-7 to some 1e-5 by then.
+    assert [float(row["loss"]) for row in rows] == pytest.approx([float(row["loss"]) for row in want], rel=1e-4)
+    record("another number of processes", 1, None, "0 steps", "equal but for rounding")
 
 
 @contextmanager
@@ -114,7 +160,7 @@ def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(
         assert "no space left" in said.lower() or "resource_exhausted" in said.lower(), said[-3000:]
         (disk / "filler").unlink()
         shutil.copytree(disk / "steps", tmp_path / "run/steps")
-    assert gone <= TIMEOUT_S + 2 + job.SAVE_EVERY * 2 * 0.2  # the next save is some steps away
+    assert gone <= TIMEOUT_S + 2
     lost = job.steps_done(tmp_path) - job.committed(tmp_path)
     goes_on(tmp_path, 2, undisturbed)
     record("disk full", 1, gone, f"{lost} steps", "bit-equal")
@@ -125,6 +171,8 @@ def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(
     [
         ("configuration", ["--lr", "0.001"], "lr"),
         ("seed", ["--seed", "1"], "seed"),
+        ("batch size, which its devices do not divide,", ["--batch-size", "6"], "batch_size"),
+        ("text", ["--data", "nowhere"], "nowhere"),
     ],
 )
 def test_processes_that_differ_are_told_so_at_once(what, differing, named, tmp_path):

@@ -73,7 +73,6 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         save_interval_steps: int = DEFAULT_SAVE_INTERVAL_STEPS,
         max_to_keep: int | None = DEFAULT_MAX_TO_KEEP,
-        *,
         async_timeout_s: int = DEFAULT_ASYNC_TIMEOUT_S,
     ) -> None:
         for name, value in [
@@ -103,8 +102,18 @@ class Checkpointer:
         self.close()
 
     def latest_step(self) -> int | None:
-        """The newest step in the directory, as the first process sees it; whether it is sound, ``restore`` says."""
-        return max(self._steps(), default=None)
+        """The newest step in the directory, as the first process sees it; whether it is sound, ``restore`` says.
+
+        Raises:
+          CheckpointError: there are folders of steps, and all of them are empty, which no job leaves behind.
+        """
+        steps, folders = json.loads(tell_all(json.dumps([self._steps_here(), self._folders()]))[0])
+        if folders and not steps:
+            raise CheckpointError(
+                f"the steps {sorted(folders)} in {self.directory} are empty folders: their files are lost. Remove "
+                "them to start anew."
+            )
+        return max(steps, default=None)
 
     # ------------------------------------------------------------------------------------------------------------ save
 
