@@ -52,6 +52,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
 SAMPLING_S = 3600.0  # at most, compilation included
 EXIT_STOPPED = 75  # after SIGTERM, with a checkpoint: "try again" in sysexits.h
+LAUNCHER = "TRAIN_LM_LAUNCHER"  # environment variable with its process id
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 LEAVING_S = 30.0  # that other processes are given to end, once one has
 
@@ -270,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = TrainConfig(**options | {"data": tuple(options["data"])})
     if config.processes > 1 and config.process_id is None:
         return spawn(arguments, config.processes)
+    _end_with_launcher()
     try:
         job = prepare(config)
     except (ValueError, TimeoutError) as error:
@@ -296,20 +298,25 @@ def spawn(arguments: Sequence[str], processes: int) -> int:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.train_lm", *map(str, arguments), "--coordinator", address]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", LAUNCHER: str(os.getpid())}
     try:
         for i in range(processes):
-            own = {"stdout": None if i == 0 else subprocess.DEVNULL, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
-            children.append(subprocess.Popen([*command, "--process-id", str(i)], preexec_fn=_end_with_parent, **own))
+            stdout = None if i == 0 else subprocess.DEVNULL
+            children.append(subprocess.Popen([*command, "--process-id", str(i)], stdout=stdout, env=environment))
         return _wait(children)
     finally:
         for child in children:
             child.kill()
 
 
-def _end_with_parent() -> None:
-    """Asks the kernel to send SIGTERM to this process when its parent ends, however it does; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with_launcher() -> None:
+    """Asks the kernel to send SIGTERM to this process when the one that ``spawn``ed it ends, however; on Linux."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(launcher):  # it has ended already
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait(children: list[subprocess.Popen]) -> int:
