@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +87,6 @@ class Job:
     def layout(self) -> str:
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return f"replicated, {mesh}" if self.config.replicated else f"sharded, {mesh}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte."""
-
-    rows: list[dict[str, float]]
-    held_out_loss: float
-    baseline: float
-    sample: bytes
-    memory: dict[str, dict[str, int]]
-    out: Path
-    params: Any = field(repr=False)
-
-    @property
-    def losses(self) -> list[float]:
-        return [row["loss"] for row in self.rows]
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
