@@ -17,6 +17,7 @@ goes on where the newest good checkpoint is, with the losses that an undisturbed
 import argparse
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -35,13 +36,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text as RichText
 
 from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys
 from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
-from benchmarks.models import BLOCKS, LanguageModel
+from benchmarks.models import BLOCKS
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss
 from xlstm_jax.distributed import LoopGuard, NonFiniteError
@@ -97,7 +99,7 @@ def run(job: Job, console: Console) -> Result | None:
                 console.print(f"stopped after step {end.position} by SIGTERM; go on with --resume", highlight=False)
                 return None
         with guard.paused(SAMPLING_S), console.status("sampling"):
-            sample = generate(job.model, end.state.params, SAMPLE_PROMPT, config, keys(job)[2])
+            sample = generate(job, end.state.params, SAMPLE_PROMPT, keys(job)[2])
     rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
     held_out = rows[-1]["held_out_loss"] if rows else float("nan")
@@ -123,27 +125,33 @@ def read_rows(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def generate(model: LanguageModel, params: Any, prompt: str, config: TrainConfig, rng: jax.Array) -> bytes:
+def generate(job: Job, params: Any, prompt: str, rng: jax.Array) -> bytes:
     """Draws bytes one by one after the prompt, each from the model's view of the last ``context`` bytes.
 
     Outside ``shard_map`` the sharded parameters are global arrays, and the wrapped model is the plain one.
     """
-    start = np.frombuffer(prompt.encode(), np.uint8)[-config.context :]
-    window = jnp.zeros(config.context, jnp.int32).at[: len(start)].set(start)
+    context, count = job.config.context, job.config.sample_bytes
+    if not count:
+        return b""
+    start = np.frombuffer(prompt.encode(), np.uint8)[-context:]
+    window = np.zeros(context, np.int32)
+    window[: len(start)] = start
 
-    def draw(carry, key):
+    def draw(params, carry, key):
         window, filled = carry
-        logits = model.apply({"params": params}, window[None])[0, filled - 1]
+        logits = job.model.apply({"params": params}, window[None])[0, filled - 1]
         byte = jax.random.categorical(key, logits / SAMPLE_TEMPERATURE)
-        full = filled == config.context
+        full = filled == context
         window = jnp.where(full, jnp.roll(window, -1), window)
         filled = jnp.where(full, filled - 1, filled)
         return (window.at[filled].set(byte), filled + 1), byte.astype(jnp.uint8)
 
-    if not config.sample_bytes:
-        return b""
-    keys = jax.random.split(rng, config.sample_bytes)
-    _, drawn = jax.jit(lambda window, keys: jax.lax.scan(draw, (window, len(start)), keys))(window, keys)
+    def sample(params, window, rng):
+        keys = jax.random.split(rng, count)
+        return jax.lax.scan(functools.partial(draw, params), (window, len(start)), keys)[1]
+
+    everywhere = NamedSharding(job.mesh, PartitionSpec())
+    drawn = jax.jit(sample, out_shardings=everywhere)(params, window, rng)
     return prompt.encode() + np.asarray(drawn).tobytes()
 
 
