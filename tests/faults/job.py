@@ -35,7 +35,7 @@ SIZES = (
     "--mesh fsdp=4 --resume"
 )
 PACE_S = 0.03  # of a step, so that a fault can strike between two
-STARTING_S = 90.0  # until all processes have done their first step, on a busy machine
+STARTING_S = 180.0  # until all processes have done their first step, on a busy machine
 AGREEING = "comparing with the other processes at"
 OWN_COLUMNS = ("seconds", "tokens_per_s")  # of metrics.csv, which no two runs share
 
