@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.metrics_variants import NAIVE_BUDGET, OURS, Measurement, measure
+from benchmarks.options import positive
 from benchmarks.report import ACCENT, QUIET, STRONG
 
 SYNC_EVERY = 100  # steps, for the amortised row
@@ -156,17 +157,11 @@ def _plural(collectives: int) -> str:
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("metrics", description="What metrics add to a training step.")
-    new.add_argument("--steps", type=_positive, default=20, help="calls of a variant in a round (default: 20)")
-    new.add_argument("--rounds", type=_positive, default=25, help="turns of every variant (default: 25)")
-    new.add_argument("--metrics", type=_positive, default=20, help="how many metrics (default: 20)")
+    new.add_argument("--steps", type=positive, default=20, help="calls of a variant in a round (default: 20)")
+    new.add_argument("--rounds", type=positive, default=25, help="turns of every variant (default: 25)")
+    new.add_argument("--metrics", type=positive, default=20, help="how many metrics (default: 20)")
     new.add_argument("--out", type=Path, help="where to save the picture, a PNG; by default none is drawn")
     return new
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer.")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

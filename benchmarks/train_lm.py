@@ -44,6 +44,7 @@ from rich.text import Text as RichText
 from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys
 from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS
+from benchmarks.options import positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss
 from xlstm_jax.distributed import LoopGuard, NonFiniteError
@@ -227,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
     new = _Parser("train_lm", description="Trains a byte-level language model, fully sharded, on real text.")
     default = TrainConfig()
 
-    def option(name: str, help: str, type: Callable[[str], Any] = _positive, **kwargs: Any) -> None:
+    def option(name: str, help: str, type: Callable[[str], Any] = positive, **kwargs: Any) -> None:
         value = getattr(default, name[2:].replace("-", "_"))
         shown = "" if value in (None, ()) else f" (default: {value})"
         new.add_argument(name, type=type, default=value, help=help + shown, **kwargs)
@@ -265,12 +266,6 @@ def parser() -> argparse.ArgumentParser:
     option("--log-every", "steps between rows of metrics.csv")
     option("--eval-every", "steps between held-out losses")
     return new
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer.")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ A new metric says what the state of nothing is, what the state of one batch is, 
             return state["total"].value / jnp.maximum(state["count"].value, 1)
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -129,8 +130,8 @@ class PureMetric(ABC):
         self._check_own(state)
         _check_one_device(state)
         self.check_observed((args, kwargs), state.axes)
-        seen = self.state_of(self.observe(*args, **kwargs))
-        merged = state.layout.merge(state.vectors, _row(seen.vectors))
+        seen = state.layout.pack(self.observe(*args, **kwargs), self.identity())
+        merged = state.layout.merge(state.vectors, _row(seen))
         return state.replace(vectors=jax.tree.map(_typed_like, merged, state.vectors))
 
     def merge(self, a: Local | Synced, b: Local | Synced) -> Local | Synced:
@@ -153,7 +154,8 @@ class PureMetric(ABC):
 
         A state of which each device receives no more than ``GATHER_BYTES`` is gathered by one collective, and every
         device merges all rows, at full precision. A larger one takes one all-reduce per (operation, dtype), and its
-        sums that of float32 where devices hold values of very different size. The local state is as good as before. Several metrics are synchronized at once as a ``Compose``.
+        sums have the precision of float32 where devices hold values of very different size. The local state is as good
+        as before. Several metrics are synchronized at once as a ``Compose``.
 
         Raises:
           TypeError: the state is no ``Local``.
@@ -199,14 +201,9 @@ class PureMetric(ABC):
         So a run goes on from a checkpoint on any number of devices: save ``sync(local)``, restore it, and call this.
         """
         axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
-        split = NamedSharding(mesh, PartitionSpec(axes))
-
-        def place(vectors):
-            return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(self.state_of({}), mesh, axes), vectors)
-
         self._check_own(state)
         vectors = jax.device_put(state.vectors, NamedSharding(mesh, PartitionSpec()))
-        return Local(jax.jit(place, out_shardings=split)(vectors), state.layout, axes)
+        return Local(_first_row_on(mesh, axes)(self.state_of({}), vectors), state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
         """Raises where the types of what is observed show that devices would be counted wrongly.
@@ -238,6 +235,16 @@ def _rows(state: Synced, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
     """[k] -> [n, k], the same for every device."""
     count = math.prod(mesh.shape[axis] for axis in axes)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state.vectors)
+
+
+@functools.lru_cache(maxsize=128)
+def _first_row_on(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Synced, Vectors], Vectors]:
+    """The program that puts vectors on the first device and an empty state on the others; one for all checkpoints."""
+
+    def place(nothing, vectors):
+        return jax.tree.map(lambda rows, x: rows.at[0].set(x), _rows(nothing, mesh, axes), vectors)
+
+    return jax.jit(place, out_shardings=NamedSharding(mesh, PartitionSpec(axes)))
 
 
 def sync_states(states: Sequence[Local]) -> list[Synced]:
