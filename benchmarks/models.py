@@ -223,7 +223,7 @@ BLOCKS: dict[str, type[Block]] = {"xlstm": XLSTMBlock, "transformer": Transforme
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte for ``tokens[b, t]``: float32 ``[b, t, 256]``.
+    """Logits of the next token for ``tokens[b, t]``: float32 ``[b, t, vocab_size]``; tokens are bytes by default.
 
     ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the
     classes of the embedding, the block and the head; with ``remat`` a block's activations, gathered weights among
@@ -238,15 +238,16 @@ class LanguageModel(nn.Module):
     remat: bool = False
     wrap: ModuleWrapper | None = None
     dtype: Any = jnp.float32
+    vocab_size: int = VOCAB_SIZE
 
     @nn.compact
     def __call__(self, tokens, *, train: bool = False):
         wrap = self.wrap or (lambda module: module)
-        x = wrap(nn.Embed)(VOCAB_SIZE, self.dim, **dtypes(self.dtype), name="embed")(tokens)
+        x = wrap(nn.Embed)(self.vocab_size, self.dim, **dtypes(self.dtype), name="embed")(tokens)
         x, _ = self.blocks(wrap, deterministic=not train)(x)
         x = nn.RMSNorm(**dtypes(self.dtype), name="final_norm")(x)
-        start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln 256 nats
-        head = wrap(nn.Dense)(VOCAB_SIZE, use_bias=False, **dtypes(self.dtype), kernel_init=start, name="head")
+        start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln(vocab_size) nats
+        head = wrap(nn.Dense)(self.vocab_size, use_bias=False, **dtypes(self.dtype), kernel_init=start, name="head")
         logits = head(x)
         return logits.astype(jnp.promote_types(self.dtype, jnp.float32))
 

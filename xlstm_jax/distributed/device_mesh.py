@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.agreement import assert_same_everywhere, compare, entries_of
@@ -31,6 +31,7 @@ from xlstm_jax.distributed.processes import available_devices, initialize_distri
 
 __all__ = [
     "DeviceMeshManager",
+    "abstract_batch",
     "auto_mesh",
     "available_devices",
     "check_no_explicit_mesh",
@@ -92,6 +93,34 @@ def shard_batch(
         _agree_on_batch(batch, padded, mesh, axes, timeout_s)
     sharded = map_leaves_with_path(to_global, batch)
     return sharded if pad is False else (sharded, to_global("", (np.arange(padded) < rows).astype(np.float32)))
+
+
+def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:
+    """What ``shard_batch`` would return, without values: a batch to plan, forecast or compile a step with.
+
+    Args:
+      batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
+      mesh: a mesh, which need not have devices.
+      batch_axes: the axes that the batch is split over, outermost first.
+    Returns:
+      ``ShapeDtypeStruct`` with shardings.
+    Raises:
+      ValueError: the axes do not divide a leaf's rows; names the leaf and both numbers.
+    """
+    axes, mesh = mesh_axes(mesh, batch_axes, "batch_axes"), auto_mesh(mesh)
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+
+    def place(path, leaf):
+        shape, rows = np.shape(leaf), np.shape(leaf)[:1]
+        if rows and rows[0] % parts:
+            raise ValueError(
+                f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {parts} devices over {axes} do not "
+                f"divide. Take {-(-rows[0] // parts) * parts} rows."
+            )
+        spec = PartitionSpec(axes) if rows else PartitionSpec()
+        return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
+
+    return map_leaves_with_path(place, batch)
 
 
 @lru_cache
@@ -260,6 +289,19 @@ class DeviceMeshManager:
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
     @staticmethod
+    def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
+        """A mesh without devices, to plan and forecast for machines that are not there.
+
+        Args:
+          mesh_shape: axes and sizes, outermost first, as {"dp": 4, "fsdp": 64}.
+        Raises:
+          ValueError: a size is not a positive integer, or there is no axis.
+        """
+        if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
+            raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
+        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=_auto(tuple(mesh_shape)))
+
+    @staticmethod
     def get_mesh_info(mesh: Mesh) -> dict[str, Any]:
         """What there is to know about a mesh, for a log or a file.
 
@@ -331,11 +373,13 @@ def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
     return DeviceMeshManager.create_device_mesh({name: num_devices}, devices)
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
+def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The same mesh with all its axes of type ``Auto``."""
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=_auto(mesh.axis_names))
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names))
 
 
 def check_no_explicit_mesh() -> None:
