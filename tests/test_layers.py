@@ -10,16 +10,21 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 
 LAYERS = [
     {"common_types"},
-    {"partitioning"},
-    {"agreement", "mesh_shapes", "processes"},
-    {"checksums", "collectives", "device_mesh", "log_files", "votes", "watchdog"},
-    {"data_parallel", "monoids", "packing", "reductions", "logger", "replicas", "checkpoint_leaves"},
-    {"distributed_metrics", "safetensors_files", "states"},
-    {"aggregation", "checkpoint", "mesh_state"},
+    {"partitioning", "chips", "names", "device_groups", "compile_child"},
+    {"agreement", "buffers", "flops", "hlo_instruction", "mesh_shapes", "processes"},
+    {"checksums", "collectives", "device_mesh", "hlo", "log_files", "plan_boxes", "plan_leaves", "votes", "watchdog"}
+    | {"topology"},
+    {"data_parallel", "monoids", "packing", "plan_table", "reductions", "logger", "replicas", "checkpoint_leaves"}
+    | {"cycles", "dataflow", "report"},
+    {"distributed_metrics", "safetensors_files", "traffic", "sharding_plan", "states"},
+    {"aggregation", "checkpoint", "estimate", "mesh_state"},
     {"classification", "stateful"},
     {"ranking"},
     {"gradients", "nonfinite", "optimizers"},
     {"training", "resilience"},
+    {"plan", "workload"},
+    {"lint", "planner"},
+    {"cli"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

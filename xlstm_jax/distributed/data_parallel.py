@@ -10,6 +10,7 @@ A wrapped module is the same module in three places:
   inside shard_map        as above
   under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
   anywhere else           values are global and bare: it is the plain module
+For a plan, under a ``plan_boxes.planning_mesh``, init puts every leaf into a box that says what was decided about it.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
@@ -31,6 +32,7 @@ from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
     Part,
+    ShardChoice,
     as_axis_names,
     axes_entry,
     box_dim,
@@ -48,6 +50,7 @@ from xlstm_jax.distributed.partitioning import (
     value_dtype,
     wide_dtype,
 )
+from xlstm_jax.distributed.plan_boxes import Decision, Planned, is_planning
 
 Target = TypeVar("Target", bound=Any)
 
@@ -83,13 +86,49 @@ def _box_params(params: PyTree, axis_sizes: dict[str, int], min_weight_size: int
     axes = tuple(axis_sizes)
 
     def box(leaf):
-        value = leaf_value(leaf)
-        if is_prng_key(value):
-            return leaf
-        dim, _ = choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, min_weight_size)
-        return leaf if dim is None else box_dim(leaf, take(value, dim, axes), dim, axes)
+        dim, _ = _choice(leaf, axis_sizes, min_weight_size)
+        return leaf if dim is None else box_dim(leaf, take(leaf_value(leaf), dim, axes), dim, axes)
 
     return map_leaves(box, params)
+
+
+def _choice(leaf: Any, axis_sizes: dict[str, int], min_weight_size: int) -> ShardChoice:
+    value = leaf_value(leaf)
+    if is_prng_key(value):
+        return ShardChoice(None, "holds PRNG keys, which are never split")
+    return choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, min_weight_size)
+
+
+def plan_params(
+    params: PyTree,
+    axis_sizes: dict[str, int],
+    min_weight_size: int,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+) -> PyTree:
+    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, in a box that says why.
+
+    Args:
+      params: leaves, bare or boxed.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      min_weight_size, gather_dtype, grad_scatter_dtype: see ``shard_module_params``.
+    Returns:
+      The tree with every leaf as ``Planned``.
+    Raises:
+      ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
+    """
+    axes = tuple(axis_sizes)
+
+    def box(path, leaf):
+        value, choice = leaf_value(leaf), _choice(leaf, axis_sizes, min_weight_size)
+        names, wire = leaf_names(leaf), [str(value_dtype(value))] * 2
+        if choice.dim is not None:
+            names = leaf_names(box_dim(leaf, value, choice.dim, axes))
+            requested = {"gather_dtype": gather_dtype, "grad_scatter_dtype": grad_scatter_dtype}
+            wire = [str(wire_dtype(value, dtype, option, path)) for option, dtype in requested.items()]
+        return Planned.of(leaf, Decision(axes, choice, np.shape(value), names, *wire))
+
+    return map_leaves_with_path(box, params)
 
 
 def _own_slice(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -282,7 +321,7 @@ def shard_module_params(
     wrap = functools.partial(
         _lift,
         gather=functools.partial(_gather_here, axes, gather_dtype, grad_scatter_dtype),
-        shard=functools.partial(_shard_here, axes, min_weight_size),
+        shard=functools.partial(_shard_here, axes, min_weight_size, gather_dtype, grad_scatter_dtype),
     )
     if isinstance(target, nn.Module):
         return _wrap_instance(target, wrap)
@@ -303,29 +342,37 @@ def _mode(axes: tuple[str, ...]) -> str:
         return "plain"
     if mesh.manual_axes:
         raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
+    missing = next((axis for axis in unbound if axis not in mesh.shape), unbound[0])
+    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
     raise ValueError(
-        f"shard_module_params: {unbound[0]!r} is not an axis of the mesh that jax.set_mesh has set, which has "
-        f"{tuple(mesh.shape)}. Pass one of them."
+        f"shard_module_params: {missing!r} is not an axis of {where}, which has {tuple(mesh.shape)}. Pass one of them."
     )
 
 
 def _gather_here(axes, gather_dtype, grad_scatter_dtype, variables):
     if _mode(axes) == "manual":
         return gather_params(variables, axes, gather_dtype, grad_scatter_dtype)
-    # Boxes over other axes stay, for the wrapper of those.
-    return map_leaves(
-        lambda leaf: leaf.value if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf, variables
-    )
+
+    def take_out(leaf):
+        if isinstance(leaf, Planned):
+            return leaf.gathered(axes)
+        # Boxes over other axes stay, for the wrapper of those.
+        return leaf.value if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+
+    return map_leaves(take_out, variables)
 
 
-def _shard_here(axes, min_weight_size, variables):
+def _shard_here(axes, min_weight_size, gather_dtype, grad_scatter_dtype, variables):
     mode = _mode(axes)
     if mode == "manual":
         return shard_params(variables, axes, min_weight_size)
-    if mode == "global":
-        mesh = jax.sharding.get_abstract_mesh()
-        return _box_params(variables, {axis: mesh.shape[axis] for axis in axes}, min_weight_size, _whole)
-    return variables
+    if mode == "plain":
+        return variables
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    if is_planning():
+        return plan_params(variables, sizes, min_weight_size, gather_dtype, grad_scatter_dtype)
+    return _box_params(variables, sizes, min_weight_size, _whole)
 
 
 def _lift(target: Target, gather: Callable[[PyTree], PyTree], shard: Callable[[PyTree], PyTree]) -> Target:

@@ -1,0 +1,298 @@
+"""Memory by module is read rightly from XLA's texts: against XLA's own sums, a plain recount, and excerpts by hand."""
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from support import fsdp, mesh_of
+
+from benchmarks.models import LanguageModel
+from xlstm_jax.distributed import abstract_train_state, make_train_step
+from xlstm_jax.distributed.forecast.buffers import memory
+from xlstm_jax.distributed.forecast.topology import compile_for_topology
+
+MIB = 2**20
+
+# A loop writes gradients, in place, into a stack that its carry holds; the weights were cast before it, all at once.
+# Two releases of the compiler write the flags in different orders.
+ASSIGNMENT = r"""BufferAssignment:
+allocation 0: size 512, page 0, thread-local:
+ value: <2 add.5 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 1: size 268435456, page 0, output shape is |f32[64,1024,1024]|, maybe-live-out:
+ value: <93 constant_dynamic-update-slice_fusion.2 @0> (size=268435456,offset=0): f32[64,1024,1024]{2,1,0:T(8,128)}
+ value: <161 while.29{2} (phi) @0> (size=268435456,offset=0): f32[64,1024,1024]{2,1,0:T(8,128)}
+allocation 2: size 268435456, page 0, parameter 0, shape |f32[64,1024,1024]| at ShapeIndex {}, maybe-live-out:
+ value: <103 param.4 @0> (size=268435456,offset=0): f32[64,1024,1024]{2,1,0:T(8,128)}
+allocation 3: size 32768, page 0, parameter 1, shape |f32[8,1024]| at ShapeIndex {}:
+ value: <106 param.5 @0> (size=32768,offset=0): f32[8,1024]{1,0:T(8,128)}
+allocation 4: size 4096, page 0, constant:
+ value: <570 constant.270 @0> (size=4096,offset=0): u32[]
+allocation 5: size 142672384, page 0, preallocated-temp:
+ value: <36 add.29 @0> (size=512,offset=142606336): s32[]{:T(128)}
+ value: <38 fusion.4{} @0> (size=512,offset=142606848): (f32[64,8,1024]{2,1,0:T(8,128)}, bf16[8,1024]{1,0:S(1)})
+ value: <39 fusion.4{0} @0> (size=4194304,offset=138412032): f32[64,8,1024]{2,1,0:T(8,128)}
+ value: <91 convolution.2 @0> (size=4194304,offset=134217728): f32[1,1024,1024]{2,1,0:T(8,128)}
+ value: <92 all-reduce.2 @0> (size=4194304,offset=134217728): f32[1,1024,1024]{2,1,0:T(8,128)}
+ value: <99 broadcast.7 @0> (size=32768,offset=134217728): f32[8,1024]{1,0:T(8,128)}
+ value: <112 custom-call.1 @0> (size=4194304,offset=138412032): f32[64,8,1024]{2,1,0:T(8,128)}
+ value: <116 convert.7 @0> (size=134217728,offset=0): bf16[64,1024,1024]{2,1,0:T(8,128)(2,1)}
+ value: <138 while.28{3} (phi) @0> (size=4194304,offset=138412032): f32[64,8,1024]{2,1,0:T(8,128)}
+allocation 6: size 524288, color 1, page 0, preallocated-temp:
+ value: <37 copy.28 @1> (size=131072,offset=0): bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}
+"""
+ASSIGNMENT_EARLIER = ASSIGNMENT.replace(", page 0", "")
+
+LIVE_RANGE = """HloLiveRange (max 10):
+  InstructionSequence:
+    0:param.4
+    1:param.5
+    2:custom-call.1
+    3:add.29
+    4:fusion.4
+    5:while.28
+    6:convert.7
+    7:broadcast.7
+    8:convolution.2
+    9:all-reduce.2
+    10:constant_dynamic-update-slice_fusion.2
+  BufferLiveRange:
+    param.4{}:0-11
+    param.5{}:0-11
+    custom-call.1{}:2-4
+    add.29{}:3-11
+    copy.28{}:3-4
+    fusion.4{}:4-5
+    fusion.4{0}:4-5
+    while.28{3}:5-11
+    convert.7{}:6-11
+    broadcast.7{}:7-8
+    convolution.2{}:8-9
+    all-reduce.2{}:9-10
+    constant_dynamic-update-slice_fusion.2{}:10-11
+  Live ranges at 9 (peak):
+    convert.7{}: 134217728 bytes (cumulative: 134217728 bytes)
+"""
+OP_NAMES = {
+    "param.4": r"state.params[\'blocks\'][\'kernel\'].value",
+    "fusion.4": "jit(step)/jvp(M)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice",
+    "add.29": "jit(step)/jvp(M)/while/body/closed_call/blocks/add",
+    "convolution.2": "jit(step)/transpose(jvp(M))/while/body/closed_call/checkpoint/blocks/up/dot_general",
+    "all-reduce.2": "jit(step)/transpose(jvp(M))/while/body/closed_call/checkpoint/blocks/up/dot_general",
+}
+
+
+@pytest.mark.parametrize("assignment", [ASSIGNMENT, ASSIGNMENT_EARLIER], ids=["page", "no page"])
+def test_an_excerpt_by_hand(assignment):
+    found = memory(assignment, LIVE_RANGE, OP_NAMES)
+    assert (found.argument_bytes, found.alias_bytes) == (256 * MIB + 32768, 256 * MIB)
+    assert (found.output_bytes, found.constant_bytes, found.temporary_bytes) == (256 * MIB, 4096, 142672384)
+    assert found.total_bytes == 2 * 256 * MIB + 32768 + 4096 + 142672384
+    assert [(a.name, a.shape, a.donated) for a in found.arguments] == [
+        ("state.params['blocks']['kernel'].value", "f32[64,1024,1024]", True),
+        ("", "f32[8,1024]", False),
+    ]
+    # The cast weights, the stack of activations, the product that becomes its sum in place (once), a counter.
+    assert found.peak_live_bytes == 128 * MIB + 4 * MIB + 4 * MIB + 512
+    assert found.fragmentation_bytes == 142672384 - found.peak_live_bytes
+    assert [(t.bytes, t.instruction, t.path, t.direction) for t in found.temporaries] == [
+        (128 * MIB, "convert.7", "", "other"),
+        (4 * MIB, "convolution.2", "blocks/up", "backward"),
+        (4 * MIB, "fusion.4", "blocks", "forward"),
+        (512, "add.29", "blocks", "forward"),
+    ]
+    assert found.by_module() == {"": 128 * MIB, "blocks/up": 4 * MIB, "blocks": 4 * MIB + 512}
+    stack = found.temporaries[2]
+    assert (stack.first, stack.last, stack.shape) == (2, 11, "f32[64,8,1024]")
+    assert found.timeline[0].live_bytes == 0
+    assert max(moment.live_bytes for moment in found.timeline) == found.peak_live_bytes
+    assert [moment.point for moment in found.timeline] == list(range(12))
+    assert (found.timeline[5].path, found.timeline[9].path) == ("blocks", "blocks/up")
+
+
+def test_of_two_that_overlap_the_larger_has_the_bytes():
+    """In place, an operation may write into a part of what it reads last: both are live while it runs."""
+    inside = " value: <93 slice.1 @0> (size=2097152,offset=135266304): f32[1,512,1024]{2,1,0:T(8,128)}\n"
+    assignment = ASSIGNMENT.replace("allocation 6", inside + "allocation 6")
+    found = memory(assignment, LIVE_RANGE.replace("  Live ranges", "    slice.1{}:8-9\n  Live ranges"), OP_NAMES)
+    assert found.peak_live_bytes == memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES).peak_live_bytes
+    assert "slice.1" not in {temporary.instruction for temporary in found.temporaries}
+    assert sum(temporary.bytes for temporary in found.temporaries) == found.peak_live_bytes
+
+
+def test_a_timeline_is_thinned_to_its_heights():
+    found = memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES, points=3)
+    assert len(found.timeline) == 3
+    assert max(moment.live_bytes for moment in found.timeline) == found.peak_live_bytes
+
+
+def test_what_is_no_such_text_is_refused():
+    with pytest.raises(ValueError, match="This is no buffer assignment of XLA.*HloModule jit_f"):
+        memory("HloModule jit_f", LIVE_RANGE, {})
+    with pytest.raises(ValueError, match="This is no live-range text of XLA.*BufferAssignment"):
+        memory(ASSIGNMENT, ASSIGNMENT, {})
+
+
+def test_texts_of_two_programs_are_refused():
+    other = LIVE_RANGE.replace("    convert.7{}:6-11\n", "")
+    with pytest.raises(ValueError, match=r"a temporary convert.7\{\} of 134217728 bytes.*it knows 12 values"):
+        memory(ASSIGNMENT, other, {})
+
+
+# ---------------------------------------------------------------------------------------------------- real programs
+
+
+def compiled(lowered, folder):
+    """The compiled program, its two texts, and the name of each instruction."""
+    program = lowered.compile(compiler_options={"xla_dump_to": str(folder)})
+    texts = [
+        next(folder.glob(f"*after_optimizations-{name}.txt")).read_text()
+        for name in ("buffer-assignment", "live-range")
+    ]
+    return program, *texts, op_names(program.as_text())
+
+
+def op_names(hlo):
+    return dict(re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{[^\n]*?op_name="([^"]*)"', hlo))
+
+
+def recount(assignment, live_range):
+    """Bytes of temporaries in use at each point, byte ranges united one by one: slow, and without anything shared."""
+    start = assignment.index("preallocated-temp")
+    temporaries = assignment[start : assignment.find("allocation", start)]
+    ranges = {name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+):(\d+)-(\d+)$", live_range, re.M)}
+    values = []
+    for name, index, size, offset in re.findall(r"<\d+ ([^ {]+)(\S*) .*?\(size=(\d+),offset=(\d+)\)", temporaries):
+        values.append((int(offset), int(offset) + int(size), *ranges[name + (index or "{}")]))
+    used = []
+    for point in range(max(last for *_, last in values) + 1):
+        total, end = 0, 0
+        for begin, stop, first, last in sorted(values):
+            if first <= point <= last:
+                total += max(0, stop - max(begin, end))
+                end = max(end, stop)
+        used.append(total)
+    return used
+
+
+def loss_of(params, apply_fn, batch, rng):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+
+def lowered_step(model, batch, mesh, tx, batch_axes=("dp", "fsdp")):
+    state = abstract_train_state(model, tx, mesh, jax.random.key(0), batch, batch_axes=batch_axes)
+    step = make_train_step(loss_of, mesh, batch_axes=batch_axes)
+    return step, (state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+
+
+def test_a_training_step_adds_up_to_xlas_own_sums(tmp_path):
+    """On CPU, where nothing is padded, XLA's statistics are those of the same buffers."""
+    model = LanguageModel("transformer", dim=32, num_layers=3, num_heads=2, remat=True, wrap=fsdp)
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    step, args = lowered_step(model, batch, mesh_of(2, 4), optax.adamw(0.1))
+    program, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
+    found, stats = memory(assignment, live_range, names), program.memory_analysis()
+
+    assert found.argument_bytes == stats.argument_size_in_bytes == sum(a.bytes for a in found.arguments)
+    assert found.alias_bytes == stats.alias_size_in_bytes > 0
+    assert found.output_bytes == stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert found.temporary_bytes == stats.temp_size_in_bytes > 0
+    assert {a.name.split("[")[0] for a in found.arguments} >= {"state.params", "batch"}
+
+    used = recount(assignment, live_range)
+    assert found.peak_live_bytes == max(used) <= found.temporary_bytes
+    assert used[found.peak_point] == max(used)
+    assert sum(t.bytes for t in found.temporaries) == found.peak_live_bytes == sum(found.by_module().values())
+    assert all(a.bytes >= b.bytes for a, b in pairwise(found.temporaries))
+    assert all(t.first <= found.peak_point <= t.last for t in found.temporaries)
+    assert len(found.timeline) <= 400
+    assert all(moment.live_bytes == used[moment.point] for moment in found.timeline if moment.point < len(used))
+    assert {"embed", "blocks/up", "head"} <= {moment.path for moment in found.timeline}
+
+
+class Widths(nn.Module):
+    """Two branches, of which one keeps a wide activation for its gradient."""
+
+    wide: str
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("one", "other"):
+            h = nn.Dense(8192 if name == self.wide else 8, name=f"{name}_up")(x)
+            # A sort is fused with nothing: its result is a buffer.
+            x = x + nn.Dense(8, name=f"{name}_down")(Sorted(name=f"{name}_sort")(h))
+        return x
+
+
+class Sorted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sort(x, axis=-1)
+
+
+@pytest.mark.parametrize("wide", ["one", "other"])
+def test_the_module_that_fills_the_memory_is_named(tmp_path, wide):
+    model, batch = Widths(wide), jax.ShapeDtypeStruct((512, 8), jnp.float32)
+    step, args = lowered_step(model, batch, mesh_of(1, 8), optax.sgd(0.1))
+    _, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
+    found = memory(assignment, live_range, names)
+    activation = 512 // 8 * 8192 * 4
+    largest = found.temporaries[0]
+    assert largest.bytes >= activation
+    assert largest.path.startswith(wide)
+    share = sum(size for path, size in found.by_module().items() if path.startswith(wide))
+    assert share > 0.8 * found.peak_live_bytes
+
+
+def test_a_program_without_temporaries(tmp_path):
+    _, assignment, live_range, names = compiled(
+        jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((64,), jnp.float32)), tmp_path
+    )
+    found = memory(assignment, live_range, names)
+    assert (found.argument_bytes, found.output_bytes, found.temporary_bytes, found.temporaries) == (256, 256, 0, ())
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_step_compiled_for_a_tpu():
+    """Tiled arrays of whole tiles take their own bytes, so a device's share of the state is known beforehand."""
+    mesh = AbstractMesh((1, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    model = Blocks(wrap=fsdp)
+    batch = jax.ShapeDtypeStruct((4 * 512, 1024), jnp.bfloat16)
+    step, args = lowered_step(model, batch, mesh, optax.adamw(0.1))
+    result = compile_for_topology(step, *args, topology="v5e:2x2")
+    found = memory(result.buffers, result.live_ranges, op_names(result.hlo))
+
+    state = 3 * 2 * 4 * 1024 * 2048 * 4 // 4  # weights and two moments: up and down of 4 layers, float32, a quarter
+    rest = found.argument_bytes - state - 512 * 1024 * 2
+    assert 0 <= rest <= 64 * 1024  # counters and the key, padded
+    assert found.argument_bytes == result.memory["argument"]
+    assert found.alias_bytes == pytest.approx(state, rel=0.001)
+    assert found.alias_bytes == result.memory["alias"]
+    assert found.output_bytes == result.memory["output"] - result.memory["alias"]
+    assert sum(t.bytes for t in found.temporaries) == found.peak_live_bytes <= found.temporary_bytes
+    assert max(recount(result.buffers[result.buffers.index("color 1") :], result.live_ranges)) > 0  # VMEM, left out
+    assert {t.path for t in found.temporaries if t.bytes > MIB} <= {"blocks", "blocks/up", "blocks/down", ""}
+
+
+class Blocks(nn.Module):
+    wrap: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(nn.remat(self.wrap(MLP)), variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return layers(name="blocks")(x, None)[0]
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, name="up")(x)
+        return x + nn.Dense(x.shape[-1], use_bias=False, dtype=jnp.bfloat16, name="down")(nn.gelu(h)), None

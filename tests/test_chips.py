@@ -1,0 +1,211 @@
+"""The table of chips agrees with itself and with libtpu; rooflines with the sums worked out by hand."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from xlstm_jax.distributed.forecast.chips import CHIPS, chip_of, parse_topology, roofline
+
+TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
+MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+def test_peak_is_multipliers_times_clock(chip):
+    assert chip.peak_flops["bfloat16"] == pytest.approx(2 * MULTIPLIERS[chip.name] * chip.clock_hz, rel=0.003)
+    assert 0.95 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
+
+
+# FLOP per byte on all links, both ways: what a fully sharded layer needs of tokens per chip, from the literature.
+@pytest.mark.parametrize("name, ratio", [("v5e", 1094), ("v5p", 850), ("v6e", 2550)])
+def test_compute_to_wire_ratio_is_the_published_one(name, ratio):
+    chip = CHIPS[name]
+    assert chip.peak_flops["bfloat16"] / (2 * chip.link_bandwidth * chip.torus_axes) == pytest.approx(ratio, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "device_kind, name",
+    [
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU v4", "v4"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+    ],
+)
+def test_a_chip_by_its_device_kind(device_kind, name):
+    assert chip_of(device_kind) is CHIPS[name]
+
+
+def test_a_device_without_figures_has_no_chip():
+    assert chip_of(jax.devices()[0].device_kind) is None
+    kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+
+
+# ----------------------------------------------------------------------------------------------------------- topologies
+
+
+def test_a_topology_is_read():
+    topology = parse_topology("v5p:4x4x8")
+    assert (topology.name, topology.shape, topology.num_devices) == ("v5p:4x4x8", (4, 4, 8), 128)
+    assert topology.chip is CHIPS["v5p"]
+
+
+@pytest.mark.parametrize(
+    "name, wraps",
+    [
+        ("v5e:16x16", (True, True)),
+        ("v5e:8x16", (False, True)),
+        ("v5e:4x4", (False, False)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("v4:2x4x4", (False, True, True)),
+    ],
+)
+def test_which_axes_are_rings(name, wraps):
+    assert parse_topology(name).wraps == wraps
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e-256", "v7:2x2", "h100:8", "", "v5e:16*16", "v5e:16x16 "])
+def test_what_is_no_topology_is_refused(name):
+    with pytest.raises(ValueError, match=r"is not <chip>:<shape> with a chip among v4, v5e, v5p, v6e.*'v5e:16x16'"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x3", "v5e:16x32", "v6e:4x4x4", "v5e:0x0"])
+def test_a_flat_slice_that_there_is_not_is_refused(name):
+    with pytest.raises(ValueError, match=r"no such slice of v\we. There are 1x1, 2x2, .*16x16"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4", "v5p:8x4x4", "v4:16x16x20", "v5p:4x4x6", "v4:0x4x4"])
+def test_a_cubic_slice_that_there_is_not_is_refused(name):
+    with pytest.raises(ValueError, match=r"no such slice of v\w+. There are 2x2x1, .*multiples of 4 .* as 4x4x8"):
+        parse_topology(name)
+
+
+LIBTPU_CHILD = """
+import json, sys
+from jax.experimental.topologies import get_topology_desc
+for arguments in json.loads(sys.argv[1]):
+    devices = get_topology_desc(platform="tpu", **arguments).devices
+    coords = [max(device.coords[i] for device in devices) + 1 for i in range(3)]
+    print(json.dumps([len(devices), devices[0].device_kind, coords]))
+"""
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_libtpu_knows_the_slices_and_names_the_chips_alike():
+    names = ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v6e:1x1", "v6e:8x8", "v4:2x2x1", "v4:4x4x4", "v4:16x16x16"]
+    names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]
+    topologies = [parse_topology(name) for name in names]
+    command = [sys.executable, "-c", LIBTPU_CHILD, json.dumps([topology.description() for topology in topologies])]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | ENVIRONMENT
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    described = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for topology, (count, kind, shape) in zip(topologies, described, strict=True):
+        assert count == topology.num_devices, topology.name
+        assert chip_of(kind) is topology.chip
+        assert tuple(shape[: len(topology.shape)]) == topology.shape
+
+
+# ------------------------------------------------------------------------------------------------------------- roofline
+
+
+def on_tpu(name, axis_sizes, torus_dims, wire_bytes, **more):
+    topology = parse_topology(name)
+    options = {"topology": topology, "torus_dims": torus_dims}
+    return roofline(1e12, 1e9, wire_bytes, topology.chip, axis_sizes, **options, **more)
+
+
+def test_three_times_by_hand():
+    times = on_tpu("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 9e9})
+    assert times.compute_s == pytest.approx(1e12 / 197e12)
+    assert times.memory_s == pytest.approx(1e9 / 8.2e11)
+    assert times.wire_s == pytest.approx(0.1)  # 9e9 bytes on one axis, 4.5e10 bytes/s each way
+    assert (times.bound, times.seconds) == ("wire", times.wire_s)
+
+
+def test_the_step_is_bound_by_the_largest():
+    none = {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {}
+    assert on_tpu("v5e:16x16", *none).bound == "compute"
+    chip = CHIPS["v5e"]
+    assert roofline(1e12, 1e12, {}, chip, {"x": 1}, topology=parse_topology("v5e:1x1")).bound == "memory"
+
+
+# A device that gathers 40 GB over 128 chips of v5p, over 256 of v5e: on one axis of the torus, or over all of them.
+@pytest.mark.parametrize(
+    "name, axis_sizes, torus_dims, wire_bytes, seconds",
+    [
+        ("v5p:4x4x8", {"fsdp": 128}, {"fsdp": [0, 1, 2]}, {("fsdp",): 40e9}, 0.074),
+        ("v5p:4x4x8", {"dp": 16, "fsdp": 8}, {"dp": [0, 1], "fsdp": [2]}, {("fsdp",): 40e9}, 0.222),
+        ("v5e:16x16", {"fsdp": 256}, {"fsdp": [0, 1]}, {("fsdp",): 40.1e9}, 0.223),
+        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 20.05e9, ("y",): 20.05e9}, 0.223),
+        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 40.1e9, ("y",): 1e9}, 0.446),
+        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x", "y"): 40.1e9}, 0.223),
+        # no ring: one way only. Half of an axis, and an axis that does not close
+        ("v5e:16x16", {"dp": 2, "x": 8, "y": 16}, {"dp": [0], "x": [0], "y": [1]}, {("x",): 40.1e9}, 0.891),
+        ("v5e:4x4", {"x": 4, "y": 4}, {"x": [0], "y": [1]}, {("x",): 40.1e9}, 0.891),
+    ],
+)
+def test_wire_time_on_a_torus(name, axis_sizes, torus_dims, wire_bytes, seconds):
+    assert on_tpu(name, axis_sizes, torus_dims, wire_bytes).wire_s == pytest.approx(seconds, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "axis_sizes, axes, sent, seconds",
+    [
+        ({"fsdp": 8}, ("fsdp",), 35.3e9, 0.0784),  # within a node
+        ({"fsdp": 256}, ("fsdp",), 40.1e9, 0.100),  # 8 adapters of a node at work for one gather
+        ({"dp": 32, "fsdp": 8}, ("fsdp",), 23.3e9, 0.052),
+        ({"dp": 32, "fsdp": 8}, ("dp",), 6.6e9, 0.132),  # each device has its own gather
+    ],
+)
+def test_wire_time_on_gpus(axis_sizes, axes, sent, seconds):
+    assert roofline(0, 0, {axes: sent}, CHIPS["h100"], axis_sizes).wire_s == pytest.approx(seconds, rel=0.01)
+
+
+def test_ridge_is_where_compute_takes_as_long_as_the_wire():
+    """Twice as many tokens compute twice as long and send as much: at the ridge the two times meet."""
+    args = {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 9e9}
+    ridge = on_tpu("v5e:16x16", *args, tokens_per_device=512).ridge_tokens
+    at_ridge = roofline(
+        1e12 * ridge / 512, 0, args[2], CHIPS["v5e"], args[0], topology=parse_topology("v5e:16x16"), torus_dims=args[1]
+    )
+    assert at_ridge.compute_s == pytest.approx(at_ridge.wire_s)
+    assert on_tpu("v5e:16x16", *args).ridge_tokens is None
+    assert not math.isclose(ridge, 512)
+
+
+def test_ridge_of_a_fully_sharded_layer_is_the_textbook_one():
+    """6 bytes sent and 8 FLOP per token computed for each parameter: 0.75 x FLOP per byte, 820 tokens on v5e."""
+    params, tokens = 1e9, 2048
+    topology = parse_topology("v5e:16x16")
+    options = {"topology": topology, "torus_dims": {"fsdp": [0, 1]}, "tokens_per_device": tokens}
+    times = roofline(8 * params * tokens, 0, {("fsdp",): 6 * params}, topology.chip, {"fsdp": 256}, **options)
+    assert times.ridge_tokens == pytest.approx(0.75 * 1094, rel=0.001)
+
+
+def test_wire_bytes_need_a_place():
+    with pytest.raises(ValueError, match=r"wire_bytes names the axis 'tp'; the mesh has \{'x': 16, 'y': 16\}"):
+        on_tpu("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("tp",): 1.0})
+    with pytest.raises(ValueError, match="travel over the mesh axes .* pass topology and torus_dims"):
+        roofline(1, 1, {("x",): 1.0}, CHIPS["v5e"], {"x": 16})

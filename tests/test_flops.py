@@ -1,0 +1,311 @@
+"""FLOP counts agree with closed formulas and, where nothing loops, with XLA's own count."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from support import fsdp, mesh_of
+
+from benchmarks.models import LanguageModel
+from xlstm_jax.distributed import abstract_train_state, make_train_step
+from xlstm_jax.distributed.forecast.flops import count_flops
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def flops_of(fn, *args, num_devices=1):
+    return count_flops(jax.jit(fn).trace(*args).jaxpr, num_devices)
+
+
+def xla_flops(fn, *args):
+    """XLA's own count; elementwise operations are in it."""
+    return jax.jit(fn).lower(*args).cost_analysis()["flops"]
+
+
+# ------------------------------------------------------------------------------------------------------ one operation
+
+
+@pytest.mark.parametrize(
+    "equation, a, b, want",
+    [
+        ("mk,kn->mn", (5, 7), (7, 3), 2 * 5 * 7 * 3),
+        ("bhtd,bhsd->bhts", (2, 3, 5, 7), (2, 3, 4, 7), 2 * 2 * 3 * 5 * 4 * 7),
+        ("abc,bca->", (2, 3, 4), (3, 4, 2), 2 * 2 * 3 * 4),
+        ("i,j->ij", (5,), (7,), 2 * 5 * 7),
+    ],
+)
+def test_products(equation, a, b, want):
+    def fn(x, y):
+        return jnp.einsum(equation, x, y)
+
+    assert flops_of(fn, array(*a), array(*b)).total == want == xla_flops(fn, array(*a), array(*b))
+
+
+CONVOLUTIONS = {
+    "same": ((3, 3, 8, 16), {"window_strides": (1, 1), "padding": "SAME"}),
+    "strided": ((3, 3, 8, 16), {"window_strides": (2, 2), "padding": "SAME"}),
+    "grouped": ((3, 3, 2, 16), {"window_strides": (2, 1), "padding": "VALID", "feature_group_count": 4}),
+    "depthwise": ((4, 4, 1, 8), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 8}),
+    "batch_groups": ((3, 3, 8, 16), {"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 4}),
+    "dilated": (
+        (3, 3, 8, 16),
+        {"window_strides": (1, 1), "padding": ((2, 1), (1, 3)), "lhs_dilation": (2, 3), "rhs_dilation": (2, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_and_their_gradients(case):
+    kernel, options = CONVOLUTIONS[case]
+
+    def fn(x, w):
+        return lax.conv_general_dilated(x, w, **options, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    args = array(4, 9, 11, 8), array(*kernel)
+    counted = flops_of(fn, *args).total
+    assert counted == xla_flops(fn, *args) > 0
+    if case != "batch_groups":  # XLA counts the gradient of these otherwise than it counts them
+
+        def gradient(x, w):
+            return jax.grad(lambda x, w: fn(x, w).sum(), (0, 1))(x, w)
+
+        assert flops_of(gradient, *args).total == xla_flops(gradient, *args) == 2 * counted
+
+
+def test_ragged_products_count_each_row_once():
+    args = array(32, 16), array(4, 16, 8), array(4, dtype=jnp.int32)
+    assert flops_of(lax.ragged_dot, *args).total == 2 * 32 * 16 * 8
+    gradient = jax.grad(lambda x, w, sizes: lax.ragged_dot(x, w, sizes).sum(), (0, 1))
+    assert flops_of(gradient, *args).total == 2 * (2 * 32 * 16 * 8)  # the value itself is needed by nobody
+
+
+# ------------------------------------------------------------------------------------------------------- control flow
+
+ONE = 2 * 8 * 8 * 8  # a product of two 8 x 8
+
+
+def test_a_scan_is_multiplied_out():
+    def fn(x):
+        return lax.scan(lambda c, _: (c @ x, lax.scan(lambda d, _: (d @ x, None), c, length=3)[0]), x, length=5)
+
+    assert flops_of(fn, array(8, 8)).total == 5 * (1 + 3) * ONE
+    assert xla_flops(fn, array(8, 8)) < 5 * ONE  # guard: the compiler's count is no substitute
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    def fn(x):
+        with jax.named_scope("solver"):
+            return lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x)
+
+    flops = flops_of(fn, array(8, 8))
+    assert flops.total == ONE
+    assert flops.unknown_loops == ("jit(step)/solver/while",)
+    assert flops_of(lambda x: lax.fori_loop(0, 7, lambda i, c: c @ c, x), array(8, 8)).unknown_loops == ()
+    assert (
+        flops_of(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: c + 1, x), array(8, 8)).unknown_loops == ()
+    )
+
+
+def test_of_branches_the_largest_counts():
+    def fn(i, x):
+        return lax.switch(i, [lambda x: x, lambda x: x @ x @ x, lambda x: x @ x], x)
+
+    assert flops_of(fn, array(dtype=jnp.int32), array(8, 8)).total == 2 * ONE
+
+
+def test_custom_derivatives_and_nested_jit_count_once():
+    @jax.custom_vjp
+    def square(x):
+        return x @ x
+
+    square.defvjp(lambda x: (square(x), x), lambda x, g: (g @ x.T + x.T @ g,))
+
+    @jax.custom_jvp
+    def twice(x):
+        return square(x) @ x
+
+    twice.defjvp(lambda primals, tangents: (twice(*primals), tangents[0] @ primals[0]))
+    assert flops_of(jax.jit(square), array(8, 8)).total == ONE
+    assert flops_of(twice, array(8, 8)).total == 2 * ONE
+    assert flops_of(jax.value_and_grad(lambda x: square(x).sum()), array(8, 8)).total == 3 * ONE
+
+
+def test_a_pallas_kernel_counts_once_per_cell_of_its_grid():
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    def fn(x, y):
+        row, block = pl.BlockSpec((8, 16), lambda i, j: (i, 0)), pl.BlockSpec((8, 8), lambda i, j: (i, j))
+        column = pl.BlockSpec((16, 8), lambda i, j: (0, j))
+        shape = jax.ShapeDtypeStruct((32, 24), jnp.float32)
+        return pl.pallas_call(kernel, shape, grid=(4, 3), in_specs=[row, column], out_specs=block, interpret=True)(x, y)
+
+    assert flops_of(fn, array(32, 16), array(16, 24)).total == 2 * 32 * 16 * 24
+
+
+def test_what_cannot_be_seen_is_named():
+    flops = flops_of(lambda x: jnp.linalg.cholesky(x) @ x, array(8, 8))
+    assert flops.total == ONE
+    assert [name.split("/")[-1] for name in flops.opaque] == ["cholesky"]
+
+
+def test_what_no_output_needs_does_not_count():
+    def fn(x):
+        del_me = jnp.tanh(x @ x) @ x
+        del del_me
+        return x @ x
+
+    assert flops_of(fn, array(8, 8)).total == ONE
+
+
+@pytest.mark.parametrize("dp, fsdp_size", [(1, 8), (2, 4)])
+def test_inside_shard_map_shapes_are_one_devices_and_outside_all_devices(dp, fsdp_size):
+    mesh = mesh_of(dp, fsdp_size)
+
+    def fn(x):
+        inside = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(x)
+        return inside, x @ x.T
+
+    rows = 64 // fsdp_size
+    want = 2 * rows * 8 * rows + 2 * 64 * 8 * 64 / 8
+    assert flops_of(fn, array(64, 8), num_devices=8).total == want
+
+    def partly(x):  # manual over one axis, automatic over the other
+        spec = P("fsdp")
+        return jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"fsdp"})(x)
+
+    assert flops_of(partly, array(64, 8), num_devices=8).total == 2 * rows * 8 * rows / dp
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+class MLP(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer) if self.remat else Layer
+        return layer(name="second")(layer(name="first")(x))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(16, name="down")(nn.tanh(nn.Dense(64, name="up")(x)))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_is_six_flop_per_weight_and_token_and_remat_adds_the_forward(remat):
+    """Of the first layer no input gradient is asked for; of a recomputed block the last product is not needed again."""
+    tokens, weights = 32, 16 * 64
+    model, x = MLP(remat), array(tokens, 16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    loss = jax.value_and_grad(lambda params, x: (model.apply(params, x) ** 2).mean())
+    flops = flops_of(loss, params, x)
+    layers, per_layer = 2, 2 * weights  # up and down
+    assert flops.by_direction()["forward"] == layers * 2 * per_layer * tokens
+    assert flops.by_direction()["backward"] == layers * 4 * per_layer * tokens - 2 * weights * tokens
+    assert flops.by_direction().get("recompute", 0) == (layers * 2 * weights * tokens if remat else 0)
+    assert set(flops.by_module()) == {"first/up", "first/down", "second/up", "second/down"}
+    assert math.isclose(sum(flops.by_module().values()), flops.total)
+    # XLA counts elementwise work too: some FLOP for each value, against 2 x 16 and 2 x 64 for each of a product.
+    assert flops.total < xla_flops(loss, params, x) < 1.2 * flops.total
+
+
+class Nested(nn.Module):
+    """Rematerialized layers inside of what is, or is not, a scan or rematerialized itself."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        stack = {
+            "plain": Stack,
+            "remat": nn.remat(Stack),
+            "scan": nn.scan(Stack, **scanned),
+            "scan_remat": nn.scan(nn.remat(Stack), **scanned),
+        }[self.kind]
+        return nn.Dense(3, name="head")(stack(name="stack")(x, None)[0])
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.remat(Layer)(name="inner")(x), None
+
+
+@pytest.mark.parametrize("kind", ["plain", "remat", "scan", "scan_remat"])
+def test_modules_below_a_remat_keep_their_paths(kind):
+    model, x = Nested(kind), array(32, 16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        with jax.named_scope("loss"):
+            return (model.apply(params, x) ** 2).mean()
+
+    flops = flops_of(jax.value_and_grad(loss), params, x)
+    assert flops.by_module().keys() == {"stack/inner/up", "stack/inner/down", "head"}
+    assert flops.by_direction()["recompute"] > 0
+
+
+def tokens_loss(params, apply_fn, batch, rng):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_transformers_step_on_a_mesh_without_devices(remat):
+    """6 P t + 12 L s d t, over all of them a device's share; with remat also the forward of what is needed again."""
+    d, layers, s, vocab, batch, devices = 64, 3, 128, 256, 16, 8
+    mesh = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    model = LanguageModel("transformer", d, layers, 2, remat=remat, wrap=fsdp, dtype=jnp.bfloat16)
+    tokens = array(batch, s, dtype=jnp.int32)
+    state = abstract_train_state(model, optax.adamw(0.1), mesh, jax.random.key(0), tokens, batch_axes=("dp", "fsdp"))
+    step = make_train_step(tokens_loss, mesh, batch_axes=("dp", "fsdp"))
+    traced = step.trace(state, tokens, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    flops = count_flops(traced.jaxpr, devices)
+
+    t = batch * s / devices
+    weights = {"query_key_value": 3 * d * d, "attention_out": d * d, "up": 6 * d * d, "down": 3 * d * d}
+    attention = 4 * s * d * t * layers  # scores and what they weigh; nothing is saved by causality
+    forward = 2 * t * (layers * sum(weights.values()) + d * vocab) + attention
+    again = 2 * t * layers * (sum(weights.values()) - weights["down"]) + attention
+    want = {"forward": forward, "backward": 2 * forward} | ({"recompute": again} if remat else {})
+    assert flops.by_direction() == want
+    modules = {f"blocks/{name}": layers * size * 2 * t * 3 for name, size in weights.items()}
+    modules |= {"head": d * vocab * 2 * t * 3, "blocks": 3 * attention}
+    if not remat:
+        assert flops.by_module() == modules
+    assert flops.by_module().keys() == modules.keys()
+    # The softmax is in float32, and so are the gradients that come back from it to queries and keys.
+    assert flops.by_dtype() == {"bfloat16": flops.total - attention, "float32": attention}
+    assert (flops.unknown_loops, flops.opaque) == ((), ())
+
+
+def test_minibatches_change_nothing():
+    mesh = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    model = LanguageModel("xlstm", 32, 2, 2, wrap=fsdp)
+    tokens = array(32, 64, dtype=jnp.int32)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), tokens, batch_axes=("dp", "fsdp"))
+    rng = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    totals = [
+        count_flops(
+            make_train_step(tokens_loss, mesh, batch_axes=("dp", "fsdp"), num_minibatches=n)
+            .trace(state, tokens, rng)
+            .jaxpr,
+            8,
+        ).total
+        for n in (1, 4)
+    ]
+    assert totals[0] == totals[1] > 0

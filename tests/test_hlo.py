@@ -1,0 +1,305 @@
+"""Compiled programs are read as XLA wrote them: types, groups of devices, and how often each loop runs."""
+
+import re
+from functools import partial
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast.device_groups import connected, mesh_axes, replica_groups
+from xlstm_jax.distributed.forecast.hlo import parse
+from xlstm_jax.distributed.forecast.hlo_instruction import parse_instruction
+
+KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"\d+"\},?')
+
+
+def compiled_text(fn, *args):
+    return jax.jit(fn).lower(*args).compile().as_text()
+
+
+def loop_trips(program):
+    """Trips of every loop body, largest last."""
+    bodies = [i.called["body"][0] for c in program.computations.values() for i in c.instructions if i.opcode == "while"]
+    return sorted(trips for computation, trips in program.executed() if computation.name in bodies)
+
+
+def scan(length):
+    return lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), x, length=length)[0]
+
+
+def nested(x):
+    def outer(carry, _):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), carry, length=5)[0] * 2, None
+
+    return jax.lax.scan(outer, x, length=3)[0]
+
+
+LOOPS = {
+    "scan": (scan(6), [6]),
+    "two in a row": (lambda x: scan(4)(scan(6)(x)), [4, 6]),
+    "nested": (nested, [3, 15]),
+    "from 2 to 9": (lambda x: jax.lax.fori_loop(2, 9, lambda i, c: jnp.sin(c + i) @ c, x), [7]),
+    "to a bound": (
+        lambda x: jax.lax.while_loop(lambda s: s[0] <= 9, lambda s: (s[0] + 4, s[1] @ s[1]), (0, x))[1],
+        [3],
+    ),
+    "down": (lambda x: jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 3, s[1] @ s[1]), (10, x))[1], [4]),
+}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told by XLA", "counted"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_constant_length_runs_as_often_as_it_does(name, told):
+    fn, want = LOOPS[name]
+    text = compiled_text(fn, jnp.ones((8, 8)))
+    assert KNOWN_TRIPS.search(text)  # guard: there is something to strip
+    program = parse(text if told else KNOWN_TRIPS.sub("", text))
+    assert loop_trips(program) == want
+    assert program.unknown_trips == ()
+
+
+def test_a_loop_until_convergence_counts_once_and_is_listed():
+    fn = partial(jax.lax.while_loop, lambda x: jnp.max(x) > 1e-3, lambda x: jnp.sin(x) / 2)
+    program = parse(compiled_text(fn, jnp.ones((8, 8))))
+    assert loop_trips(program) == [1]
+    (loop,) = program.unknown_trips
+    assert loop.op_name.endswith("/while") and loop.instruction in program.computations[loop.computation].by_name
+
+
+def test_a_loop_whose_bound_is_an_argument_is_unknown():
+    program = parse(compiled_text(lambda n, x: jax.lax.fori_loop(0, n, lambda i, c: c @ c, x), 3, jnp.ones((8, 8))))
+    assert loop_trips(program) == [1] and len(program.unknown_trips) == 1
+
+
+def test_the_length_of_an_inner_loop_that_grows_is_unknown():
+    def fn(x):
+        return jax.lax.fori_loop(0, 4, lambda i, c: jax.lax.fori_loop(0, i, lambda j, d: jnp.sin(d) @ d, c), x)
+
+    program = parse(compiled_text(fn, jnp.ones((8, 8))))
+    assert len(program.unknown_trips) == 1
+    assert loop_trips(program) == [4, 4]
+
+
+def test_all_branches_are_executed_and_no_fusion_nor_reducer_is():
+    def fn(i, x):
+        return jax.lax.switch(i, [jnp.sin, lambda x: x @ x, lambda x: jnp.cumsum(x, 0)], x).sum()
+
+    program = parse(compiled_text(fn, 1, jnp.ones((8, 8))))
+    executed = {computation.name: trips for computation, trips in program.executed()}
+    conditional = next(i for c in program.computations.values() for i in c.instructions if i.opcode == "conditional")
+    assert len(conditional.called["branches"]) == 3
+    assert all(executed[name] == 1 for name in conditional.called["branches"])
+    inside = {
+        name
+        for computation in program.computations.values()
+        for i in computation.instructions
+        if i.opcode in ("fusion", "reduce")
+        for names in i.called.values()
+        for name in names
+    }
+    assert inside and not inside & set(executed)
+
+
+def test_instructions_stand_in_the_order_of_the_text():
+    text = compiled_text(lambda x: jnp.sin(x @ x) @ x, jnp.ones((8, 8)))
+    entry = parse(text).entry
+    lines = text[text.index("ENTRY") :].splitlines()[1:]
+    assert [i.name for i in entry.instructions] == [
+        re.search(r"%([\w.\-]+) =", line)[1] for line in lines if "=" in line
+    ]
+    assert entry.root is entry.instructions[-1] or entry.root.is_root
+
+
+# What a TPU writes: no known_trip_count, the bound in the condition, the step in a body's own copy of a constant.
+TPU_LOOPS = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%fused_compare (param_0: s32[], param_1: s32[]) -> pred[] {
+  %param_0 = s32[]{:T(128)} parameter(0)
+  %param_1 = s32[]{:T(128)} parameter(1)
+  ROOT %lt.2 = pred[]{:T(512)} compare(%param_0, %param_1), direction=LT
+}
+
+%inner_body (wide.param.4: (s32[], bf16[8,128], s32[])) -> (s32[], bf16[8,128], s32[]) {
+  %constant.180.clone..sunk = s32[]{:T(128)} constant(1)
+  %wide.param.4 = CARRY parameter(0)
+  %gte.1 = s32[]{:T(128)} get-tuple-element(%wide.param.4), index=0
+  %copy.22 = s32[]{:T(128)S(6)} copy(%gte.1)
+  %add.269 = s32[]{:T(128)} add(%copy.22, %constant.180.clone..sunk), metadata={op_name="jit(step)/while/body/add"}
+  %gte.2 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.4), index=1
+  %gte.3 = s32[]{:T(128)} get-tuple-element(%wide.param.4), index=2
+  ROOT %tuple.71 = CARRY tuple(%add.269, %gte.2, %gte.3)
+}
+
+%inner_condition (wide.param.1: (s32[], bf16[8,128], s32[])) -> pred[] {
+  %wide.param.1 = CARRY parameter(0)
+  %gte.4 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  %gte.5 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=2
+  ROOT %compare_fusion = pred[]{:T(512)} fusion(%gte.4, %gte.5), kind=kLoop, calls=%fused_compare
+}
+
+%outer_body (param.7: (s32[], bf16[8,128], s32[])) -> (s32[], bf16[8,128], s32[]) {
+  %constant.9 = s32[]{:T(128)} constant(0)
+  %constant.10 = s32[]{:T(128)} constant(1)
+  %param.7 = CARRY parameter(0)
+  %gte.6 = s32[]{:T(128)} get-tuple-element(%param.7), index=0
+  %gte.7 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%param.7), index=1
+  %gte.8 = s32[]{:T(128)} get-tuple-element(%param.7), index=2
+  %tuple.8 = CARRY tuple(%constant.9, %gte.7, %gte.8)
+  %while.30 = CARRY while(%tuple.8), condition=%inner_condition, body=%inner_body
+  %gte.9 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%while.30), index=1
+  %add.11 = s32[]{:T(128)} add(%gte.6, %constant.10)
+  ROOT %tuple.9 = CARRY tuple(%add.11, %gte.9, %gte.8)
+}
+
+%outer_condition (param.8: (s32[], bf16[8,128], s32[])) -> pred[] {
+  %constant.161.clone.1 = s32[]{:T(128)} constant(3), metadata={op_name="jit(step)/shard_map" stack_frame_id=5}
+  %param.8 = CARRY parameter(0)
+  %gte.10 = s32[]{:T(128)} get-tuple-element(%param.8), index=0
+  ROOT %lt.13 = pred[]{:T(512)} compare(%gte.10, %constant.161.clone.1), direction=LT
+}
+
+ENTRY %main (param.9: bf16[8,128]) -> bf16[8,128] {
+  %constant.1 = s32[]{:T(128)} constant(0)
+  %constant.2 = s32[]{:T(128)} constant(6)
+  %param.9 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="batch[\\'x\\']"}
+  %copy.74 = s32[]{:T(128)} copy(%constant.1)
+  %copy-start = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%param.9)
+  %copy-done = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+  %tuple.80 = CARRY tuple(%copy.74, %copy-done, /*index=2*/%constant.2)
+  %while.31 = CARRY while(%tuple.80), condition=%outer_condition, body=%outer_body
+  ROOT %gte.12 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%while.31), index=1
+}
+"""
+TPU_LOOPS = TPU_LOOPS.replace(
+    "CARRY", "(s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/s32[]{:T(128)})"
+)
+
+
+def test_loops_of_a_tpu_are_counted_through_copies_tuples_fusions_and_outer_loops():
+    program = parse(TPU_LOOPS)
+    executed = {computation.name: trips for computation, trips in program.executed()}
+    assert executed == {
+        "main": 1,
+        "outer_body": 3,
+        "outer_condition": 3,
+        "inner_body": 18,
+        "inner_condition": 18,
+    }
+    assert program.in_loops == set(executed) - {"main"}
+    assert (program.module_name, program.num_partitions) == ("jit_step", 8)
+    assert program.entry.by_name["param.9"].op_name == "batch['x']"
+
+
+def test_a_counter_that_the_body_scales_is_no_counter():
+    doubled = TPU_LOOPS.replace("add(%copy.22, %constant.180.clone..sunk)", "add(%copy.22, %copy.22)")
+    program = parse(doubled)
+    assert [loop.instruction for loop in program.unknown_trips] == ["while.30"]
+    assert dict((c.name, n) for c, n in program.executed())["inner_body"] == 3
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("f32[6,1024,10]{2,1,0:T(8,128)}", [("f32", (6, 1024, 10), 0, 245760)]),
+        ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", [("bf16", (8, 128), 1, 2048)]),
+        ("s32[]{:T(128)S(6)}", [("s32", (), 6, 4)]),
+        ("pred[3]{0}", [("pred", (3,), 0, 3)]),
+        ("f8e4m3fn[4,4]{1,0}", [("f8e4m3fn", (4, 4), 0, 16)]),
+        ("s4[10]{0:T(256)E(4)}", [("s4", (10,), 0, 5)]),
+        ("s4[10]{0}", [("s4", (10,), 0, 10)]),
+        ("f32[<=16,2]{1,0}", [("f32", (16, 2), 0, 128)]),
+        ("token[]", [("token", (), 0, 0)]),
+        (
+            "((f32[8]{0:T(128)}), f32[2]{0:T(128)S(1)}, /*index=2*/u32[]{:S(2)})",
+            [("f32", (8,), 0, 32), ("f32", (2,), 1, 8), ("u32", (), 2, 4)],
+        ),
+    ],
+)
+def test_a_type_tells_dtype_dims_memory_and_bytes(text, want):
+    instruction = parse_instruction(f'  %x.1 = {text} custom-call(%a, /*index=1*/%b-c.2), custom_call_target="f(%d)"')
+    assert [(s.dtype, s.dims, s.space, s.nbytes) for s in instruction.shapes] == want
+    assert (instruction.name, instruction.opcode, instruction.operands) == ("x.1", "custom-call", ("a", "b-c.2"))
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="the dtype 'q7'"):
+        _ = parse_instruction("  %x = q7[2]{0} copy(%y)").shapes
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("replica_groups={{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
+        ("replica_groups={}, to_apply=%add", ()),
+        ("replica_groups=[2,4]<=[8], x", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['dp'=2,'fsdp'=4] {'fsdp'}, x", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=mesh['dp'=2,'fsdp'=4] {'dp'}, x", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['dp'=2,'fsdp'=2] {'dp','fsdp'}, x", ((0, 1, 2, 3),)),
+        (
+            "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=1,'axis_3'=2], device_ids=([2,4]T(1,0)) {'axis_1'}, x",
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", ((3, 2), (1, 0))),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}, x", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=8] {'a':(4)2}, x", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("dimensions={0}", None),
+    ],
+)
+def test_groups_of_devices_in_all_their_forms(text, want):
+    assert replica_groups(text) == want
+
+
+def test_groups_in_an_unknown_form_are_refused():
+    with pytest.raises(ValueError, match="form that is not known here: 'replica_groups=<everyone>"):
+        replica_groups("channel_id=1, replica_groups=<everyone>, dimensions={0}")
+
+
+AXES = {"a": 2, "b": 1, "c": 2, "d": 2}
+SUBSETS = [axes for n in (1, 2, 3) for axes in combinations(("a", "c", "d"), n)]
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids=str)
+def test_the_axes_of_a_collective_are_those_it_was_asked_for(axes):
+    mesh = DeviceMeshManager.create_device_mesh(AXES)
+    fn = jax.shard_map(
+        lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(tuple(AXES)), out_specs=P(), check_vma=False
+    )
+    program = parse(compiled_text(fn, jnp.ones((8, 4))))
+    reduce = next(i for i in program.entry.instructions if i.opcode == "all-reduce")
+    assert mesh_axes(reduce.groups, AXES) == axes
+    assert reduce.replica_groups == (8 // 2 ** len(axes), 2 ** len(axes))
+    ids = np.arange(8).reshape(2, 1, 2, 2)  # and the groups themselves, one index per axis that is not reduced
+    kept = [slice(None) if axis in axes else 0 for axis in AXES]
+    assert set(ids[tuple(kept)].ravel().tolist()) in [set(group) for group in reduce.groups]
+
+
+def test_groups_that_follow_no_axes_have_none():
+    assert mesh_axes(((0, 1), (2, 3)), {"dp": 2, "fsdp": 2}) == ("fsdp",)
+    assert mesh_axes(((0, 3), (1, 2)), {"dp": 2, "fsdp": 2}) is None
+    assert mesh_axes(((0,), (1,)), {"dp": 2}) == ()
+
+
+def test_pairs_connect_the_devices_of_a_ring_or_a_chain():
+    assert connected(((0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7))) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert connected(((0, 4), (4, 0), (1, 5), (5, 1))) == ((0, 4), (1, 5))
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("module @jit_f {}", "not the text of a compiled program"),
+        ("HloModule jit_f\n\nENTRY %main {\n}\n", "is_scheduled=true"),
+        ("HloModule jit_f, is_scheduled=true\n", "has no ENTRY"),
+        (TPU_LOOPS[: TPU_LOOPS.rindex("ROOT")], "ends inside of the computation 'main'"),
+    ],
+    ids=["StableHLO", "not scheduled", "no entry", "cut off"],
+)
+def test_what_is_no_compiled_program_is_refused(text, match):
+    with pytest.raises(ValueError, match=match):
+        parse(text)

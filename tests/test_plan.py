@@ -1,0 +1,631 @@
+"""The plan against what is really placed, gathered and kept: leaf by leaf and byte by byte, on 8 simulated devices."""
+
+import contextlib
+import io
+import math
+import re
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.models import LanguageModel
+from tests.support import AXES, Model, fsdp, mesh_of
+from xlstm_jax.distributed import (
+    create_train_state,
+    init_sharded,
+    partition_specs,
+    shard_module_params,
+    shard_params,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, leaves_with_path
+from xlstm_jax.distributed.plan import ShardingPlan, Share, plan_sharding
+from xlstm_jax.distributed.plan_leaves import format_bytes, format_fraction
+from xlstm_jax.distributed.training import optimizer_state_shardings
+
+KEY = jax.random.key(0)
+X = jnp.ones((16, 16))
+TOKENS = jnp.zeros((16, 8), jnp.int32)
+# Moments of the parameters' shapes, and factored ones.
+TX = optax.chain(optax.adamw(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=8))
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+class MLP(nn.Module):
+    """Leaves that are split along either dim, too small, and of sizes that nothing divides."""
+
+    wrap: object = staticmethod(lambda cls: cls)
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(64, name="wide")(x)
+        x = self.wrap(nn.Dense)(9, name="odd")(x)
+        x = self.wrap(nn.Dense)(7, name="odder")(x)
+        return nn.Dense(32, name="bare")(x)
+
+
+class ConvNet(nn.Module):
+    """Convolutions and a norm with running statistics."""
+
+    wrap: object
+
+    @nn.compact
+    def __call__(self, images):
+        x = self.wrap(nn.Conv)(32, (3, 3))(images)
+        x = self.wrap(nn.BatchNorm)(use_running_average=False)(x)
+        return self.wrap(nn.Conv)(16, (3, 3))(x)
+
+
+class Tied(nn.Module):
+    """An embedding that is used twice in a forward pass."""
+
+    wrap: object
+
+    def setup(self):
+        self.embed = self.wrap(nn.Embed)(48, 16)
+
+    def __call__(self, tokens):
+        return self.embed.attend(jnp.tanh(self.embed(tokens)))
+
+
+class Boxed(nn.Module):
+    """Kernels that the model itself splits over "dp", as for tensor parallelism, and a wrapper within a wrapper."""
+
+    wrap: object
+
+    @nn.compact
+    def __call__(self, x):
+        split = nn.with_partitioning(nn.initializers.normal(), ("dp", None))
+        small = nn.with_partitioning(nn.initializers.normal(), ("dp",))
+        x = self.wrap(nn.Dense)(32, kernel_init=split, bias_init=small, name="boxed")(x)
+        inner = shard_module_params(nn.Dense, "dp", 16)
+        return self.wrap(inner)(64, name="nested")(x)
+
+
+class Members(nn.Module):
+    """Members of an ensemble, one group of them on each "dp": ``nn.vmap`` names the dim that it adds."""
+
+    wrap: object
+    members: int = 4
+
+    @nn.compact
+    def __call__(self, x):
+        member = nn.vmap(
+            self.wrap(nn.Dense),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=None,
+            axis_size=self.members,
+            metadata_params={nn.PARTITION_NAME: "dp"},
+        )
+        return member(16, name="members")(x)
+
+
+class Kinds(nn.Module):
+    """A leaf of each kind of dtype; those that take no gradient have no optimizer state."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal
+        self.param("bf16", normal(1.0, jnp.bfloat16), (16, 8))
+        # Used, because XLA for CPU aborts where it reduces a complex gradient that is a constant 0.
+        x = x + jnp.abs(self.param("complex", normal(1.0, jnp.complex64), (16, 8))).sum()
+        self.param("counts", lambda key: jnp.arange(64))
+        self.param("flags", lambda key: jnp.ones((64,), bool))
+        self.param("key", lambda key: jax.random.split(key, 64))
+        self.param("scalar", normal(), ())
+        return x
+
+
+def language_model(block):
+    return LanguageModel(block, 32, 3, 2, remat=True, wrap=fsdp())
+
+
+# Model, input, mesh; and how many of its parameters are split, and how many stay whole.
+MODELS = {
+    "dense": (MLP(fsdp()), X, (2, 4), 3, 5),
+    "scanned": (Model(fsdp(), remat=True), X, (2, 4), 5, 5),
+    "unrolled": (Model(fsdp(), scan=False), X, (1, 8), 11, 11),
+    "wrapped as a whole": (fsdp(Model)(), X, (2, 4), 8, 2),
+    "batch statistics": (ConvNet(fsdp()), jnp.ones((8, 4, 4, 3)), (2, 4), 5, 1),
+    "tied": (Tied(fsdp()), TOKENS, (2, 4), 1, 0),
+    "tuple axes": (Model(fsdp(axis_name=("dp", "fsdp"))), X, (2, 4), 5, 5),
+    "an axis of one": (Model(fsdp()), X, (8, 1), 0, 10),
+    "boxes of the model, nested wrappers": (Boxed(fsdp()), X, (2, 4), 4, 0),
+    "vmap over an axis": (Members(fsdp()), X, (2, 4), 1, 1),
+    "kinds of dtype": (fsdp(Kinds)(), X, (2, 4), 4, 2),
+    "xlstm": (language_model("xlstm"), TOKENS, (2, 4), 12, 3),
+    "transformer": (language_model("transformer"), TOKENS, (2, 4), 8, 1),
+}
+
+
+def placed(model, tx, mesh, x):
+    """Variables and optimizer state as they lie on the mesh."""
+    variables = dict(init_sharded(model, mesh, KEY, x, batch_axes=AXES))
+    if set(variables) == {"params"}:
+        state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES)
+        return {"params": state.params}, state.opt_state
+    params = unbox(variables["params"])
+    places = optimizer_state_shardings(jax.eval_shape(tx.init, params), variables["params"], mesh)
+    return variables, jax.jit(tx.init, out_shardings=places)(params)
+
+
+def share(value):
+    """Bytes of a global array: of all of it, and of its piece on the first device."""
+    piece = value.addressable_shards[0].data
+    itemsize = value.dtype.itemsize
+    return Share(math.prod(value.shape) * itemsize, math.prod(piece.shape) * itemsize)
+
+
+def state_shares(opt_state, paths):
+    """Bytes of the optimizer's state by parameter: the longest path that the state's own ends with."""
+    shares = Counter()
+    for path, value in leaves_with_path(opt_state):
+        owners = [own for own in paths if f"/{path}".endswith(f"/{own}")]
+        owner = max(owners, key=len, default=f"(optimizer) {path}")
+        shares[owner] = shares.get(owner, Share()) + share(value)
+    return shares
+
+
+def plan_of(name, **options):
+    model, x, (dp, fsdp_size), *_ = MODELS[name]
+    return plan_sharding(model, {"dp": dp, "fsdp": fsdp_size}, x, **options)
+
+
+# ----------------------------------------------------------------------------------------------------- against reality
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
+    model, x, shape, num_split, num_whole = MODELS[name]
+    variables, opt_state = placed(model, TX, mesh_of(*shape), x)
+    plan = plan_of(name, tx=TX)
+    params = dict(leaves_with_path(variables.pop("params")))
+    others = {f"({name}) {path}": leaf for name in variables for path, leaf in leaves_with_path(variables[name])}
+    states = state_shares(opt_state, params)
+    assert [row.path for row in plan.rows if row.collection == "params"] == list(params)
+    assert {row.path for row in plan.rows} == {*params, *others, *states}
+    for path, leaf in (params | others).items():
+        row, value = plan.row(path), leaf_value(leaf)
+        assert (row.shape, row.dtype, row.names) == (value.shape, str(value.dtype), leaf_names(leaf)), path
+        assert (row.parameters if path in params else row.other) == share(value), path
+        assert row.parts == len({str(index) for index in value.sharding.devices_indices_map(value.shape).values()}), (
+            path
+        )
+    for path in (*params, *states):
+        assert plan.row(path).optimizer == states.get(path, Share()), path
+    # Guards: the comparison is of as many leaves, split and whole, as the model was made to have.
+    parts = [row.parts > 1 for row in plan.rows if row.collection == "params"]
+    assert (sum(parts), len(parts) - sum(parts)) == (num_split, num_whole)
+    assert any(state.per_device < state.total for state in states.values()) == (num_split > 0)
+
+
+def test_totals_are_the_bytes_of_the_state_on_a_device():
+    model, x, shape, *_ = MODELS["transformer"]
+    state = create_train_state(model, optax.adamw(1e-2), mesh_of(*shape), KEY, x, batch_axes=AXES)
+    plan = plan_of("transformer", tx=optax.adamw(1e-2))
+    for kind, tree in (("parameters", state.params), ("optimizer", state.opt_state)):
+        shares = [share(value) for value in jax.tree.leaves(tree)]
+        assert getattr(plan, kind) == sum(shares, Share())
+    assert plan.bytes_per_device == plan.parameters.per_device * 2 + plan.optimizer.per_device
+    whole = [value for value in jax.tree.leaves(state.params) if share(value).total == share(value).per_device]
+    assert plan.replicated_fraction == sum(value.nbytes for value in whole) / plan.parameters.total > 0
+
+
+@pytest.mark.parametrize("name", ["scanned", "kinds of dtype", "tuple axes"])
+def test_gradients_have_the_bytes_of_the_plan(name):
+    model, x, shape, *_ = MODELS[name]
+    mesh = mesh_of(*shape)
+    variables = init_sharded(model, mesh, KEY, x, batch_axes=AXES)
+    specs = partition_specs(variables, mesh)
+
+    def loss(variables, x):
+        return jnp.mean(model.apply(variables, x) ** 2)
+
+    run = jax.shard_map(value_and_grad(loss, AXES), mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+    grads = jax.jit(run)(variables, x)[1]["params"]
+    plan = plan_of(name)
+    for path, leaf in leaves_with_path(grads):
+        value = leaf_value(leaf)
+        takes_one = path not in ("counts", "flags", "key")
+        assert plan.row(path).gradients == (share(value) if takes_one else Share()), path
+
+
+def gathers_of(jaxpr, times=1):
+    """Results of all all-gathers of a program, with how often each runs: loops multiplied out."""
+    found = Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("all_gather"):
+            aval = eqn.outvars[0].aval
+            found[math.prod(aval.shape) * aval.dtype.itemsize, str(aval.dtype)] += times
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for sub in jaxprs_in_params(eqn.params):
+            found += gathers_of(sub, inner)
+    return found
+
+
+def forward_gathers(model, applied, x):
+    """The all-gathers of ``applied``'s forward pass inside ``shard_map``, on the parameters of ``model``."""
+    mesh = mesh_of(2, 4)
+    variables = jax.eval_shape(lambda: init_sharded(model, mesh, KEY, x, batch_axes=AXES))
+    specs = partition_specs(variables, mesh)
+    forward = jax.shard_map(applied.apply, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
+    return gathers_of(jax.make_jaxpr(forward)(variables, x).jaxpr)
+
+
+@pytest.mark.parametrize("gather_dtype", [None, jnp.bfloat16], ids=["as stored", "bfloat16"])
+@pytest.mark.parametrize(
+    "make, x, times",
+    [(MLP, X, 3), (partial(Model, remat=True), X, 11), (lambda wrap: wrap(Model)(), X, 8), (Tied, TOKENS, 2)],
+    ids=["dense", "scanned", "wrapped as a whole", "tied"],
+)
+def test_gathered_bytes_and_uses_are_the_gathers_of_a_forward_pass(make, x, times, gather_dtype):
+    model = make(fsdp(gather_dtype=gather_dtype))
+    want = Counter()
+    for row in plan_sharding(model, {"dp": 2, "fsdp": 4}, x).rows:
+        want[row.gathered_bytes, row.gather_dtype] += row.uses
+    assert +want == forward_gathers(model, model, x)
+    assert sum(want.values()) == times
+
+
+def test_members_of_vmap_on_a_device_are_gathered_in_one():
+    """Four members over two "dp": each device gathers its two, at once. The plan counts them by the piece."""
+    wrap = fsdp(min_weight_size=16)
+    found = forward_gathers(Members(wrap), Members(wrap, members=2), X)
+    rows = plan_sharding(Members(wrap), {"dp": 2, "fsdp": 4}, X).rows
+    assert [(row.uses, row.gathered_bytes, row.use_shape) for row in rows] == [(2, 64, (16,)), (2, 1024, (16, 16))]
+    assert found == {(2 * 64, "float32"): 1, (2 * 1024, "float32"): 1}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shapes=st.lists(
+        st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 12, 16]), max_size=3).map(tuple), min_size=1, max_size=5
+    ),
+    axes=st.sampled_from([("fsdp",), ("dp",), ("dp", "fsdp"), ("fsdp", "dp")]),
+    threshold=st.integers(0, 200),
+)
+def test_a_plain_model_is_planned_as_shard_params_would_split_it(shapes, axes, threshold):
+    class Leaves(nn.Module):
+        @nn.compact
+        def __call__(self):
+            for i, shape in enumerate(shapes):
+                self.param(f"leaf_{i}", nn.initializers.ones, shape)
+
+    plan = plan_sharding(Leaves(), {"dp": 2, "fsdp": 4}, axis_name=axes, min_weight_size=threshold)
+    split = {}
+
+    def per_device():
+        params = {f"leaf_{i}": jnp.ones(shape) for i, shape in enumerate(shapes)}
+        for path, leaf in leaves_with_path(shard_params(params, axes, threshold)):
+            split[path] = (leaf_names(leaf), 4 * math.prod(leaf_value(leaf).shape))
+
+    jax.eval_shape(jax.shard_map(per_device, mesh=mesh_of(2, 4), in_specs=(), out_specs=P()))
+    assert {row.path: (row.names, row.parameters.per_device) for row in plan.rows} == split
+    assert plan.assumed.startswith("shard_module_params(Leaves, ") and plan.assumed.endswith(f", {threshold})")
+
+
+def test_a_model_wrapped_as_a_whole_has_the_plan_of_the_plain_one():
+    sizes = {"dp": 2, "fsdp": 4}
+    plain = plan_sharding(Model(), sizes, X, axis_name="fsdp", min_weight_size=32, tx=TX)
+    wrapped = plan_sharding(fsdp(Model)(), sizes, X, tx=TX)
+    assert plain.rows == wrapped.rows and not wrapped.assumed
+    assert plain.assumed == "shard_module_params(Model, 'fsdp', 32)"
+    everywhere = plan_sharding(Model(), sizes, X)
+    assert everywhere.assumed == "shard_module_params(Model, ('dp', 'fsdp'), 262144)"
+    assert everywhere.rows != plain.rows
+
+
+# ------------------------------------------------------------------------------------------------------- without trace
+
+
+def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
+    wrap = partial(shard_module_params, axis_name="fsdp", gather_dtype=jnp.bfloat16)
+    model = LanguageModel("transformer", 8192, 80, 64, remat=True, wrap=wrap)
+    tokens = jax.ShapeDtypeStruct((4096, 2048), jnp.int32)
+    before, start = {id(array) for array in jax.live_arrays()}, time.monotonic()
+    plan = plan_sharding(model, {"dp": 16, "fsdp": 256}, tokens, tx=optax.adamw(1e-3))
+    assert time.monotonic() - start < 20
+    assert {id(array) for array in jax.live_arrays()} <= before
+    assert plan.devices == 4096 and sum(math.prod(row.shape) for row in plan.rows) > 69e9
+    up = plan.row("blocks/up/kernel")
+    assert (up.names, up.uses, up.gathered_bytes) == ((None, None, "fsdp"), 80, 2 * 8192 * 6 * 8192)
+
+
+class Jitted(nn.Module):
+    """``nn.jit`` keeps what it has traced from one call of ``init`` to the next."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(JITTED_BLOCK)(32, name="dense")(x)
+
+
+JITTED_BLOCK = fsdp(nn.Dense)
+
+
+def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation():
+    mesh, sizes = mesh_of(2, 4), {"dp": 2, "fsdp": 4}
+    init = partial(init_sharded, Jitted(), mesh, KEY, X, batch_axes=AXES)
+    first = jax.eval_shape(init)
+    plan = plan_sharding(Jitted(), sizes, X)
+    assert jax.tree.structure(jax.eval_shape(init)) == jax.tree.structure(first)
+    assert plan == plan_sharding(Jitted(), sizes, X)
+    kernel, bias = plan.rows[1], plan.rows[0]
+    assert (kernel.names, kernel.uses, bias.uses) == ((None, "fsdp"), 1, 1)
+    assert leaf_names(first["params"]["dense"]["kernel"]) == kernel.names
+    with jax.set_mesh(mesh):
+        assert plan_sharding(Jitted(), sizes, X) == plan
+
+
+def test_branches_that_use_a_module_and_that_do_not_have_one_plan():
+    class Branches(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = fsdp(nn.Dense)(16, name="dense")
+            x = dense(x)
+            return nn.cond(x.sum() > 0, lambda self, x: dense(x), lambda self, x: x, self, x)
+
+    row = plan_sharding(Branches(), {"fsdp": 4}, X).row("dense/kernel")
+    assert row.axes == ("fsdp",) and row.uses in (1, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- reasons
+
+
+@pytest.mark.parametrize(
+    "name, path, reason",
+    [
+        ("dense", "wide/kernel", "dim 1 of size 64 is the largest that 4 divides"),
+        ("dense", "odd/bias", "9 values are fewer than min_weight_size=32"),
+        ("dense", "odder/kernel", "4 divides no free dim of shape (9, 7)"),
+        ("dense", "bare/kernel", "no wrapped module owns it"),
+        ("scanned", "blocks/LayerNorm_0/bias", "16 values are fewer than min_weight_size=32"),
+        ("scanned", "blocks/Dense_0/kernel", "dim 1 of size 32 is the largest that 4 divides"),
+        ("batch statistics", "(batch_stats) BatchNorm_0/mean", "only parameters are split"),
+        ("boxes of the model, nested wrappers", "boxed/kernel", "dim 1 of size 32 is the largest that 4 divides"),
+        (
+            "boxes of the model, nested wrappers",
+            "nested/kernel",
+            "over 'dp': dim 1 of size 64 is the largest that 2 divides; "
+            "over 'fsdp': dim 0 of size 32 is the largest that 4 divides",
+        ),
+        ("kinds of dtype", "key", "holds PRNG keys, which are never split"),
+        ("kinds of dtype", "scalar", "1 values are fewer than min_weight_size=32"),
+    ],
+)
+def test_the_reason_is_that_of_the_decision(name, path, reason):
+    assert plan_of(name).row(path).reason == reason
+    assert reason in plan_of(name).explain(path)
+
+
+def test_a_leaf_in_one_sentence_with_its_numbers():
+    plan = plan_of("scanned", tx=optax.adamw(1e-2))
+    assert plan.explain("blocks/Dense_0/kernel") == (
+        "'blocks/Dense_0/kernel' float32[3, 16, 32] (6 KiB) is split along dim 2 over 'fsdp' into 4 parts (dim 1 of "
+        "size 32 is the largest that 4 divides; its module sees [16, 32]); a device keeps 1.5 KiB of it, 1.5 KiB of "
+        "its gradient and 3 KiB of optimizer state, and gathers 2 KiB in float32 3 times in a forward pass."
+    )
+    assert plan.explain("blocks/LayerNorm_0/bias") == (
+        "'blocks/LayerNorm_0/bias' float32[3, 16] (192 B) stays whole on each of 8 devices: 16 values are fewer than "
+        "min_weight_size=32; its module sees [16]; a device keeps 192 B of it, 192 B of its gradient and 384 B of "
+        "optimizer state."
+    )
+    assert plan.explain("(optimizer) 0/count") == (
+        "'(optimizer) 0/count' int32[] (4 B) stays whole on each of 8 devices: belongs to no parameter; a device keeps "
+        "4 B of optimizer state."
+    )
+    with pytest.raises(ValueError, match=r"'blocks/Dense_0/kernal' is none of .* 11 leaves; .*'blocks/Dense_0/kernel'"):
+        plan.explain("blocks/Dense_0/kernal")
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1234567, "1.18 MiB"), (1023 * 2**10, "1 MiB")]
+    + [
+        (100 * 2**20, "100 MiB"),
+        (2**30 - 1, "1 GiB"),
+        (5 * 2**40, "5 TiB"),
+        (999 * 2**10, "999 KiB"),
+        (3000 * 2**50, "3000 PiB"),
+    ],
+)
+def test_bytes_in_units(count, text):
+    assert format_bytes(count) == text
+
+
+def test_fractions_in_two_digits():
+    assert [format_fraction(f) for f in (0, 0.000019, 0.0312, 0.5, 1)] == ["0%", "0.0019%", "3.1%", "50%", "100%"]
+
+
+# -------------------------------------------------------------------------------------------------------- text and back
+
+
+@pytest.mark.parametrize(
+    "name", ["batch statistics", "tuple axes", "boxes of the model, nested wrappers", "kinds of dtype"]
+)
+def test_json_and_back_is_the_same_plan(name):
+    plan = plan_of(name, tx=TX)
+    text = plan.to_json()
+    assert ShardingPlan.from_json(text) == plan
+    assert ShardingPlan.from_json(text).to_json() == text
+    assert plan_of(name, tx=TX).to_json() == text
+
+
+def test_a_small_change_is_a_small_diff_of_the_text():
+    plain = partial(plan_sharding, Model(), {"dp": 2, "fsdp": 4}, X, axis_name="fsdp")
+    before, after = (plain(min_weight_size=size).to_json().splitlines() for size in (65, 64))
+    changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
+    # The wrapper, the totals; the last kernel, 16 x 4; and the reasons that name the threshold.
+    assert len(changed) == 2 + 4 + sum("min_weight_size=65" in line for line in before) - 1
+    assert ('"names": [null, null], "parts": 1,', '"names": ["fsdp", null], "parts": 4,') in changed
+
+
+def test_another_format_and_edited_totals_are_refused():
+    text = plan_of("dense").to_json()
+    with pytest.raises(ValueError, match=r"a plan of format 7; this release reads format 1. Write it again"):
+        ShardingPlan.from_json(text.replace('"format": 1', '"format": 7'))
+    with pytest.raises(ValueError, match=r"a plan of format None; this release reads format 1"):
+        ShardingPlan.from_json("[]")
+    with pytest.raises(ValueError, match=r"the plan's totals are .* but its leaves add up to .*: it was edited"):
+        ShardingPlan.from_json(text.replace('"parameters": [256, 64]', '"parameters": [256, 128]', 1))
+
+
+def test_diff_names_what_was_added_removed_and_changed():
+    class Wider(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = fsdp(nn.Dense)(64, name="wide")(x)
+            return fsdp(nn.Dense)(8, name="new")(x)
+
+    before = plan_sharding(MLP(fsdp(min_weight_size=100)), {"dp": 2, "fsdp": 4}, X)
+    after = plan_sharding(Wider(), {"dp": 1, "fsdp": 8}, X)
+    assert before.diff(before) == [] == before.diff(ShardingPlan.from_json(before.to_json()))
+    found = {difference.path: difference for difference in before.diff(after)}
+    assert list(found)[0] == "(mesh)" and "('fsdp', 4)" in str(found["(mesh)"])
+    assert str(found["odd/kernel"]) == "odd/kernel: removed, float32[64, 9]"
+    assert str(found["new/kernel"]) == "new/kernel: added, float32[64, 8]"
+    assert found["wide/bias"].before["names"] == (None,) and found["wide/bias"].after["names"] == ("fsdp",)
+    assert "\n  parts: 1 -> 8\n" in str(found["wide/bias"])
+    assert "  parameters: 256 B, 256 B per device -> 256 B, 32 B per device" in str(found["wide/bias"])
+    assert {"shape", "dtype"}.isdisjoint(found["wide/kernel"].before)
+
+
+def test_check_names_the_worst_leaves_with_both_numbers_and_the_cure():
+    plan = plan_of("dense", tx=optax.adamw(1e-2))
+    whole = [row.parameters.total for row in plan.rows if row.collection == "params" and row.parts == 1]
+    fraction = sum(whole) / plan.parameters.total
+    plan.check(max_replicated_fraction=fraction, max_bytes_per_device=plan.bytes_per_device)
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"({format_bytes(sum(whole))} of {format_bytes(plan.parameters.total)})")
+        + r" stay whole on each of 8 devices; max_replicated_fraction=0.02 allows 2%. The largest: 'bare/kernel' .*"
+        r"no wrapped module owns it; .*; and 2 more. Wrap the modules",
+    ):
+        plan.check()
+    with pytest.raises(
+        ValueError,
+        match=rf"keeps .* \({plan.bytes_per_device} bytes\); max_bytes_per_device=1000 allows 1000 B. The largest per "
+        r"device: 'wide/kernel' .*Split over more devices",
+    ):
+        plan.check(max_replicated_fraction=1, max_bytes_per_device=1000)
+
+
+def test_on_one_device_nothing_is_replicated():
+    one = plan_sharding(Model(), {"fsdp": 1}, X, min_weight_size=32)
+    assert one.replicated_fraction == 0 and one.replicated == ()
+    assert plan_sharding(Model(fsdp()), {"dp": 8, "fsdp": 1}, X).replicated_fraction == 1
+    assert "stays whole on the one device" in plan_sharding(Model(), {"fsdp": 1}, X).explain("Dense_0/bias")
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_options_for_plain_models_are_refused_where_wrappers_decide():
+    for option in ({"axis_name": "fsdp"}, {"min_weight_size": 2**18}):
+        name = next(iter(option))
+        with pytest.raises(ValueError, match=rf"{name}=.* is for models without wrappers.*Leave {name} out"):
+            plan_sharding(Model(fsdp()), {"fsdp": 4}, X, **option)
+
+
+@pytest.mark.parametrize(
+    "sizes, error, match",
+    [
+        ({"fsdp": 0}, ValueError, r"axis_sizes has 'fsdp': 0, which is no number of devices"),
+        ({"fsdp": -1}, ValueError, r"axis_sizes has 'fsdp': -1"),
+        ({}, ValueError, r"names no mesh axis"),
+        (8, TypeError, r"axis_sizes=8 is no mapping; pass the sizes by axis"),
+        ({"dp": 8}, ValueError, r"'fsdp' is not an axis of axis_sizes, which has \('dp',\)"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_is_refused(sizes, error, match):
+    with pytest.raises(error, match=match):
+        plan_sharding(Model(fsdp()), sizes, X)
+
+
+def test_names_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"axis_name='tp': there is no axis 'tp' in axis_sizes=.*'fsdp': 4"):
+        plan_sharding(Model(), {"fsdp": 4}, X, axis_name="tp")
+    with pytest.raises(ValueError, match=r"dp of P\('dp', None\) is not found in mesh: \('fsdp',\)"):
+        plan_sharding(Boxed(lambda cls: cls), {"fsdp": 4}, X, axis_name="fsdp")
+    with pytest.raises(
+        ValueError, match=r"'boxed/bias' of shape \(32,\) is boxed as .* 3 parts do not divide dim 0 of size 32"
+    ):
+        plan_sharding(Boxed(lambda cls: cls), {"dp": 3}, X)
+    with pytest.raises(ValueError, match=r"gather_dtype=int8 does not fit 'params/bias' of dtype float32"):
+        plan_sharding(MLP(fsdp(gather_dtype=jnp.int8)), {"fsdp": 4}, X)
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def rendered(plan, width):
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO())
+    console.print(plan.table())
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_the_table_fits_and_has_modules_the_largest_first_totals_and_reasons(width):
+    plan = plan_of("transformer", tx=optax.adamw(1e-2))
+    text = rendered(plan, width)
+    lines = [line.strip() for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    modules = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("blocks", "embed", "head")]
+    assert modules == ["blocks", "embed", "head"]
+    total = next(line for line in lines if line.startswith("total"))
+    assert format_bytes(plan.parameters.total) in total and format_bytes(plan.optimizer.per_device) in total
+    assert f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole" in text
+    assert re.search(r"final_norm/scale +\S+ \S+ +no wrapped module owns it", text)
+
+
+def test_modules_that_differ_in_a_number_are_one_in_the_table():
+    text = rendered(plan_of("unrolled"), 140)
+    assert "block_*" in text and "LayerNorm_0/bias ×3" in text and "block_1" not in text
+    scanned, unrolled = (rendered(plan_of(name), 140) for name in ("scanned", "unrolled"))
+    assert len(unrolled.splitlines()) == len(scanned.splitlines())
+
+
+def test_a_plan_without_wrappers_says_what_it_assumes():
+    plan = plan_sharding(Model(), {"fsdp": 4}, X)
+    assert "No module is wrapped; planned as shard_module_params(Model, 'fsdp', 262144)." in rendered(plan, 100)
+
+
+def test_without_rich_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ImportError, match=r"tables are drawn with rich: pip install xlstm_jax\[forecast\]"):
+        plan_of("dense").table()
+
+
+def test_the_page_shows_what_its_examples_print():
+    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec("\n".join(blocks), names)
+    shown = re.search(r"^```text\n(Sharding plan.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    table = rendered(names["plan"], 100)
+    assert [line.rstrip() for line in shown.strip().splitlines()] == [
+        line.rstrip() for line in table.strip().splitlines()
+    ]
+    plan, quoted = names["plan"], " ".join(line[2:] for line in page.splitlines() if line.startswith("> "))
+    with pytest.raises(ValueError, match="stay whole") as refusal:
+        plan.check(max_replicated_fraction=0)
+    assert plan.explain("blocks/up/kernel") in quoted and str(refusal.value) in quoted
+    assert all(f"{difference}\n" in page for difference in plan.diff(names["smaller"])[:2])

@@ -1,0 +1,71 @@
+"""The child process that compiles an exported step for a TPU topology; started by ``topology``, by its path.
+
+It imports nothing of the library, so it starts in a second, and it alone loads libtpu: the user's process keeps its
+backend, its environment and its memory. A folder is the whole conversation:
+
+  request.json, step.bin     -->   result.json   the mesh's place on the torus, memory or the compiler's refusal, seconds, versions
+                                   dump/         XLA's own texts: the scheduled program, buffers, live ranges
+"""
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+from jax.experimental import topologies
+from jax.sharding import AxisType
+
+MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+
+
+def make_mesh(axes, devices):
+    """The mesh that a run on these devices would make."""
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def torus_dims(mesh):
+    """The dims of the torus along which each mesh axis runs: {"dp": [0], "fsdp": [0, 1]}."""
+    coords = np.array([device.coords for device in mesh.devices.flat]).reshape(*mesh.devices.shape, -1)
+    lines = {
+        name: np.moveaxis(coords, i, 0).reshape(size, -1, coords.shape[-1])[:, 0]
+        for i, (name, size) in enumerate(mesh.shape.items())
+    }
+    return {name: np.flatnonzero((line != line[0]).any(axis=0)).tolist() for name, line in lines.items()}
+
+
+def compile_step(folder, request, mesh):
+    """Compiles the step for the mesh; returns the memory statistics."""
+    step = export.deserialize((folder / "step.bin").read_bytes())
+    inputs = step.in_shardings_jax(mesh)
+    args = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+        for aval, place in zip(step.in_avals, inputs, strict=True)
+    ]
+    jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
+    # A program that does not fit is compiled all the same, so that the report can say what fills the memory.
+    options = {"xla_dump_to": str(folder / "dump"), "xla_tpu_no_crash_on_oom": True} | request["options"]
+    stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
+    return {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
+
+
+def main(folder):
+    request = json.loads((folder / "request.json").read_text())
+    result = {"versions": {name: version(name) for name in ("jax", "jaxlib", "libtpu")}, "memory": None, "error": None}
+    start = time.monotonic()
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
+        mesh = make_mesh(request["axes"], devices)
+        result |= {"device_kind": devices[0].device_kind, "torus_dims": torus_dims(mesh)}
+        result["memory"] = compile_step(folder, request, mesh)
+    except Exception as error:  # whatever it is, the parent raises it
+        result["error"] = f"{type(error).__name__}: {error}"
+    result["seconds"] = time.monotonic() - start
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

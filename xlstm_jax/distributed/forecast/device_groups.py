@@ -1,0 +1,136 @@
+"""Which devices a collective runs over, and along which axes of the mesh.
+
+HLO text lists them, computes them, or names them by the axes of a mesh; all three give the same groups:
+    replica_groups={{0,1},{2,3}}
+    replica_groups=[2,2]<=[4]             ids in order, two groups of two;  <=[2,2]T(1,0) transposes them first
+    replica_groups=mesh['dp'=2,'fsdp'=2] {'fsdp'}
+An id is the place of a device in the flattened mesh, whose last axis runs fastest.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?\})\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((.*?)\) )?\s*\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?=(\d+)")
+_MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
+_MESH_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _listed(text: str) -> Groups:
+    return tuple(_ints(group) for group in re.findall(r"\{([\d,]*)\}", text))
+
+
+def replica_groups(attributes: str) -> Groups | None:
+    """The devices of each group; () for all devices in one group, None where the text names no groups.
+
+    Raises:
+      ValueError: the groups have a form that is not known here.
+    """
+    if "replica_groups=" not in attributes:
+        return None
+    if match := _LISTED.search(attributes):
+        return tuple(group for group in _listed(match[1]) if group)
+    if match := _IOTA.search(attributes):
+        count, size = _ints(match[1])
+        return _as_groups(_iota(match[2], match[3]).reshape(count, size))
+    if match := _MESH.search(attributes):
+        return _mesh_groups(*match.groups())
+    start = attributes.index("replica_groups=")
+    raise ValueError(f"these groups of devices have a form that is not known here: {attributes[start : start + 80]!r}.")
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    sizes = _ints(dims)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(_ints(permutation)) if permutation else ids
+
+
+def _as_groups(ids: np.ndarray) -> Groups:
+    return tuple(tuple(group) for group in ids.tolist())
+
+
+def _mesh_groups(axes: str, device_ids: str | None, over: str) -> Groups:
+    """``mesh['a'=2,'b'=4] {'b'}``: one group for each place along the axes that are not named behind the mesh.
+
+    An axis may be named in part, ``'b':(2)2``: of its size 4, the factor 2 that has a factor 2 before it.
+    """
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
+    ids = _mesh_device_ids(device_ids, math.prod(sizes.values()))
+    dims, grouped = [], []
+    chosen = {name: (int(before or 1), int(size or 0)) for name, before, size in _MESH_GROUP_AXIS.findall(over)}
+    for name, size in sizes.items():
+        before, part = chosen.get(name, (size, 1))
+        part = part or size
+        dims += [before, part, size // (before * part)]
+        grouped += [False, name in chosen, False]
+    order = [i for i, inside in enumerate(grouped) if not inside] + [i for i, inside in enumerate(grouped) if inside]
+    in_group = math.prod(dim for dim, inside in zip(dims, grouped, strict=True) if inside)
+    return _as_groups(ids.reshape(dims).transpose(order).reshape(-1, in_group))
+
+
+def _mesh_device_ids(text: str | None, count: int) -> np.ndarray:
+    if text is None:
+        return np.arange(count)
+    match = _MESH_IOTA.fullmatch(text)
+    return _iota(match[1], match[2]) if match else np.array(_ints(text.replace(" ", "")))
+
+
+def source_target_pairs(attributes: str) -> Groups:
+    """(from, to) of a collective-permute; () for any other."""
+    match = _PAIRS.search(attributes)
+    return _listed(match[1]) if match else ()
+
+
+def connected(pairs: Groups) -> Groups:
+    """The devices that pairs connect, as groups: those between which a collective-permute moves data."""
+    group = {}
+    for pair in pairs:
+        merged = set().union(*(group.get(device, {device}) for device in pair))
+        group.update(dict.fromkeys(merged, merged))
+    return tuple(sorted({tuple(sorted(devices)) for devices in group.values()}))
+
+
+def mesh_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The axes of a mesh along which the devices of each group lie; None if the groups follow no set of axes.
+
+    Axes of size 1 are left out, as nothing travels along them.
+    """
+    return _mesh_axes(frozenset(frozenset(group) for group in groups), tuple(axis_sizes.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_axes(groups: frozenset, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
+    sizes = {axis: size for axis, size in axis_sizes if size > 1}
+    in_group = {len(group) for group in groups}
+    for axes in _subsets(sizes):
+        if in_group == {math.prod(sizes[axis] for axis in axes)} and groups == _groups_along(axes, sizes):
+            return axes
+    return None
+
+
+def _subsets(axes: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    axes = tuple(axes)
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
+
+
+def _groups_along(axes: tuple[str, ...], sizes: dict[str, int]) -> frozenset:
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    order = [i for i, axis in enumerate(sizes) if axis not in axes] + [
+        i for i, axis in enumerate(sizes) if axis in axes
+    ]
+    in_group = math.prod(sizes[axis] for axis in axes)
+    return frozenset(frozenset(group) for group in ids.transpose(order).reshape(-1, in_group).tolist())

@@ -1,0 +1,157 @@
+"""The module that an operation serves, read from the name that JAX gave it.
+
+JAX names every operation by the scopes it was traced in, Linen adds one scope per module, and compilers keep it as
+``op_name``:
+
+    jit(step)/shard_map/transpose(jvp(M))/while/body/closed_call/checkpoint/blocks/blocks.project/up/dot_general
+                        |__ backward  |   |__ a scan's loop body       |   |                      |__ blocks/up
+                                      |__ the root's class             |__ nn.remat
+
+``module_path`` leaves what a parameter's path would show, "blocks/up", and tells the direction. Texts that compile
+the same model need not agree on the rest: one release of JAX writes "closed_call" where the next writes "eval_jaxpr".
+What a loop does around its modules (storing activations, gathering weights) is named after none of them;
+``module_paths`` sees the whole program, and gives it to the module that all of the loop belongs to.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+
+FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
+
+# Scopes that JAX puts around the body of a call, and those of this library: no modules.
+CALLS = frozenset(
+    "shard_map call_exported closed_call eval_jaxpr core_call core_closed_call custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr custom_lin checkpoint rematted_computation gather_params sync_gradients".split()
+)
+LOOP_PARTS = re.compile(r"(body|cond)(_pred)?$")
+BRANCH = re.compile(r"branch_\d+_fun$")
+TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)$", re.DOTALL)
+CALL_OF = re.compile(r"(jit|pjit)\(.*\)$", re.DOTALL)
+METHOD = re.compile(r"(.+)\.([A-Za-z_]\w*)$")
+CLASS = re.compile(r"(?!.*_\d+$)[A-Z]\w*$")
+ARGUMENT = re.compile(r"\[\\?'")  # state.params['head']['kernel'], in HLO text with its quotes escaped
+
+
+def module_path(op_name: str) -> tuple[str, str]:
+    """(path, direction) of an operation: ("blocks/up", "backward").
+
+    Args:
+      op_name: as in ``metadata={op_name="..."}`` of HLO text, the primitive at its end; or a jaxpr's name stack with
+        "/" and the primitive behind it. Of several names joined by ";" the first counts.
+    Returns:
+      path: the modules below the root, as in a parameter's path; "" outside of all. Left out are
+        - the primitive (the last part), ``jit(f)``, ``shard_map``, loops and branches, remat and custom-derivative
+          calls, einsum's formulas, and the library's own scopes ``gather_params`` and ``sync_gradients``;
+        - transformations: ``jvp(X)``, ``transpose(X)`` and ``vmap(X)`` stand for X;
+        - the root: the first scope that is named as a class is (``GPT``, not ``Dense_0``), and all before it, such as
+          a scope around the loss. A root whose class starts with a small letter stays in the path;
+        - methods: ``blocks.project`` inside of ``blocks`` is ``blocks``, and so is ``blocks`` inside of it.
+        A scope that the model opens by itself with ``jax.named_scope`` looks like a module and stays.
+      direction:
+        "recompute"  what ``nn.remat`` computes a second time, in the backward pass;
+        "backward"   the rest of what is transposed, and the averaging of gradients by ``sync_gradients``;
+        "forward"    what is differentiated, and in a program that differentiates nothing, what lies in a module;
+        "other"      the rest: the optimizer, arguments, what the compiler invented or named without its beginning.
+    """
+    if ARGUMENT.search(op_name):
+        return "", OTHER
+    scopes, transforms = _scopes(op_name.split(";")[0])
+    path = "/".join(_below_root(_modules(scopes)))
+    return path, _direction(set(scopes), transforms, bool(path) and op_name.startswith(("jit(", "pjit(")))
+
+
+def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """``module_path`` of all names of a program, where loops lend their module.
+
+    An operation without a module, in the body of a loop (``nn.scan``) whose other operations all lie in "blocks" or
+    below, serves "blocks".
+    """
+    own = {name: module_path(name) for name in op_names}
+    inside = {}
+    for name, (path, _) in own.items():
+        for loop in _loops(name) if path else ():
+            inside.setdefault(loop, []).append(path.split("/"))
+    common = {loop: "/".join(os.path.commonprefix(paths)) for loop, paths in inside.items()}
+    lent = {name: next((common[loop] for loop in _loops(name) if common.get(loop)), "") for name in own}
+    return {name: (path or lent[name], direction) for name, (path, direction) in own.items()}
+
+
+def _loops(op_name: str) -> list[str]:
+    """The loops around an operation or that it is, innermost first, by their own names without calls."""
+    parts = _split(op_name.split(";")[0])
+    kept = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
+    ends = [i + 1 for i, part in enumerate(kept) if part == "while"]
+    return ["/".join(kept[:end]) for end in reversed(ends)]
+
+
+def _scopes(op_name: str) -> tuple[list[str], set[str]]:
+    """All scopes but the primitive, the transformed ones bare; and the transformations met."""
+    parts, transforms = _split(op_name), set()
+    if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
+        parts = parts[:-1]
+    scopes = []
+    for part in parts:
+        inner = [part]
+        while len(inner) == 1 and (match := TRANSFORM.match(inner[0])):
+            transforms.add(match[1])
+            inner = _split(match[2])
+        scopes += inner
+    return [scope for scope in scopes if scope], transforms
+
+
+def _split(text: str) -> list[str]:
+    """The parts between those slashes that stand outside of all parentheses."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "/" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def _modules(scopes: list[str]) -> list[str]:
+    """The scopes that are modules, methods folded into theirs."""
+    path = []
+    for before, scope, after in zip(["", *scopes], scopes, [*scopes[1:], ""], strict=False):
+        if scope == "checkpoint":
+            path = _said_once(path)
+        if scope in CALLS or CALL_OF.match(scope) or "->" in scope or _is_control_flow(before, scope, after):
+            continue
+        method = METHOD.match(scope)
+        if method and method[1] in path:
+            path = path[: len(path) - path[::-1].index(method[1])]
+        elif not before.startswith(f"{scope}."):
+            path.append(method[1] if method else scope)
+    return path
+
+
+def _said_once(path: list[str]) -> list[str]:
+    """Without the repetition at its end: in a backward pass JAX names the place of a ``nn.remat`` twice before it."""
+    lengths = range(len(path) // 2, 0, -1)
+    said = next((n for n in lengths if path[-n:] == path[-2 * n : -n]), 0)
+    return path[: len(path) - said]
+
+
+def _is_control_flow(before: str, scope: str, after: str) -> bool:
+    """Whether a scope belongs to ``while/body``, ``while/cond`` or ``cond/branch_0_fun``, and not to a module."""
+    if scope == "while":
+        return bool(LOOP_PARTS.match(after))
+    if before == "while" and LOOP_PARTS.match(scope):
+        return True
+    return bool(BRANCH.match(scope)) if before == "cond" else scope == "cond" and bool(BRANCH.match(after))
+
+
+def _below_root(path: list[str]) -> list[str]:
+    root = next((i for i, name in enumerate(path) if CLASS.match(name)), None)
+    return path if root is None else path[root + 1 :]
+
+
+def _direction(scopes: set[str], transforms: set[str], in_module: bool) -> str:
+    if "rematted_computation" in scopes:
+        return RECOMPUTE
+    if "transpose" in transforms or "sync_gradients" in scopes:
+        return BACKWARD
+    return FORWARD if "jvp" in transforms or in_module else OTHER

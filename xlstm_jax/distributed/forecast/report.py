@@ -1,0 +1,224 @@
+"""A forecast for people: tables by rich, a picture by matplotlib. Both are optional, and imported when they are used."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.distributed.plan_leaves import format_bytes
+
+ROWS = 12  # of each table; the rest is summed up in a last one
+ACTIVATIONS = "activations and the like"
+COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Any:
+    """A table whose first ``left`` columns are text, and the others numbers, to the right.
+
+    Raises:
+      ImportError: rich is not installed.
+    """
+    try:
+        from rich import box
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        number = i >= left
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def tables(forecast: Any) -> Any:
+    """The whole report of a ``Forecast``."""
+    parts = [_memory_table(forecast), _collectives_table(forecast), _time_table(forecast)]
+    if forecast.memory.temporaries:
+        parts.insert(1, _temporaries_table(forecast))
+    from rich.console import Group
+    from rich.text import Text
+
+    head, notes = Text(headline(forecast), style="bold"), [Text(note, style="italic") for note in closing(forecast)]
+    return Group(head, Text(), *parts, *notes)
+
+
+def headline(forecast: Any) -> str:
+    """The forecast in two sentences."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
+    where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
+    total = format_bytes(forecast.total_bytes)
+    if forecast.fits is None:
+        fits = f"arguments take {format_bytes(forecast.memory.argument_bytes)} of each device"
+    elif forecast.fits:
+        left = format_bytes(forecast.available_bytes - forecast.total_bytes)
+        fits = f"fits: {total} of {format_bytes(forecast.available_bytes)} per device, {left} left"
+    else:
+        over = format_bytes(forecast.total_bytes - forecast.available_bytes)
+        fits = (
+            f"DOES NOT FIT: {total} per device, {over} more than the {format_bytes(forecast.available_bytes)} there are"
+        )
+    sends = f"A step sends {format_bytes(forecast.wire_bytes)} per device, {forecast.asynchronous_fraction:.0%} of it "
+    if forecast.step_seconds is None:
+        return f"{where}: {fits}. {sends}asynchronously."
+    time = f"takes some {_milliseconds(forecast.step_seconds)}, at least {_milliseconds(forecast.roofline.seconds)}"
+    return f"{where}: {fits}. {sends}asynchronously, and {time} ({forecast.roofline.bound}-bound)."
+
+
+def closing(forecast: Any) -> list[str]:
+    """What to do with it: one sentence each."""
+    said = []
+    ridge = forecast.roofline and forecast.roofline.ridge_tokens
+    if ridge:
+        here = forecast.tokens / _devices(forecast)
+        said.append(
+            f"Compute takes as long as communication from {ridge:,.0f} tokens per device on (here {here:,.0f}): below, "
+            "more tokens per device cost little time."
+        )
+    if forecast.unknown_loops:
+        said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
+    return said + list(forecast.notes)
+
+
+def _devices(forecast: Any) -> int:
+    count = 1
+    for size in forecast.axis_sizes.values():
+        count *= size
+    return count
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def _memory_table(forecast: Any) -> Any:
+    memory, available = forecast.memory, forecast.available_bytes
+    kinds = {
+        "arguments (parameters, optimizer, batch)": memory.argument_bytes,
+        "outputs with a place of their own": memory.output_bytes,
+        "temporaries (activations, gathered weights, gradients)": memory.temporary_bytes,
+        "constants and the program": memory.constant_bytes + forecast.code_bytes,
+    }
+    if forecast.platform == "cpu":
+        kinds = {name: size for name, size in kinds.items() if not name.startswith(("temporaries", "constants"))}
+    kinds["in all"] = sum(kinds.values())
+    rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in kinds.items()]
+    return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
+
+
+def _temporaries_table(forecast: Any) -> Any:
+    merged: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for temporary in forecast.memory.temporaries:
+        merged[temporary.path or "(no module)", temporary.direction, temporary.shape].append(temporary.bytes)
+    rows = [
+        [path, direction, shape if len(sizes) == 1 else f"{len(sizes)} × {shape}", format_bytes(sum(sizes))]
+        for (path, direction, shape), sizes in sorted(merged.items(), key=lambda item: -sum(item[1]))
+    ]
+    rest = sum(map(sum, sorted(merged.values(), key=lambda sizes: -sum(sizes))[ROWS:]))
+    if rest:
+        rows = [*rows[:ROWS], [f"{len(merged) - ROWS} more", "", "", format_bytes(rest)]]
+    return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
+
+
+def _collectives_table(forecast: Any) -> Any:
+    groups = defaultdict(list)
+    for collective in forecast.collectives:
+        kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
+        axes = "+".join(collective.axes) if collective.axes is not None else "?"
+        serves = ", ".join(collective.leaves) or collective.module or "(no module)"
+        groups[kind, serves, collective.direction, collective.dtype, axes].append(collective)
+    sums = {key: sum(c.wire_bytes_per_step for c in members) for key, members in groups.items()}
+    order = sorted(groups, key=lambda key: -sums[key])
+    rows = [[*key[:3], key[3], key[4], *_counts(groups[key])] for key in order[:ROWS]]
+    if order[ROWS:]:
+        rest = [collective for key in order[ROWS:] for collective in groups[key]]
+        rows.append([f"{len(order) - ROWS} more", "", "", "", "", *_counts(rest)])
+    rows.append(["in all", "", "", "", "", *_counts(forecast.collectives)])
+    columns = ["collective", "for", "direction", "dtype", "axes", "per step", "sent per device", "async"]
+    return rich_table("What travels in a step", columns, rows, left=5)
+
+
+def _counts(members: Sequence[Any]) -> list[str]:
+    sent = sum(c.wire_bytes_per_step for c in members)
+    hidden = sum(c.wire_bytes_per_step for c in members if c.asynchronous)
+    return [f"{sum(c.count for c in members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
+
+
+def _time_table(forecast: Any) -> Any:
+    flops, roofline = forecast.flops.total, forecast.roofline
+    if roofline is None:
+        return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
+    rows = [
+        ["matrix products at the peak rate", f"{flops:.3g} FLOP", _milliseconds(roofline.compute_s)],
+        ["memory at its full bandwidth", format_bytes(roofline.hbm_bytes), _milliseconds(roofline.memory_s)],
+        ["links at their full bandwidth", format_bytes(roofline.wire_bytes), _milliseconds(roofline.wire_s)],
+    ]
+    if forecast.cycle_seconds is not None:
+        cycles = f"{forecast.cycles.total:,} cycles"
+        rows.append(["the compiler's estimate, without collectives", cycles, _milliseconds(forecast.cycle_seconds)])
+    rows.append(["collectives that the step waits for", "", _milliseconds(forecast.exposed_seconds)])
+    rows.append(["a step, estimated", "", _milliseconds(forecast.step_seconds)])
+    return rich_table("Time of a step", ["", "amount", "time"], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- picture
+
+
+def plot(forecast: Any, path: str | Path) -> None:
+    """Memory over the schedule, and the bounds of the time."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures are drawn with matplotlib: pip install xlstm_jax[forecast]") from error
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
+    _plot_memory(memory, forecast)
+    _plot_time(time, forecast)
+    figure.suptitle(f"{forecast.topology or forecast.device_kind}, mesh {forecast.axis_sizes}", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_memory(axes: Any, forecast: Any) -> None:
+    gib, memory = 2**30, forecast.memory
+    base = (forecast.total_bytes - memory.temporary_bytes) / gib
+    points = [moment.point for moment in memory.timeline] or [0, 1]
+    live = [moment.live_bytes / gib for moment in memory.timeline] or [memory.temporary_bytes / gib] * 2
+    axes.fill_between(points, 0, base, color="#d3d3d8", label="arguments, outputs, program")
+    tops = [base + size for size in live]
+    directions = [moment.direction for moment in memory.timeline] or ["other"] * 2
+    for direction, color in COLORS.items():
+        where = [i for i, found in enumerate(directions) if found == direction]
+        if where:
+            axes.bar([points[i] for i in where], [live[i] for i in where], bottom=base, color=color, label=direction,
+                     width=max(1, (points[-1] - points[0]) / len(points)))  # fmt: skip
+    if memory.timeline:
+        _name_the_peak(axes, memory, max(tops))
+    if forecast.available_bytes:
+        axes.axhline(forecast.available_bytes / gib, color="black", linewidth=1, linestyle="--", label="available")
+    axes.set(xlabel="instructions of the schedule", ylabel="GiB per device", title="Memory", ylim=(0, None))
+    axes.legend(fontsize=7, loc="best")
+
+
+def _name_the_peak(axes: Any, memory: Any, height: float) -> None:
+    peak = next(moment for moment in memory.timeline if moment.live_bytes == memory.peak_live_bytes)
+    text = f"{peak.path or 'outside of modules'} ({peak.direction})"
+    axes.annotate(text, (peak.point, height), textcoords="offset points", xytext=(0, 6), fontsize=7, ha="center")
+
+
+def _plot_time(axes: Any, forecast: Any) -> None:
+    roofline = forecast.roofline
+    axes.set(title="Time of a step", xlabel="ms")
+    if roofline is None:
+        axes.text(0.5, 0.5, f"no figures are known for {forecast.device_kind}", ha="center", transform=axes.transAxes)
+        return
+    bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
+    bars |= {"compiler's cycles": forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
+    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#54a24b"]
+    drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
+    axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
