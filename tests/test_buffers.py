@@ -15,7 +15,9 @@ from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.buffers import memory
+from xlstm_jax.distributed.forecast.buffers import memory, operation_names
+from xlstm_jax.distributed.forecast.chips import CHIPS
+from xlstm_jax.distributed.forecast.hlo import parse
 from xlstm_jax.distributed.forecast.topology import compile_for_topology
 
 MIB = 2**20
@@ -155,11 +157,7 @@ def compiled(lowered, folder):
         next(folder.glob(f"*after_optimizations-{name}.txt")).read_text()
         for name in ("buffer-assignment", "live-range")
     ]
-    return program, *texts, op_names(program.as_text())
-
-
-def op_names(hlo):
-    return dict(re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{[^\n]*?op_name="([^"]*)"', hlo))
+    return program, *texts, operation_names(parse(program.as_text()))
 
 
 def recount(assignment, live_range):
@@ -264,14 +262,14 @@ def test_a_program_without_temporaries(tmp_path):
 def test_a_step_compiled_for_a_tpu():
     """Tiled arrays of whole tiles take their own bytes, so a device's share of the state is known beforehand."""
     mesh = AbstractMesh((1, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    model = Blocks(wrap=fsdp)
-    batch = jax.ShapeDtypeStruct((4 * 512, 1024), jnp.bfloat16)
+    model, tokens = Blocks(wrap=fsdp), 8192
+    batch = jax.ShapeDtypeStruct((4 * tokens, 1024), jnp.bfloat16)
     step, args = lowered_step(model, batch, mesh, optax.adamw(0.1))
     result = compile_for_topology(step, *args, topology="v5e:2x2")
-    found = memory(result.buffers, result.live_ranges, op_names(result.hlo))
+    found = memory(result.buffers, result.live_ranges, operation_names(parse(result.hlo)))
 
     state = 3 * 2 * 4 * 1024 * 2048 * 4 // 4  # weights and two moments: up and down of 4 layers, float32, a quarter
-    rest = found.argument_bytes - state - 512 * 1024 * 2
+    rest = found.argument_bytes - state - tokens * 1024 * 2
     assert 0 <= rest <= 64 * 1024  # counters and the key, padded
     assert found.argument_bytes == result.memory["argument"]
     assert found.alias_bytes == pytest.approx(state, rel=0.001)
@@ -279,7 +277,11 @@ def test_a_step_compiled_for_a_tpu():
     assert found.output_bytes == result.memory["output"] - result.memory["alias"]
     assert sum(t.bytes for t in found.temporaries) == found.peak_live_bytes <= found.temporary_bytes
     assert max(recount(result.buffers[result.buffers.index("color 1") :], result.live_ranges)) > 0  # VMEM, left out
-    assert {t.path for t in found.temporaries if t.bytes > MIB} <= {"blocks", "blocks/up", "blocks/down", ""}
+    large = [t for t in found.temporaries if t.bytes >= MIB]
+    assert {t.path for t in large} == {"blocks", "blocks/up", "blocks/down"}  # nothing is left without a module
+    hidden = tokens * 2048 * 2
+    assert [(t.bytes, t.direction) for t in large][:2] == [(hidden, "recompute"), (hidden, "backward")]
+    assert found.total_bytes < CHIPS["v5e"].usable_hbm_bytes
 
 
 class Blocks(nn.Module):
@@ -296,3 +298,26 @@ class MLP(nn.Module):
     def __call__(self, x, _):
         h = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, name="up")(x)
         return x + nn.Dense(x.shape[-1], use_bias=False, dtype=jnp.bfloat16, name="down")(nn.gelu(h)), None
+
+
+HLO = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,8]{1,0})->f32[8,8]{1,0}}
+
+ENTRY %main.5 (param.1: f32[8,8]) -> f32[8,8] {
+  %param.1 = f32[8,8]{1,0} parameter(0), metadata={op_name="state.params['head']['kernel']"}
+  %convert.7 = bf16[8,8]{1,0} convert(%param.1)
+  %dot.1 = f32[8,8]{1,0} dot(%convert.7, %convert.7), metadata={op_name="jit(step)/M/head/dot_general"}
+  %copy-start.1 = (f32[8,8]{1,0}, f32[8,8]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%dot.1)
+  ROOT %copy-done.1 = f32[8,8]{1,0} copy-done(%copy-start.1)
+}
+"""
+
+
+def test_what_the_compiler_adds_is_named_after_what_it_was_made_from():
+    kernel, product = "state.params['head']['kernel']", "jit(step)/M/head/dot_general"
+    assert operation_names(parse(HLO)) == {
+        "param.1": kernel,
+        "convert.7": kernel,
+        "dot.1": product,
+        "copy-start.1": product,
+        "copy-done.1": product,
+    }

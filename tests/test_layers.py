@@ -11,12 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 LAYERS = [
     {"common_types"},
     {"partitioning", "chips", "names", "device_groups", "compile_child"},
-    {"agreement", "buffers", "flops", "hlo_instruction", "mesh_shapes", "processes"},
+    {"agreement", "flops", "hlo_instruction", "mesh_shapes", "processes"},
     {"checksums", "collectives", "device_mesh", "hlo", "log_files", "plan_boxes", "plan_leaves", "votes", "watchdog"}
     | {"topology"},
     {"data_parallel", "monoids", "packing", "plan_table", "reductions", "logger", "replicas", "checkpoint_leaves"}
     | {"cycles", "dataflow", "report"},
-    {"distributed_metrics", "safetensors_files", "traffic", "sharding_plan", "states"},
+    {"buffers", "distributed_metrics", "safetensors_files", "traffic", "sharding_plan", "states"},
     {"aggregation", "checkpoint", "estimate", "mesh_state"},
     {"classification", "stateful"},
     {"ranking"},

@@ -351,10 +351,10 @@ class Jitted(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.jit(JITTED_BLOCK)(32, name="dense")(x)
+        return JITTED_DENSE(32, name="dense")(x)
 
 
-JITTED_BLOCK = fsdp(nn.Dense)
+JITTED_DENSE = nn.jit(fsdp(nn.Dense))
 
 
 def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation():
@@ -373,11 +373,11 @@ def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation()
 
 def test_branches_that_use_a_module_and_that_do_not_have_one_plan():
     class Branches(nn.Module):
-        @nn.compact
+        def setup(self):
+            self.dense = fsdp(nn.Dense)(16)
+
         def __call__(self, x):
-            dense = fsdp(nn.Dense)(16, name="dense")
-            x = dense(x)
-            return nn.cond(x.sum() > 0, lambda self, x: dense(x), lambda self, x: x, self, x)
+            return nn.cond(x.sum() > 0, lambda self, x: self.dense(x), lambda self, x: x, self, self.dense(x))
 
     row = plan_sharding(Branches(), {"fsdp": 4}, X).row("dense/kernel")
     assert row.axes == ("fsdp",) and row.uses in (1, 2)

@@ -9,7 +9,7 @@ from xlstm_jax.distributed.data_parallel import (
     shard_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, shard_batch
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
 from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
 from xlstm_jax.distributed.partitioning import box_like, bytes_per_device, partition_specs, shardings, unbox
@@ -31,6 +31,7 @@ __all__ = [
     "LoopGuard",
     "NonFiniteError",
     "ReplicaError",
+    "abstract_batch",
     "abstract_train_state",
     "accumulate_gradients",
     "assert_same_everywhere",

@@ -1,4 +1,4 @@
-"""What a training step will cost on devices that need not be there: memory, traffic and time, before anything is paid."""
+"""What a training step will cost on devices that need not be there: memory, traffic, time."""
 
 from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Roofline, Topology, parse_topology
 from xlstm_jax.distributed.forecast.estimate import Forecast, forecast

@@ -21,10 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xlstm_jax.distributed.forecast.dataflow import Value, upstream
+from xlstm_jax.distributed.forecast.hlo import Program
 from xlstm_jax.distributed.forecast.names import module_paths
 
 MAIN_MEMORY = 0  # XLA's number ("color") of a TPU's HBM
 TIMELINE_POINTS = 400
+COLLECTIONS = ("parameter", "tuple", "while")  # of many values, which stem from many operations
 
 _ALLOCATION = re.compile(r"allocation \d+: (?:0x[0-9a-f]+, )?size (\d+)(.*):$")
 _COLOR = re.compile(r", color (\d+)")
@@ -104,7 +107,11 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it: arguments, own outputs, temporaries and constants, without the program's code."""
+        """All of it: arguments, own outputs, temporaries and constants, without the program's code.
+
+        It is what libtpu compares with the chip's memory. ``temp_size_in_bytes`` of JAX's ``memory_analysis`` may be a
+        third more than the allocation, also for a program that the compiler accepts.
+        """
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.constant_bytes
 
     def by_module(self) -> dict[str, int]:
@@ -145,11 +152,12 @@ def memory(
     Args:
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
       live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
-      op_names: for each instruction its ``op_name`` in the program's HLO text, where it has one.
+      op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
       ValueError: a text has not the form that is known, or the two are not of one program.
     """
+    op_names = {instruction: name for instruction, name in op_names.items() if name}
     allocations = [a for a in _allocations(buffer_assignment) if a.color == MAIN_MEMORY]
     schedule, ranges = _live_ranges(live_range)
     values, temporary_bytes = _temporaries(allocations, ranges)
@@ -169,6 +177,21 @@ def memory(
         arguments=_arguments(allocations, op_names),
         timeline=_timeline(live, schedule, op_names, modules, points),
     )
+
+
+def operation_names(program: Program) -> dict[str, str]:
+    """For each instruction that runs its ``op_name``, or that of the nearest named one from which its value stems.
+
+    The compiler names nothing that it adds by itself: casts out of a loop, and copies between HBM and VMEM. An argument
+    is named too, so a copy of a weight is called ``state.params['head']['kernel']``.
+    """
+    found = {}
+    for computation, _ in program.executed():
+        for instruction in computation.instructions:
+            before = upstream(program, Value(computation, instruction.name))
+            names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
+            found[instruction.name] = instruction.op_name or next(filter(None, names), "")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the texts

@@ -3,8 +3,8 @@
 It imports nothing of the library, so it starts in a second, and it alone loads libtpu: the user's process keeps its
 backend, its environment and its memory. A folder is the whole conversation:
 
-  request.json, step.bin     -->   result.json   the mesh's place on the torus, memory or the compiler's refusal, seconds, versions
-                                   dump/         XLA's own texts: the scheduled program, buffers, live ranges
+  request.json   topology, mesh, options       result.json   place on the torus, memory, refusal, seconds, versions
+  step.bin       StableHLO                     dump/         XLA's texts: the scheduled program, buffers, live ranges
 """
 
 import json

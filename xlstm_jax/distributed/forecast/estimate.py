@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
-from xlstm_jax.distributed.forecast.buffers import Argument, Memory, Moment, Temporary, memory
+from xlstm_jax.distributed.forecast.buffers import Argument, Memory, Moment, Temporary, memory, operation_names
 from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Roofline, chip_of, roofline
 from xlstm_jax.distributed.forecast.cycles import Cycles, HbmBytes, cycles, hbm_bytes
 from xlstm_jax.distributed.forecast.flops import Flops, Work, count_flops
@@ -275,9 +275,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 
 def _memory(compiled: Compiled, program: Program) -> Memory:
-    names = {i.name: i.op_name for computation in program.computations.values() for i in computation.instructions}
     if compiled.buffers and compiled.live_ranges:
-        return memory(compiled.buffers, compiled.live_ranges, names)
+        return memory(compiled.buffers, compiled.live_ranges, operation_names(program))
     stats = compiled.memory or {}
     alias = stats.get("alias", 0)
     return Memory(

@@ -12,12 +12,12 @@ through copies, and into the fusion that may hold the comparison.
 """
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from xlstm_jax.distributed.forecast.hlo_instruction import Instruction, parse_instruction
+from xlstm_jax.distributed.forecast.hlo_instruction import Instruction, element, parse_instruction
 
 MAIN_THREAD = "main"
 MAX_FOLLOWED = 200  # steps through copies and tuples to a constant; real programs need fewer than ten
@@ -221,12 +221,27 @@ def _computations(body: str) -> Iterator[Computation]:
                 name, is_entry, instructions = match[2], bool(match[1]), []
         elif line.startswith("}"):
             thread = re.search(r'execution_thread="(\w+)"', line)
-            yield Computation(name, tuple(instructions), is_entry, thread[1] if thread else MAIN_THREAD)
+            yield Computation(name, _with_elements(instructions), is_entry, thread[1] if thread else MAIN_THREAD)
             name = None
         elif instruction := parse_instruction(line):
             instructions.append(instruction)
     if name is not None:
         raise ValueError(f"the HLO text ends inside of the computation {name!r}; it is cut off.")
+
+
+def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions, and a get-tuple-element behind each of which an operand ``%while.3#1`` abbreviates one."""
+    short = [name for i in instructions if "#" in i.operand_text for name in i.operands if "#" in name]
+    wanted = defaultdict(set)
+    for name in short:
+        while "#" in name:
+            name, _, index = name.rpartition("#")
+            wanted[name].add(int(index))
+    queue, found = deque(instructions), []
+    while queue:
+        found.append(queue.popleft())
+        queue.extendleft(element(found[-1], index) for index in sorted(wanted.pop(found[-1].name, ()), reverse=True))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------------------------------------------- counting trips

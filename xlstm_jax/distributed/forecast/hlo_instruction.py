@@ -38,7 +38,7 @@ _OPCODE = re.compile(r"(?:^| )([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ELEMENT_BITS = re.compile(r"E\((\d+)\)")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")  # %while.3#1 is what newer compilers write for an element of a tuple
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
     r"\b(calls|body|condition|to_apply|true_computation|false_computation|branch_computations|called_computations)="
@@ -198,6 +198,29 @@ def parse_instruction(line: str) -> Instruction | None:
         attributes=line[end + 1 :],
         is_root=bool(match[1]),
     )
+
+
+def element(of: Instruction, index: int) -> Instruction:
+    """The get-tuple-element that an operand such as ``%while.3#1`` abbreviates."""
+    return Instruction(
+        name=f"{of.name}#{index}",
+        opcode="get-tuple-element",
+        type_text=_elements(of.type_text)[index],
+        operand_text=f"%{of.name}",
+        attributes=f", index={index}",
+    )
+
+
+def _elements(type_text: str) -> list[str]:
+    """The types in a tuple's type: those between the commas that stand in no bracket but the outermost."""
+    elements, depth = [""], 0
+    for char in type_text.strip()[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += char
+    return [text.strip() for text in elements]
 
 
 def _closing(line: str, start: int) -> int:

@@ -1,4 +1,4 @@
-"""A forecast for people: tables by rich, a picture by matplotlib. Both are optional, and imported when they are used."""
+"""A forecast for people: tables by rich, a picture by matplotlib; both optional, imported when they are used."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
 ROWS = 12  # of each table; the rest is summed up in a last one
-ACTIVATIONS = "activations and the like"
+OUTSIDE = "outside of modules"
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
 
 
@@ -183,30 +183,59 @@ def plot(forecast: Any, path: str | Path) -> None:
 
 
 def _plot_memory(axes: Any, forecast: Any) -> None:
+    """Bytes over the schedule, coloured by direction, with the modules below; where it fits by far, without the sky."""
     gib, memory = 2**30, forecast.memory
     base = (forecast.total_bytes - memory.temporary_bytes) / gib
-    points = [moment.point for moment in memory.timeline] or [0, 1]
-    live = [moment.live_bytes / gib for moment in memory.timeline] or [memory.temporary_bytes / gib] * 2
-    axes.fill_between(points, 0, base, color="#d3d3d8", label="arguments, outputs, program")
-    tops = [base + size for size in live]
-    directions = [moment.direction for moment in memory.timeline] or ["other"] * 2
+    axes.set(ylabel="GiB per device", title="Memory", xticks=[])
+    axes.set_xlabel("the schedule, by module", labelpad=16)
+    if not memory.timeline:
+        axes.bar(["arguments, outputs, program", "temporaries"], [base, memory.temporary_bytes / gib])
+        return
+    end = memory.timeline[-1].point
+    axes.fill_between([0, end], 0, base, color="#d3d3d8", label="arguments, outputs, program")
+    spans = _spans(memory.timeline)
     for direction, color in COLORS.items():
-        where = [i for i, found in enumerate(directions) if found == direction]
-        if where:
-            axes.bar([points[i] for i in where], [live[i] for i in where], bottom=base, color=color, label=direction,
-                     width=max(1, (points[-1] - points[0]) / len(points)))  # fmt: skip
-    if memory.timeline:
-        _name_the_peak(axes, memory, max(tops))
-    if forecast.available_bytes:
-        axes.axhline(forecast.available_bytes / gib, color="black", linewidth=1, linestyle="--", label="available")
-    axes.set(xlabel="instructions of the schedule", ylabel="GiB per device", title="Memory", ylim=(0, None))
-    axes.legend(fontsize=7, loc="best")
+        for number, (_, _, moments) in enumerate(span for span in spans if span[1] == direction):
+            x, top = [m.point for m in moments], [base + m.live_bytes / gib for m in moments]
+            axes.fill_between(x, base, top, color=color, step="post", label=None if number else direction, linewidth=0)
+    for path, _, moments in spans:
+        if moments[-1].point - moments[0].point > end / 15:
+            middle = (moments[0].point + moments[-1].point) / 2
+            axes.annotate(
+                path or OUTSIDE, (middle, 0), textcoords="offset points", xytext=(0, -10), fontsize=7, ha="center"
+            )
+    peak = base + memory.peak_live_bytes / gib
+    _draw_available(axes, forecast.available_bytes / gib if forecast.available_bytes else None, peak)
+    axes.legend(fontsize=7, loc="upper right")
 
 
-def _name_the_peak(axes: Any, memory: Any, height: float) -> None:
-    peak = next(moment for moment in memory.timeline if moment.live_bytes == memory.peak_live_bytes)
-    text = f"{peak.path or 'outside of modules'} ({peak.direction})"
-    axes.annotate(text, (peak.point, height), textcoords="offset points", xytext=(0, 6), fontsize=7, ha="center")
+def _spans(timeline: Sequence[Any]) -> list[tuple[str, str, list[Any]]]:
+    """The schedule in pieces of one top-level module and direction, each ending where the next begins.
+
+    What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
+    """
+    last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
+    spans: list[tuple[str, str, list[Any]]] = []
+    for i, moment in enumerate(timeline):
+        key = (moment.path.split("/")[0], moment.direction)
+        if spans and (key == spans[-1][:2] or (key == ("", "other") and i < last)):
+            spans[-1][2].append(moment)
+            continue
+        if spans:
+            spans[-1][2].append(moment)
+        spans.append((*key, [moment]))
+    return spans
+
+
+def _draw_available(axes: Any, available: float | None, peak: float) -> None:
+    top = peak * 1.25
+    if available is None or available > 2 * top:
+        text = "" if available is None else f"{available:.4g} GiB are available"
+        axes.text(0.02, 0.95, text, transform=axes.transAxes, fontsize=8)
+    else:
+        axes.axhline(available, color="black", linewidth=1, linestyle="--", label="available")
+        top = max(top, available * 1.1)
+    axes.set_ylim(0, top)
 
 
 def _plot_time(axes: Any, forecast: Any) -> None:

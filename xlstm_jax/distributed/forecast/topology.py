@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax import export
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
@@ -112,7 +113,7 @@ def mesh_axes_of(args: Sequence[PyTree]) -> dict[str, int]:
     if len(found) > 1:
         (one, path), (two, other), *_ = found.items()
         raise ValueError(
-            f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make all of them on one."
+            f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one mesh."
         )
     return dict(next(iter(found), ()))
 
@@ -178,7 +179,13 @@ def compile_for_topology(
         folder = Path(name)
         traced = trace(step, args)
         donated = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-        _export(step, args, folder / "step.bin")
+        exported = _export(step, args)
+        if exported.nr_devices not in (1, place.num_devices):
+            raise ValueError(
+                f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {axes}. Give "
+                "them shardings on the step's mesh, as abstract_train_state and abstract_batch do."
+            )
+        (folder / "step.bin").write_bytes(exported.serialize())
         request = {
             "axes": axes,
             "donated": donated,
@@ -199,14 +206,14 @@ def _check_installed() -> None:
         )
 
 
-def _export(step: Any, args: Sequence[PyTree], path: Path) -> None:
-    """Writes the step as a function of its leaves (an export knows no pytrees but those that are registered with it)."""
+def _export(step: Any, args: Sequence[PyTree]) -> export.Exported:
+    """The step as a function of its leaves: an export knows no pytrees but those that are registered with it."""
     leaves, treedef = jax.tree.flatten(args)
 
     def flat(*leaves):
         return tuple(jax.tree.leaves(step(*treedef.unflatten(leaves))))
 
-    path.write_bytes(jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves).serialize())
+    return export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
 
 
 def _run_child(folder: Path, timeout_s: float) -> None:

@@ -1,0 +1,236 @@
+# ruff: noqa: E501
+"""Bytes of HBM against XLA's own count where that is right, and by hand; cycles with loops multiplied out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support import AXES, Model, data, fsdp, mean_loss, mesh_of
+
+from xlstm_jax.distributed import abstract_train_state, make_train_step
+from xlstm_jax.distributed.forecast.cycles import cycles, hbm_bytes
+from xlstm_jax.distributed.forecast.hlo import parse
+
+ROW, ROWS = 512, 256
+WHOLE = 4 * ROW * ROWS
+
+
+def compiled(fn, *args, donate=()):
+    return jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+
+
+def counted_by_xla(program):
+    """Bytes accessed by XLA's count. It adds an address for each of several results: eight bytes, in newer XLA four."""
+    tuples = [i for i in parse(program.as_text()).entry.instructions if i.opcode == "tuple"]
+    addresses = sum(len(i.operands) for i in tuples)
+    return [program.cost_analysis()["bytes accessed"] - size * addresses for size in (8, 4)]
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+INDEX = jax.ShapeDtypeStruct((), jnp.int32)
+STRAIGHT = {
+    "product": (lambda w, x: jnp.tanh(x @ w).sum(0), f32(ROWS, ROW), f32(64, ROWS)),
+    "gradient": (jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), f32(ROWS, ROW), f32(64, ROWS)),
+    "softmax": (jax.nn.softmax, f32(ROWS, ROW)),
+    "several results": (lambda x: (x * 2, x.sum(0), x.T), f32(ROWS, ROW)),
+    "slice": (lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 4) * 2, f32(ROWS, ROW), INDEX),
+    "update": (lambda x, y, i: jax.lax.dynamic_update_slice_in_dim(x, y * 2, i, 0), f32(ROWS, ROW), f32(4, ROW), INDEX),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_bytes_of_straight_programs_are_those_that_xla_counts(name):
+    fn, *args = STRAIGHT[name]
+    program = compiled(fn, *args, donate=(0,) if name == "update" else ())
+    moved = hbm_bytes(parse(program.as_text()))
+    assert moved.total in counted_by_xla(program)
+    assert moved.read > 0 and moved.written > 0 and sum(moved.by_module.values()) == moved.total
+
+
+def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
+    mesh, batch = mesh_of(2, 4), jax.eval_shape(lambda: data(32))
+    model = Model(wrap=fsdp(), scan=False)
+    state = abstract_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
+    step = make_train_step(lambda p, f, b, rng: mean_loss(p, f, b), mesh, batch_axes=AXES)
+    program = step.lower(state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)).compile()
+    moved = hbm_bytes(parse(program.as_text()))
+    assert moved.total in counted_by_xla(program)
+    assert {"block_1/Dense_0", "block_1/LayerNorm_0", "Dense_1", ""} <= set(moved.by_module)
+
+
+def test_a_slice_counts_as_the_slice_and_an_update_as_the_update():
+    four_rows = 4 * 4 * ROW
+    read = hbm_bytes(parse(compiled(*STRAIGHT["slice"]).as_text()))
+    assert (read.read, read.written) == (four_rows + 4, four_rows)
+    update = hbm_bytes(parse(compiled(*STRAIGHT["update"], donate=(0,)).as_text()))
+    assert (update.read, update.written) == (four_rows + 4, four_rows)
+
+
+def test_a_loop_over_rows_reads_the_array_once():
+    def total(x):
+        return jax.lax.scan(lambda c, row: (c + jnp.sin(row), None), jnp.zeros(ROW), x)[0]
+
+    moved = hbm_bytes(parse(compiled(total, f32(ROWS, ROW)).as_text()))
+    carried = 3 * WHOLE  # the sum is read and written with each row, and begins with zeros
+    assert WHOLE + carried * 2 / 3 <= moved.total <= WHOLE + 2 * carried
+    assert moved.total < ROWS * WHOLE / 10  # guard: not the array for each row
+
+
+def test_a_loop_multiplies_and_what_xla_counts_does_not():
+    def layers(x, length):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=length)[0]
+
+    def bytes_of(length):
+        program = compiled(lambda x: layers(x, length), f32(ROWS, ROWS))
+        return hbm_bytes(parse(program.as_text())).total, program.cost_analysis()["bytes accessed"]
+
+    (three, xla_three), (seven, xla_seven), (eleven, _) = bytes_of(3), bytes_of(7), bytes_of(11)
+    assert seven - three == eleven - seven >= 4 * 2 * 4 * ROWS * ROWS
+    assert xla_seven == xla_three  # guard: why cost_analysis is not asked
+
+
+def test_a_cpu_estimates_no_cycles():
+    assert cycles(parse(compiled(*STRAIGHT["product"]).as_text())) is None
+
+
+# Cut from what libtpu wrote: a loop of six trips that reads its weights into VMEM, slice by slice, and one more kernel.
+TPU = """HloModule jit_step, is_scheduled=true
+
+%fused_slice (param_0: bf16[6,1024,1024], param_1: s32[]) -> bf16[1,1024,1024] {
+  %param_0 = bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param_1 = s32[]{:T(128)S(6)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %dynamic_slice.55 = bf16[1,1024,1024]{2,1,0:T(8,128)(2,1)S(1)} dynamic-slice(%param_0, %param_1, %zero, %zero)
+}
+
+%fused_update (param_2: f32[6,64,1024], param_3: s32[], param_4: f32[64,1024]) -> f32[6,64,1024] {
+  %param_2 = f32[6,64,1024]{2,1,0:T(8,128)} parameter(0)
+  %param_4 = f32[64,1024]{1,0:T(8,128)S(1)} parameter(2)
+  %bitcast.91 = f32[1,64,1024]{2,1,0:T(8,128)} bitcast(%param_4)
+  %param_3 = s32[]{:T(128)S(6)} parameter(1)
+  %zero.1 = s32[]{:T(128)} constant(0)
+  ROOT %dynamic_update_slice.30 = f32[6,64,1024]{2,1,0} dynamic-update-slice(%param_2, %bitcast.91, %param_3, %zero.1)
+}
+
+%body (param: (s32[], f32[64,1024], bf16[6,1024,1024], f32[6,64,1024])) -> (s32[], f32[64,1024], bf16[6,1024,1024], f32[6,64,1024]) {
+  %param = (s32[]{:T(128)}, f32[64,1024]{1,0:T(8,128)S(1)}, bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}, f32[6,64,1024]{2,1,0:T(8,128)}) parameter(0)
+  %gte.0 = s32[]{:T(128)} get-tuple-element(%param), index=0
+  %copy.22 = s32[]{:T(128)S(6)} copy(%gte.0)
+  %one = s32[]{:T(128)S(6)} constant(1)
+  %gte.1 = f32[64,1024]{1,0:T(8,128)S(1)} get-tuple-element(%param), index=1
+  %gte.2 = bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)} get-tuple-element(%param), index=2
+  %gte.3 = f32[6,64,1024]{2,1,0:T(8,128)} get-tuple-element(%param), index=3
+  %slice_fusion = bf16[1,1024,1024]{2,1,0:T(8,128)(2,1)S(1)} fusion(%gte.2, %copy.22), kind=kLoop, calls=%fused_slice, metadata={op_name="jit(step)/jvp(M)/while/body/dynamic_slice"}, backend_config={"window_config":{"estimated_cycles":"15377"}}
+  %dot = f32[64,1024]{1,0:T(8,128)S(1)} multiply(%gte.1, %slice_fusion), metadata={op_name="jit(step)/jvp(M)/while/body/blocks/up/dot_general"}, backend_config={"window_config":{"estimated_cycles":"160260"}}
+  %update_fusion = f32[6,64,1024]{2,1,0:T(8,128)} fusion(%gte.3, %copy.22, %dot), kind=kLoop, calls=%fused_update, metadata={op_name="jit(step)/jvp(M)/while/body/dynamic_update_slice"}
+  %add.1 = s32[]{:T(128)S(6)} add(%copy.22, %one)
+  ROOT %tuple = (s32[]{:T(128)}, f32[64,1024]{1,0:T(8,128)S(1)}, bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}, f32[6,64,1024]{2,1,0:T(8,128)}) tuple(%add.1, %dot, %gte.2, %update_fusion)
+}
+
+%condition (param.1: (s32[], f32[64,1024], bf16[6,1024,1024], f32[6,64,1024])) -> pred[] {
+  %six = s32[]{:T(128)} constant(6)
+  %param.1 = (s32[]{:T(128)}, f32[64,1024]{1,0:T(8,128)S(1)}, bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}, f32[6,64,1024]{2,1,0:T(8,128)}) parameter(0)
+  %gte.4 = s32[]{:T(128)S(6)} get-tuple-element(%param.1), index=0
+  ROOT %lt.13 = pred[]{:T(512)S(6)} compare(%gte.4, %six), direction=LT
+}
+
+ENTRY %main (x: f32[64,1024], w: bf16[6,1024,1024]) -> f32[64,1024] {
+  %zero.2 = s32[]{:T(128)S(6)} constant(0)
+  %x = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  %w = bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %copy-start = (f32[64,1024]{1,0:T(8,128)S(1)}, f32[64,1024]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = f32[64,1024]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %slice-start = ((bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}), bf16[2,1024,1024]{2,1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:2], [0:1024], [0:1024]}
+  %slice-done = bf16[2,1024,1024]{2,1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+  %custom-call = f32[6,64,1024]{2,1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+  %tuple.1 = (s32[]{:T(128)}, f32[64,1024]{1,0:T(8,128)S(1)}, bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}, f32[6,64,1024]{2,1,0:T(8,128)}) tuple(%zero.2, %copy-done, %w, %custom-call)
+  %while.30 = (s32[]{:T(128)}, f32[64,1024]{1,0:T(8,128)S(1)}, bf16[6,1024,1024]{2,1,0:T(8,128)(2,1)}, f32[6,64,1024]{2,1,0:T(8,128)}) while(%tuple.1), condition=%condition, body=%body
+  %gte.5 = f32[64,1024]{1,0:T(8,128)S(1)} get-tuple-element(%while.30), index=1
+  ROOT %head = f32[64,1024]{1,0:T(8,128)} multiply(%gte.5, %slice-done), metadata={op_name="jit(step)/jvp(M)/head/dot_general"}, backend_config={"window_config":{"estimated_cycles":"1000"}}
+}
+"""
+
+
+def test_what_lies_in_vmem_costs_no_hbm():
+    moved = hbm_bytes(parse(TPU))
+    layer, activation, counter = 2 * 1024 * 1024, 4 * 64 * 1024, 4
+    reads = activation + 2 * layer + 6 * (layer + counter) + 6 * counter
+    assert moved.read == pytest.approx(reads, abs=100)
+    assert moved.written == 6 * activation + activation  # the stacked updates, and the result
+    everywhere = hbm_bytes(parse(re.sub(r"S\(1\)", "", TPU)))
+    assert everywhere.total > 2 * moved.total  # guard
+
+
+def test_cycles_are_summed_over_trips_and_by_module():
+    found = cycles(parse(TPU))
+    assert found.in_loops == 6 * (15377 + 160260)
+    assert (found.outside_loops, found.total) == (1000, 1000 + found.in_loops)
+    # What fetches the blocks' weights, in the loop of the blocks, is theirs.
+    assert found.by_module == {"blocks/up": 6 * (15377 + 160260), "head": 1000}
+    assert found.without == 6 * 4  # copy, update, add, and the condition's comparison
+
+
+def test_what_runs_on_a_sparsecore_takes_no_cycles_of_the_schedule():
+    beside = """
+%called (p.5: f32[64,1024]) -> f32[64,1024] {
+  %p.5 = f32[64,1024]{1,0} parameter(0)
+  ROOT %neg = f32[64,1024]{1,0} negate(%p.5), backend_config={"window_config":{"estimated_cycles":"777"}}
+}, execution_thread="sparsecore"
+
+ENTRY"""
+    start = """  %start = ((f32[64,1024]{1,0}), f32[64,1024]{1,0}) call-start(%x), to_apply=%called
+  %done = f32[64,1024]{1,0} call-done(%start)
+  %copy-start ="""
+    text = TPU.replace("\nENTRY", beside).replace("  %copy-start =", start)
+    assert cycles(parse(text)).total == cycles(parse(TPU)).total
+    moved = hbm_bytes(parse(text)).total - hbm_bytes(parse(TPU)).total
+    assert moved == 2 * 4 * 64 * 1024  # but its bytes are read and written
+
+
+CHAIN = """HloModule jit_step, is_scheduled=true
+
+%inner.start (param_0.1: bf16[1,1024,1024]) -> (bf16[1,1024,1024], bf16[1,4096,1024]) {
+  %param_0.1 = bf16[1,1024,1024]{2,1,0} parameter(0)
+  %all-gather.29 = bf16[1,4096,1024]{2,1,0} all-gather(%param_0.1), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.2 = (bf16[1,1024,1024]{2,1,0}, bf16[1,4096,1024]{2,1,0}) custom-call(%all-gather.29), custom_call_target="AsyncCollectiveStart"
+}
+
+%inner.middle (param_0.2: bf16[1,1024,1024], param_1.2: bf16[1,4096,1024], param_2.2: f32[64,1024]) -> (f32[64,1024], bf16[1,1024,1024], bf16[1,4096,1024]) {
+  %param_0.2 = bf16[1,1024,1024]{2,1,0} parameter(0)
+  %param_1.2 = bf16[1,4096,1024]{2,1,0} parameter(1)
+  %param_2.2 = f32[64,1024]{1,0} parameter(2)
+  %all-gather.31 = bf16[1,4096,1024]{2,1,0} all-gather(%param_0.2), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  %negate.1 = f32[64,1024]{1,0} negate(%param_2.2)
+  ROOT %tuple.77 = (f32[64,1024]{1,0}, bf16[1,1024,1024]{2,1,0}, bf16[1,4096,1024]{2,1,0}) tuple(%negate.1, %param_0.2, %all-gather.31)
+}
+
+%inner.done (param_0.3: bf16[1,1024,1024], param_1.3: bf16[1,4096,1024]) -> bf16[1,4096,1024] {
+  %param_0.3 = bf16[1,1024,1024]{2,1,0} parameter(0)
+  %param_1.3 = bf16[1,4096,1024]{2,1,0} parameter(1)
+  %all-gather.35 = bf16[1,4096,1024]{2,1,0} all-gather(%param_0.3), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.4 = bf16[1,4096,1024]{2,1,0} custom-call(%param_0.3, %param_1.3, %all-gather.35), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[64,1024], w: bf16[1,1024,1024]) -> bf16[1,4096,1024] {
+  %x = f32[64,1024]{1,0} parameter(0)
+  %w = bf16[1,1024,1024]{2,1,0} parameter(1)
+  %async-collective-start = (bf16[1,1024,1024]{2,1,0}, bf16[1,4096,1024]{2,1,0}) fusion(%w), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%inner.start
+  %gte.0 = bf16[1,1024,1024]{2,1,0} get-tuple-element(%async-collective-start), index=0
+  %gte.1 = bf16[1,4096,1024]{2,1,0} get-tuple-element(%async-collective-start), index=1
+  %fusion.138 = (f32[64,1024]{1,0}, bf16[1,1024,1024]{2,1,0}, bf16[1,4096,1024]{2,1,0}) fusion(%gte.0, %gte.1, %x), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%inner.middle
+  %gte.2 = bf16[1,1024,1024]{2,1,0} get-tuple-element(%fusion.138), index=1
+  %gte.3 = bf16[1,4096,1024]{2,1,0} get-tuple-element(%fusion.138), index=2
+  ROOT %async-collective-done = bf16[1,4096,1024]{2,1,0} fusion(%gte.2, %gte.3), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%inner.done
+}
+"""
+
+
+def test_a_gather_that_is_spread_over_fusions_moves_its_bytes_once():
+    moved = hbm_bytes(parse(CHAIN))
+    piece, whole, activation = 2 * 1024 * 1024, 2 * 4096 * 1024, 4 * 64 * 1024
+    assert (moved.read, moved.written) == (piece + activation, whole + activation)

@@ -1,0 +1,305 @@
+"""Forecasts against what really runs: on the simulated devices byte for byte, for TPUs by the compiler's own sums."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from tests.support import mesh_of
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_batch,
+    abstract_train_state,
+    bytes_per_device,
+    create_train_state,
+    make_train_step,
+    shard_batch,
+    shard_module_params,
+)
+from xlstm_jax.distributed.forecast import Forecast, Workload, forecast
+from xlstm_jax.distributed.forecast.topology import compile_for_topology
+
+AXES = ("dp", "fsdp")
+LAYERS, WIDTH, ROWS = 3, 64, 16
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(4 * x.shape[-1], name="up")(x)
+        return x + nn.Dense(x.shape[-1], name="down")(nn.gelu(y)), None
+
+
+class Model(nn.Module):
+    """Scanned blocks under a head, all wrapped over "fsdp", or not at all."""
+
+    sharded: bool = True
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        wrap = partial(shard_module_params, axis_name="fsdp", min_weight_size=2**10)
+        wrap = wrap if self.sharded else lambda module: module
+        blocks = nn.scan(
+            nn.remat(wrap(Block), prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        x, _ = blocks(name="blocks")(x)
+        return wrap(nn.Dense)(32, name="head")(x)
+
+
+def loss_fn(params, apply_fn, x, rng):
+    del rng
+    return (apply_fn({"params": params}, x) ** 2).mean()
+
+
+def workload(rows=ROWS, **options):
+    model = Model(**options)
+    return Workload(model, optax.adam(1e-3), jax.ShapeDtypeStruct((rows, model.width), jnp.float32), loss_fn)
+
+
+def live(mesh, model):
+    """The step with real arguments on real (simulated) devices."""
+    x = shard_batch(np.zeros((ROWS, WIDTH), np.float32), mesh, AXES)
+    state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=AXES)
+    return make_train_step(loss_fn, mesh, AXES), (state, x, jax.random.key(1))
+
+
+# ----------------------------------------------------------------------------------------------------- devices at hand
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+def test_argument_bytes_are_those_of_live_arrays(sharded):
+    step, args = live(mesh_of(2, 4), Model(sharded))
+    found = forecast(step, *args)
+    # The key is no argument of the program, as nothing in this model is random.
+    assert found.memory.argument_bytes == sum(bytes_per_device(arg) for arg in args[:2])
+    assert found.axis_sizes == {"dp": 2, "fsdp": 4} and found.topology is None
+
+
+def test_abstract_arguments_are_forecast_as_live_ones_are():
+    mesh = mesh_of(2, 4)
+    step, args = live(mesh, Model())
+    x, key = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(Model(), optax.adam(1e-3), mesh, key, x, batch_axes=AXES)
+    # The optimizer functions inside of a state are part of its type, so the step is made anew.
+    abstract = forecast(make_train_step(loss_fn, mesh, AXES), state, abstract_batch(x, mesh, AXES), key)
+    real = forecast(step, *args)
+    assert abstract.collectives == real.collectives and abstract.flops == real.flops
+    assert abstract.memory == real.memory
+
+
+def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why():
+    step, args = live(mesh_of(2, 4), Model())
+    found = forecast(step, *args, topology=mesh_of(2, 4))
+    assert found.fits is None and found.memory.temporary_bytes == 0 and found.step_seconds is None
+    text = rendered(found.table())
+    assert "not to be trusted" in " ".join(text.split()) and "temporaries (" not in text
+    assert "blocks/up/kernel" in text and "all-gather" in text
+
+
+def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
+    step, args = live(mesh_of(2, 4), Model())
+    gathers = [
+        c for c in forecast(step, *args).collectives if c.kind == "all-gather" and "blocks/up/kernel" in c.leaves
+    ]
+    assert {c.direction: c.count for c in gathers} == {"forward": LAYERS, "recompute": LAYERS}
+    assert {c.payload_bytes for c in gathers} == {WIDTH * 4 * WIDTH * 4}
+    assert {c.axes for c in gathers} == {("fsdp",)}
+    replicated, _ = live(mesh_of(2, 4), Model(sharded=False))
+    state = create_train_state(Model(False), optax.adam(1e-3), mesh_of(2, 4), args[2], args[1], batch_axes=AXES)
+    kinds = {c.kind for c in forecast(replicated, state, *args[1:]).collectives}
+    assert kinds == {"all-reduce"}  # guard: the gathers are those of the wrappers
+
+
+def test_flops_are_those_of_the_layers():
+    step, args = live(mesh_of(2, 4), Model())
+    per_row = LAYERS * 2 * (WIDTH * 4 * WIDTH) + WIDTH * 32
+    blocks, head = LAYERS * 2 * (WIDTH * 4 * WIDTH), WIDTH * 32
+    rows = ROWS // 8
+    by_direction = forecast(step, *args).flops.by_direction()
+    assert by_direction["forward"] == 2 * rows * per_row
+    assert by_direction["recompute"] == 2 * rows * blocks / 2  # of the last product of a block only its operands
+    # The first block needs no gradient of its input, but it is one of a scan, where all are alike.
+    assert by_direction["backward"] == 2 * rows * (2 * blocks + 2 * head)
+
+
+def test_json_keeps_everything():
+    step, args = live(mesh_of(2, 4), Model())
+    found = forecast(step, *args, tokens=ROWS)
+    assert Forecast.from_json(found.to_json()) == found
+    with pytest.raises(ValueError, match=r"no forecast of format 1; make it anew"):
+        Forecast.from_json('{"format": 0}')
+
+
+def test_the_picture_of_a_cpu_says_that_there_are_no_figures(tmp_path):
+    step, args = live(mesh_of(2, 4), Model())
+    forecast(step, *args).plot(tmp_path / "forecast.png")
+    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_step_is_a_jitted_function():
+    with pytest.raises(TypeError, match=r"step must be a jax.jit function.*pass jax.jit\(step\)"):
+        forecast(loss_fn, 1.0)
+
+
+def test_the_topology_has_the_devices_of_the_mesh():
+    step, args = workload().build_step({"dp": 2, "fsdp": 4})
+    with pytest.raises(ValueError, match=r"mesh \{'dp': 2, 'fsdp': 4\} has 8 devices, but topology='v5e:4x4' has 16"):
+        forecast(step, *args, topology="v5e:4x4")
+    with pytest.raises(ValueError, match=r"topology='v9:4x4' is not <chip>:<shape>"):
+        forecast(step, *args, topology="v9:4x4")
+
+
+def test_a_mesh_is_that_of_the_arguments():
+    step, args = live(mesh_of(2, 4), Model())
+    with pytest.raises(ValueError, match=r"is the mesh \{'dp': 8, 'fsdp': 1\}, but the arguments lie on \{'dp': 2"):
+        forecast(step, *args, topology=mesh_of(8, 1))
+
+
+def test_arguments_lie_on_one_mesh():
+    step, (state, x, key) = live(mesh_of(2, 4), Model())
+    with pytest.raises(
+        ValueError, match=r"argument 0/.* lies on the mesh .*, but argument 1 on \{'dp': 4, 'fsdp': 2\}"
+    ):
+        forecast(step, state, jax.device_put(x, NamedSharding(mesh_of(4, 2), P(AXES))), key)
+
+
+def test_a_batch_of_several_leaves_says_what_the_model_takes():
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 4), jnp.int32), "weight": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    training = Workload(Model(), optax.adam(1e-3), batch, loss_fn)
+    with pytest.raises(ValueError, match=r"leaves \['tokens', 'weight'\]: which of them does model.init take\?"):
+        training.build_step({"fsdp": 8})
+    assert training.tokens == 32
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    with pytest.raises(
+        ValueError, match=r"batch\['.'\] of shape \(12, 64\) has 12 rows, which the 8 devices .* 16 rows"
+    ):
+        workload(rows=12).build_step({"fsdp": 8})
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 0}, {"fsdp": 2.0}], ids=str)
+def test_an_abstract_mesh_has_axes_of_positive_sizes(shape):
+    with pytest.raises(ValueError, match="name axes with positive sizes"):
+        DeviceMeshManager.create_abstract_mesh(shape)
+
+
+# --------------------------------------------------------------------------------------------- TPUs that are not there
+
+
+@pytest.fixture(scope="module")
+def on_v5e():
+    """The sharded and the replicated model on eight chips."""
+    pytest.importorskip("libtpu")
+    found, environment = {}, dict(os.environ)
+    for sharded in (True, False):
+        training = workload(rows=64, sharded=sharded, width=512)
+        step, args = training.build_step({"dp": 2, "fsdp": 4})
+        found[sharded] = forecast(step, *args, topology="v5e:2x4", tokens=training.tokens)
+    assert "libtpu.so" not in Path("/proc/self/maps").read_text()  # the child alone has loaded it
+    assert dict(os.environ) == environment and jax.default_backend() == "cpu"
+    return found
+
+
+@pytest.mark.libtpu
+def test_a_forecast_for_tpus_from_a_machine_without_one(on_v5e):
+    sharded, replicated = on_v5e[True], on_v5e[False]
+    assert sharded.device_kind == "TPU v5 lite" and sharded.fits and "libtpu" in sharded.versions
+    assert sharded.available_bytes == 15.75 * 2**30
+    # What is split lies in a quarter of the bytes; tiles of 8 x 128 make the small leaves larger than their values.
+    weights = LAYERS * 2 * 512 * 2048 * 4 * 3
+    assert replicated.memory.argument_bytes - sharded.memory.argument_bytes == pytest.approx(0.75 * weights, rel=0.02)
+    assert sharded.memory.peak_live_bytes <= sharded.memory.temporary_bytes
+    assert any("params" in argument.name and "up" in argument.name for argument in sharded.memory.arguments)
+
+
+@pytest.mark.libtpu
+def test_the_memory_is_xlas_own_sum(on_v5e):
+    step, args = workload(rows=64, width=512).build_step({"dp": 2, "fsdp": 4})
+    stats = compile_for_topology(step, *args, topology="v5e:2x4").memory
+    memory = on_v5e[True].memory
+    # XLA counts constants among the temporaries, and the table of a tuple of outputs among the outputs.
+    own = stats["output"] - stats["alias"]
+    total = stats["argument"] + stats["temp"] + stats["generated_code"]
+    assert memory.argument_bytes == stats["argument"]
+    assert on_v5e[True].total_bytes == pytest.approx(total + own, rel=1e-3)
+
+
+@pytest.mark.libtpu
+def test_its_collectives_serve_leaves_and_its_times_are_bounds(on_v5e):
+    sharded, replicated = on_v5e[True], on_v5e[False]
+    gathered = {leaf: c.count for c in sharded.collectives if c.direction == "forward" for leaf in c.leaves}
+    assert gathered["blocks/up/kernel"] == gathered["blocks/down/kernel"] == LAYERS
+    assert {c.kind for c in replicated.collectives} == {"all-reduce"}
+    for found in (sharded, replicated):
+        roofline = found.roofline
+        assert 0 < roofline.compute_s and roofline.seconds <= found.step_seconds
+        assert found.cycle_seconds > roofline.compute_s / 4 and found.roofline.ridge_tokens > 0
+        assert 0 <= found.asynchronous_fraction <= 1 and not found.unknown_loops
+    assert sharded.flops == replicated.flops
+
+
+@pytest.mark.libtpu
+def test_its_report_names_modules_and_its_picture_is_drawn(on_v5e, tmp_path):
+    text = rendered(on_v5e[True].table())
+    for words in (
+        "fits:",
+        "blocks/up/kernel",
+        "What fills the temporaries",
+        "the compiler's estimate",
+        "tokens per device",
+    ):
+        assert words in text, words
+    on_v5e[True].plot(tmp_path / "forecast.png")
+    assert (tmp_path / "forecast.png").stat().st_size > 10_000
+    assert Forecast.from_json(on_v5e[True].to_json()) == on_v5e[True]
+
+
+@pytest.mark.libtpu
+def test_what_does_not_fit_is_told_with_what_fills_the_memory():
+    pytest.importorskip("libtpu")
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
+    place = NamedSharding(mesh, P())
+    w = jax.ShapeDtypeStruct((24, 8192, 8192), jnp.float32, sharding=place)  # 6 GiB, and as much of gradients
+    x = jax.ShapeDtypeStruct((64, 8192), jnp.float32, sharding=place)
+
+    def loss(w, x):
+        with jax.named_scope("tower"):
+            return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0].sum()
+
+    step = jax.jit(lambda w, x: (w - jax.grad(loss)(w, x), w))
+    found = forecast(step, w, x, topology="v5e:2x2")
+    assert found.fits is False and found.total_bytes > 15.75 * 2**30
+    assert sum(t.bytes for t in found.memory.temporaries) == found.memory.peak_live_bytes
+    assert "DOES NOT FIT" in rendered(found.table())
+
+
+@pytest.mark.libtpu
+def test_a_compilation_that_takes_too_long_is_ended():
+    pytest.importorskip("libtpu")
+    step, args = workload().build_step({"fsdp": 4})
+    with pytest.raises(TimeoutError, match=r"longer than timeout_s=0.*Scan the layers"):
+        compile_for_topology(step, *args, topology="v5e:2x2", timeout_s=0.3)
+
+
+def rendered(renderable):
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(renderable)
+        return console.export_text()
