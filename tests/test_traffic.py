@@ -408,6 +408,24 @@ def test_a_gather_on_the_sparsecore_runs_beside_the_schedule(nameless):
     assert (c.overlapped.modules, c.overlapped.instructions, c.overlapped.cycles) == (("blocks/down",), 1, 45110)
 
 
+def test_work_that_is_started_without_operands_leads_nowhere_and_is_no_error():
+    """After code generation a program may start what it offloads so, as here the lookup of an embedding."""
+    computation = """
+%async_computation.1 (param_0: bf16[8,128], param_1: s32[8]) -> bf16[8,128] {
+  %param_0 = bf16[8,128]{1,0} parameter(0)
+  %param_1 = s32[8]{0} parameter(1)
+  %gather.1 = bf16[8,128]{1,0} gather(%param_0, %param_1)
+  ROOT %all-reduce.9 = bf16[8,128]{1,0} all-reduce(%gather.1), channel_id=4, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true
+}, execution_thread="sparsecore"
+"""
+    entry = """
+  %start = ((), (), (s32[1]{0:S(2)})) async-start(), async_execution_thread="sparsecore", calls=%async_computation.1
+  ROOT %done = bf16[8,128]{1,0} async-done(%start)
+"""
+    (c,) = rows(tpu(computation, entry))
+    assert (c.kind, c.leaves, c.module, c.asynchronous) == ("all-reduce", (), "", True)
+
+
 GPU_ENTRY = """
   %p.0 = f32[256,64]{1,0} parameter(0), metadata={op_name="params[\\'up\\'][\\'kernel\\']"}
   %all-gather-start = (f32[256,64]{1,0}, f32[1024,64]{1,0}) all-gather-start(%p.0), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, use_global_device_ids=true, metadata={op_name="jit(step)/shard_map/jvp(M)/gather_params/all_gather"}, backend_config={"collective_backend_config":{"is_sync":false}}

@@ -1,17 +1,17 @@
 """What fits, and what of it is fastest: a search over the options of a sharded step, by forecast.
 
-  keep gathered weights  ->  gather them again  ->  remat  ->  2, 4, ... minibatches      until something fits
-  then, around the fastest that fits: other meshes, another threshold                     one change at a time
+  1. weights kept, weights gathered again, blocks recomputed      each saves memory, and as a rule costs time
+  2. 2, 4, ... minibatches                                        as long as nothing fits
+  3. other meshes, then another threshold                         one change at a time, to the fastest that fits
 
-Options come cheapest first: each saves memory at the price of time (wire bytes, recomputation, smaller matrices). Where
-one fits, what saves more memory can only be slower and is not compiled. A forecast takes seconds to a minute, so the
-search takes one step along each option and does not try all combinations.
+The three of the first line are all tried: which is fastest depends on whether compute, memory or links bound the step.
+A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from xlstm_jax.common_types import PyTree
@@ -48,6 +48,9 @@ class Options:
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that parameters are split over."""
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
+
+
+_WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathered=False, remat=True))
 
 
 @dataclass(frozen=True)
@@ -136,25 +139,53 @@ def fit(
     place = parse_topology(topology)
     budget = budget_bytes or place.chip.usable_hbm_bytes
     meshes = list(meshes or default_meshes(place.shape))
-    trials: list[Trial] = []
-
-    def attempt(options: Options) -> Trial:
-        if on_trial:
-            on_trial(options)
-        trials.append(_attempt(build_step, options, topology, budget))
-        return trials[-1]
-
-    for options in _ladder(meshes[0]):
-        if attempt(options).fits:
-            break
-        if len(trials) == 1 and trials[0].forecast is None:
-            raise ValueError(f"build_step cannot build the first options, {options}: {trials[0].problem}")
+    search = _Search(build_step, topology, budget, on_trial or (lambda options: None))
+    search.try_ways(meshes[0])
+    search.try_minibatches()
     for change in [{"mesh": mesh} for mesh in meshes[1:]] + [{"min_weight_size": OTHER_MIN_WEIGHT_SIZE}]:
-        best = min((trial for trial in trials if trial.fits), key=lambda trial: trial.seconds, default=None)
+        search.try_beside_the_best(change)
+    return Fit(topology, budget, tuple(sorted(search.trials, key=lambda trial: (not trial.fits, trial.seconds))))
+
+
+@dataclass
+class _Search:
+    build_step: Callable[[Options], tuple[Any, Sequence[PyTree]]]
+    topology: str
+    budget: int
+    on_trial: Callable[[Options], None]
+    trials: list[Trial] = field(default_factory=list)
+
+    def attempt(self, options: Options) -> Trial:
+        self.on_trial(options)
+        try:
+            step, args = self.build_step(options)
+            found = forecast(step, *args, topology=self.topology)
+            trial = Trial(options, found, found.total_bytes <= self.budget)
+        except ValueError as error:  # these options do not divide, say; others may
+            trial = Trial(options, None, False, str(error).splitlines()[0])
+        self.trials.append(trial)
+        return trial
+
+    def try_ways(self, mesh: dict[str, int]) -> None:
+        for options in _WAYS:
+            self.attempt(dataclasses.replace(options, mesh=mesh))
+            first = self.trials[0]
+            if first.problem:
+                raise ValueError(f"build_step cannot build the first options, {first.options}: {first.problem}")
+
+    def try_minibatches(self) -> None:
+        """Twice as many each time, of the way that took least, until one fits or no more can be made of the batch."""
+        smallest = min((trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device)
+        count = 2
+        while not any(trial.fits for trial in self.trials) and count <= MAX_MINIBATCHES:
+            if self.attempt(dataclasses.replace(smallest.options, num_minibatches=count)).problem:
+                return
+            count *= 2
+
+    def try_beside_the_best(self, change: dict[str, Any]) -> None:
+        best = min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
         if best is not None:
-            attempt(dataclasses.replace(best.options, **change))
-    ranked = sorted(trials, key=lambda trial: (not trial.fits, trial.seconds))
-    return Fit(topology, budget, tuple(ranked))
+            self.attempt(dataclasses.replace(best.options, **change))
 
 
 def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
@@ -172,22 +203,3 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
     hybrid = {"dp": dims[0]} | {axis: size for axis, size in list(staged.items())[1:]}
     return [staged, flat, hybrid]
-
-
-def _ladder(mesh: dict[str, int]) -> Iterator[Options]:
-    """Options, each saving more memory than the last, at the price of more time."""
-    yield Options(mesh)
-    yield Options(mesh, keep_gathered=False)
-    count = 1
-    while count <= MAX_MINIBATCHES:
-        yield Options(mesh, keep_gathered=False, remat=True, num_minibatches=count)
-        count *= 2
-
-
-def _attempt(build_step: Callable[..., Any], options: Options, topology: str, budget: int) -> Trial:
-    try:
-        step, args = build_step(options)
-        found = forecast(step, *args, topology=topology)
-    except ValueError as error:  # these options do not divide, say; others may
-        return Trial(options, None, False, str(error).splitlines()[0])
-    return Trial(options, found, found.total_bytes <= budget)

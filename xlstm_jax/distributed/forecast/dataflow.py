@@ -104,7 +104,7 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
         elif call.opcode == "conditional":
             branch = call.called["branches"].index(value.computation.name)
             found.append(Value(caller, call.operands[1 + branch], value.element))
-        elif _is_call(call):
+        elif _is_call(call) and number < len(call.operands):  # work offloaded to a SparseCore may be started without
             found.append(Value(caller, call.operands[number], value.element))
     return found
 

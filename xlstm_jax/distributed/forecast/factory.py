@@ -1,0 +1,119 @@
+"""The user's factory: the function, named on the command line, that returns a ``Workload``.
+
+  "my_project.train:training"  --load_factory-->  Factory  --workload(options, chosen)-->  Workload
+
+A factory is the user's code, and may fail in any way. What it raises comes back as a ``FactoryError``: one line with
+the call, the error and the line of the user's file that raised it.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.distributed.forecast.workload import Workload
+
+NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+
+
+class FactoryError(ValueError):
+    """The factory cannot be found, imported or called, or returns something else than a ``Workload``."""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A user's function, and what it was called on the command line."""
+
+    name: str
+    function: Callable[..., Any]
+
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """The names of all arguments that it may be given."""
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
+
+    def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """What it is called with.
+
+        Args:
+          options: passed where they are declared.
+          chosen: passed in any case, instead of an option of the same name.
+        Raises:
+          FactoryError: something is chosen that it does not declare.
+        """
+        if unknown := [name for name in chosen if name not in self.declared]:
+            raise FactoryError(
+                f"--set {unknown[0]}=...: {self.name} has no argument of this name; it has "
+                f"{', '.join(self.declared) or 'none'}. Give it one, with a default."
+            )
+        return {name: value for name, value in options.items() if name in self.declared} | dict(chosen)
+
+    def workload(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> Workload:
+        """Calls it; see ``arguments``.
+
+        Raises:
+          FactoryError: it raises, or returns something else than a ``Workload``.
+        """
+        arguments = self.arguments(options, chosen)
+        call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+        try:
+            found = self.function(**arguments)
+        except Exception as error:  # whatever a user's function raises
+            raise FactoryError(f"{call} raised {described(error)}.") from error
+        if not isinstance(found, Workload):
+            raise FactoryError(
+                f"{call} returned {type(found).__name__}; return xlstm_jax.distributed.forecast.Workload("
+                "model, tx, batch, loss_fn)."
+            )
+        return found
+
+
+def load_factory(name: str) -> Factory:
+    """Imports ``package.module:function``; the current directory is searched first.
+
+    Raises:
+      FactoryError: the name has another form, the module is not there or fails, or it has no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise FactoryError(f"--factory {name!r} is not package.module:function, as docs.example_training:training.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module = _imported(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
+        near = get_close_matches(function_name, names, cutoff=0.3) or names[:3]
+        raise FactoryError(
+            f"--factory {name!r}: {module_name} has no function {function_name!r}; it has {', '.join(near) or 'none'}."
+        )
+    return Factory(name, function)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise FactoryError(
+                f"--factory: there is no module {error.name!r}, neither in {os.getcwd()} nor among what is installed. "
+                "Run the command in the folder that holds it."
+            ) from error
+        raise FactoryError(f"--factory: importing {name} raised {described(error)}; is it installed here?") from error
+    except Exception as error:  # whatever a user's module raises
+        raise FactoryError(f"--factory: importing {name} raised {described(error)}.") from error
+
+
+def described(error: BaseException) -> str:
+    """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
+    place = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place}"
