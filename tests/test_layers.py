@@ -22,8 +22,9 @@ LAYERS = [
     {"ranking"},
     {"gradients", "nonfinite", "optimizers"},
     {"training", "resilience"},
-    {"plan", "workload"},
-    {"lint", "planner"},
+    {"plan", "self_test", "workload"},
+    {"doctor", "factory", "lint", "planner"},
+    {"commands"},
     {"cli"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -63,7 +64,8 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
         assert not re.search(r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b", source)
     if path.stem != "partitioning":
         assert "is_leaf=" not in source
-    assert not re.search(r"^[^#]*\bprint\(", source, re.MULTILINE)
+    if path.stem != "cli":
+        assert not re.search(r"^[^#]*\bprint\(", source, re.MULTILINE)
 
 
 def test_the_package_itself_imports_nothing():

@@ -21,11 +21,12 @@ Compilers write the same collective in several ways, all of which count once her
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from xlstm_jax.distributed.forecast.dataflow import Value, downstream, origin, sources, upstream
+from xlstm_jax.distributed.forecast.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.device_groups import Groups, connected, mesh_axes
 from xlstm_jax.distributed.forecast.hlo import Computation, Program
 from xlstm_jax.distributed.forecast.hlo_instruction import COLLECTIVES, Instruction, Shape
@@ -39,6 +40,10 @@ _ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 _IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
 _ZERO = re.compile(r"-?0(\.0*)?")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
+_SAME_VALUES = frozenset(
+    "bitcast convert copy copy-done copy-start fusion get-tuple-element opt-barrier parameter reshape transpose tuple "
+    "while".split()
+)
 _SCATTER_NAMES, _GATHER_NAMES = ("reduce_scatter", "psum_scatter"), ("all_gather", "all_gather_invariant")
 
 
@@ -79,6 +84,7 @@ class Collective:
       op_name: the name that JAX gave it, or where the compiler dropped it, that of the nearest operation with one.
       modules: that it serves, one for each array that travels.
       leaves: paths of the parameters that are gathered, one for each array, where they can be told, else empty.
+      slices: into how many pieces a loop cuts what was gathered in front of it, to read one at a time; else 1.
       direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
       asynchronous: whether the schedule goes on while it is under way.
       overlapped: what is scheduled meanwhile.
@@ -99,6 +105,7 @@ class Collective:
     direction: str
     asynchronous: bool
     overlapped: Overlap = field(default=NO_OVERLAP)
+    slices: int = 1
 
     @property
     def module(self) -> str:
@@ -304,6 +311,7 @@ def _collective(program: Program, site: _Site, axis_sizes: Mapping[str, int], de
         direction=_direction(site, names[0], gathers),
         asynchronous=site.during is not None,
         overlapped=_overlap(site.during or ()),
+        slices=_slices(program, site) if gathers else 1,
     )
 
 
@@ -407,6 +415,38 @@ def _modules(program: Program, site: _Site, names: tuple[str, ...], gathers: boo
         for position, value in enumerate(values)
     ]
     return tuple(found or path for found, path in zip(near, own, strict=True))
+
+
+def _slices(program: Program, site: _Site) -> int:
+    """Into how many pieces a loop that the gather is not in cuts what was gathered; 1 where none does."""
+    trips = {computation.name: count for computation, count in program.executed()}
+    elements = [(i,) for i in range(len(_operands(site)))] if len(_operands(site)) > 1 else [()]
+    arrays = [Value(site.within, site.inner.name, element) for element in elements]
+    cuts = [
+        math.prod(whole.instruction.shapes[0].dims) // max(math.prod(piece.instruction.shapes[0].dims), 1)
+        for array in arrays
+        for whole, piece in _cuts(program, array)
+        if trips.get(_scheduled_in(program, piece.computation), 1) > site.trips
+    ]
+    return max(cuts, default=1)
+
+
+def _cuts(program: Program, array: Value) -> Iterator[tuple[Value, Value]]:
+    """(whole, piece) wherever a piece is cut out of an array, through all that leaves its values as they are."""
+    queue, seen = [array], {array.key}
+    while queue and len(seen) < MAX_VISITED:
+        value = queue.pop()
+        found = [use for use in uses(program, value) if use.key not in seen]
+        seen.update(use.key for use in found)
+        yield from ((value, use) for use in found if use.instruction.opcode == "dynamic-slice")
+        queue += [use for use in found if use.instruction.opcode in _SAME_VALUES]
+
+
+def _scheduled_in(program: Program, computation: Computation) -> str:
+    """The computation whose schedule runs it, where it is a fusion."""
+    while calls := [caller for caller, call in program.callers[computation.name] if call.opcode == "fusion"]:
+        computation = calls[0]
+    return computation.name
 
 
 def _is_in_own_scope(op_name: str) -> bool:

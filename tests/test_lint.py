@@ -1,0 +1,396 @@
+"""Each rule of the lint fires on a program that has the defect, compiled, and is silent on the one that has not."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support import AXES, mesh_of
+
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_train_state,
+    gather_params,
+    make_train_step,
+    partition_specs,
+    shard_module_params,
+    sync_gradients,
+)
+from xlstm_jax.distributed.device_mesh import abstract_batch
+from xlstm_jax.distributed.forecast import Forecast, forecast
+from xlstm_jax.distributed.lint import MIN_KEPT_BYTES, RULES, Finding, LintError, lint, raise_if, table
+from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, map_leaves, rebox
+from xlstm_jax.distributed.plan import plan_sharding
+
+SIZES = {"dp": 2, "fsdp": 4}
+WIDTH, HIDDEN, LAYERS = 256, 1024, 3
+LAYER = WIDTH * HIDDEN * 2  # bytes of a kernel of one layer in bfloat16
+BATCH = jax.ShapeDtypeStruct((128, WIDTH), jnp.bfloat16)
+SCAN = partial(nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+KERNELS = ["blocks/down/kernel", "blocks/up/kernel"]
+
+
+def wrap(target, axis_name="fsdp", gather_dtype=jnp.bfloat16, min_weight_size=2**10):
+    return shard_module_params(target, axis_name, min_weight_size, gather_dtype=gather_dtype)
+
+
+class Block(nn.Module):
+    """A residual MLP, with a vector that backward does not read, and one that stays whole."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.RMSNorm(name="norm")(x)
+        y = nn.gelu(nn.Dense(HIDDEN, name="up", dtype=jnp.bfloat16)(y))
+        return x + nn.Dense(WIDTH, use_bias=False, name="down", dtype=jnp.bfloat16)(y), None
+
+
+def rematerialized(wrap):
+    return SCAN(nn.remat(wrap(Block)))
+
+
+def kept(wrap):
+    return SCAN(wrap(Block))
+
+
+def rematerialized_inside(wrap):
+    return SCAN(wrap(nn.remat(Block)))
+
+
+def loop_inside(wrap):
+    return wrap(SCAN(Block))
+
+
+def bare(wrap):
+    del wrap
+    return SCAN(nn.remat(Block))
+
+
+class Model(nn.Module):
+    """Scanned blocks between two wrapped layers."""
+
+    layers: Callable = rematerialized
+    wrap: Callable = wrap
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(self.wrap(nn.Dense), WIDTH, use_bias=False, dtype=jnp.bfloat16)
+        x, _ = self.layers(self.wrap)(name="blocks")(dense(name="first")(x), None)
+        return dense(name="last")(x)
+
+
+def mean_square(params, apply_fn, batch, rng=None):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, batch).astype(jnp.float32) ** 2)
+
+
+def compiled(model, mesh, loss=mean_square, topology=None, batch=BATCH, **options) -> Forecast:
+    """The forecast of a training step on a mesh of simulated devices, or on one without devices for a topology."""
+    axes, rng = tuple(mesh.shape), jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes)
+    step = make_train_step(loss, mesh, axes, **options)
+    return forecast(step, state, abstract_batch(batch, mesh, axes), rng, topology=topology)
+
+
+@cache
+def cached(model=None, **options) -> Forecast:
+    return compiled(model or Model(), mesh_of(2, 4), **options)
+
+
+def plan_of(model=None, sizes=SIZES):
+    return plan_sharding(model or Model(), sizes, BATCH)
+
+
+def found(findings: list[Finding], rule: str) -> list[str]:
+    """Where a rule has found something; it found nothing else."""
+    assert {finding.rule for finding in findings} <= {rule}, findings
+    return sorted(finding.where for finding in findings)
+
+
+# ------------------------------------------------------------------------------------------------------- nothing to say
+
+
+def test_a_step_that_is_well_made_has_no_findings():
+    assert lint(cached(), plan_of()) == []
+    assert sum(c.kind == "all-gather" for c in cached().collectives) >= 6  # guard: there was something to look at
+
+
+def test_nor_has_one_without_tracked_types():
+    assert lint(cached(check_vma=False), plan_of()) == []
+
+
+def test_nor_has_one_whose_gathers_go_in_stages():
+    model = Model(wrap=partial(wrap, axis_name=AXES))
+    forecast = cached(model)
+    assert {c.axes for c in forecast.collectives if c.kind == "all-gather"} == {("dp",), ("fsdp",)}  # guard
+    assert lint(forecast, plan_of(model)) == []
+
+
+# -------------------------------------------------------------------------------------------------------- each one rule
+
+
+def test_a_model_that_is_called_twice_is_gathered_twice():
+    def twice(params, apply_fn, batch, rng=None):
+        return mean_square(params, apply_fn, apply_fn({"params": params}, batch), rng)
+
+    findings = lint(cached(loss=twice), plan_of())
+    assert set(found(findings, "repeated-gather")) >= {"blocks/up/kernel", "blocks/down/kernel"}
+    finding = next(finding for finding in findings if finding.where == "blocks/up/kernel")
+    assert f"gathered {4 * LAYERS} times in a step, where 1 x {LAYERS} uses need {2 * LAYERS}" in finding.text
+    # Half of the gathers, three quarters of each over the wire; the CPU sends float32.
+    assert finding.bytes == 2 * LAYERS * 2 * LAYER * 3 // 4
+
+
+def test_minibatches_gather_anew_and_are_told():
+    forecast = cached(num_minibatches=2)
+    assert lint(forecast, plan_of(), num_minibatches=2) == []
+    assert set(found(lint(forecast, plan_of()), "repeated-gather")) >= {"blocks/up/kernel", "blocks/down/kernel"}
+
+
+def test_a_leaf_that_the_plan_keeps_whole_is_gathered_too_often():
+    model = Model(wrap=partial(wrap, min_weight_size=2**17))
+    findings = lint(cached(), plan_of(model))
+    (last,) = [finding for finding in findings if finding.where == "last/kernel"]
+    assert last.rule == "repeated-gather" and "1 x 0 uses need 0" in last.text
+    assert "make the plan of the model" in last.cure
+
+
+def test_a_gather_in_a_wider_dtype_than_was_asked_for():
+    """In float16, which the CPU backend sends as it is."""
+    narrow = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
+    wide = Model(wrap=partial(wrap, gather_dtype=jnp.float32))
+    assert lint(cached(narrow), plan_of(narrow)) == []
+    findings = lint(cached(wide), plan_of(narrow))
+    where = found(findings, "wide-gather")
+    assert where == ["blocks/down/kernel", "blocks/up/bias", "blocks/up/kernel", "first/kernel", "last/kernel"]
+    (up,) = [finding for finding in findings if finding.where == "blocks/up/kernel"]
+    assert up.bytes == 2 * LAYERS * LAYER * 3 // 4 and "travels as f32, where its wrapper asked for float16" in up.text
+
+
+def test_a_narrower_gather_than_was_asked_for_is_welcome():
+    narrow = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
+    wide = Model(wrap=partial(wrap, gather_dtype=jnp.float32))
+    assert lint(cached(narrow), plan_of(wide)) == []
+
+
+def test_the_cpu_widens_bfloat16_by_itself():
+    (gather,) = [c for c in cached().collectives if c.leaves == ("first/kernel",)]
+    assert gather.dtype == "f32" and plan_of().row("first/kernel").gather_dtype == "bfloat16"
+    assert "wide-gather" not in {finding.rule for finding in lint(cached(), plan_of())}
+
+
+@pytest.mark.parametrize("planned", [rematerialized, loop_inside], ids=lambda layers: layers.__name__)
+def test_a_gather_in_front_of_its_loop(planned):
+    """Whether the plan is of a model whose loop is around the wrapper, or of the one that was compiled."""
+    findings = lint(cached(Model(layers=loop_inside)), plan_of(Model(layers=planned)))
+    where = found(findings, "hoisted-gather")
+    assert where == KERNELS  # the bias is small
+    assert all(f"gathered for {LAYERS} layers at once" in finding.text for finding in findings)
+    assert {finding.bytes for finding in findings} == {(LAYERS - 1) * 2 * LAYER}  # float32 on this backend
+    assert "nn.scan(nn.remat(shard_module_params(" in findings[0].cure
+
+
+def test_members_of_vmap_are_gathered_together_on_purpose():
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            expert = nn.vmap(
+                wrap(nn.Dense), variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=4
+            )
+            return expert(HIDDEN, name="experts", use_bias=False, dtype=jnp.bfloat16)(x).sum(axis=0)
+
+    forecast, plan = cached(Experts()), plan_of(Experts())
+    (gather,) = [c for c in forecast.collectives if c.kind == "all-gather"]
+    assert gather.payload_bytes == 4 * 2 * LAYER > MIN_KEPT_BYTES and plan.row("experts/kernel").uses == 4  # guard
+    assert lint(forecast, plan) == []
+
+
+@pytest.mark.parametrize("layers", [kept, rematerialized_inside], ids=lambda layers: layers.__name__)
+def test_weights_that_are_kept_for_backward(layers):
+    model = Model(layers=layers)
+    findings = lint(cached(model), plan_of(model))
+    assert found(findings, "kept-gathered") == KERNELS
+    assert {finding.bytes for finding in findings} == {LAYERS * LAYER}
+    assert f"{LAYERS} layers of 512 KiB live from one to the other: 1.5 MiB per device" in findings[0].text
+    assert lint(cached(model), plan_of(model), keep_gathered=True) == []
+
+
+def test_a_gradient_that_is_averaged_whole_though_its_leaf_is_split():
+    """A step that differentiates with respect to gathered weights: everything of it is correct, and dear."""
+    model, mesh = Model(), mesh_of(2, 4)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, BATCH, batch_axes=AXES)
+    specs, unwrapped = partition_specs(state.params, mesh), Model(layers=bare, wrap=lambda cls: cls)
+
+    def per_device(params, x):
+        gathered = gather_params(params, "fsdp")
+        grads = sync_gradients(jax.grad(mean_square)(gathered, unwrapped.apply, x), AXES)
+        return map_leaves(updated, params, grads)
+
+    def updated(leaf, grad):
+        value, names = leaf_value(leaf), leaf_names(leaf)
+        if "fsdp" not in names:
+            return value - grad
+        dim = names.index("fsdp")
+        start = lax.axis_index("fsdp") * value.shape[dim]
+        return rebox(leaf, value - lax.dynamic_slice_in_dim(grad, start, value.shape[dim], dim))
+
+    placed = {"mesh": mesh, "in_specs": (specs, P(AXES)), "out_specs": specs, "check_vma": False}
+    step = jax.jit(lambda state, x: state.replace(params=jax.shard_map(per_device, **placed)(state.params, x)))
+    findings = lint(forecast(step, state, abstract_batch(BATCH, mesh, AXES)), plan_of())
+    (finding,) = [finding for finding in findings if finding.rule == "all-reduce-of-shards"]
+    names = ["blocks/down/kernel", "blocks/up/kernel", "first/kernel"]
+    assert all(name in finding.where for name in names) and "2 more" in finding.where
+    kernels = 2 * LAYERS * WIDTH * HIDDEN + 2 * WIDTH * WIDTH
+    assert finding.bytes == 7 * 4 * (kernels + LAYERS * HIDDEN) // 8  # half of 2 x 7/8, in float32
+    assert {f.rule for f in findings} == {"all-reduce-of-shards", "hoisted-gather"}
+
+
+class Large(nn.Module):
+    """Layers that stay whole, each for a reason of its own."""
+
+    min_weight_size: int = 2**10
+
+    @nn.compact
+    def __call__(self, x):
+        x = wrap(nn.Dense, min_weight_size=self.min_weight_size)(1022, name="wrapped")(x)
+        x = wrap(nn.Dense)(1021, use_bias=False, name="odd")(x)
+        return nn.Dense(2 * WIDTH, name="bare")(x)
+
+
+def test_large_leaves_that_stay_whole():
+    forecast = cached(Large())
+    odd, bare = sorted(lint(forecast, plan_of(Large())), key=lambda finding: finding.where, reverse=True)
+    assert (odd.rule, odd.where, bare.rule, bare.where) == (
+        "replicated-leaf",
+        "odd/kernel",
+        "replicated-leaf",
+        "bare/kernel",
+    )
+    assert odd.cure == "Pad its dim of size 1022 to 1024, which 4 divides."
+    assert odd.bytes == 2 * 1022 * 1021 * 4 and "on each of 8 devices (4 divides no free dim" in odd.text
+    assert bare.bytes == 2 * 1021 * 2 * WIDTH * 4 and "shard_module_params around the module" in bare.cure
+
+
+def test_a_threshold_that_is_too_high():
+    model = Model(wrap=partial(wrap, min_weight_size=2**20))
+    findings = lint(cached(model), plan_of(model))
+    assert found(findings, "replicated-leaf") == KERNELS
+    assert findings[0].cure == f"Lower min_weight_size to {WIDTH * HIDDEN} or less."
+
+
+# -------------------------------------------------------------------------------------- what only a TPU's compiler does
+
+
+@pytest.fixture(scope="module")
+def on_a_square_torus():
+    """(forecast, plan) of two wrapped layers, one after the other, over one flat axis of a 4 x 4 torus."""
+    pytest.importorskip("libtpu")
+
+    class Unrolled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = x + wrap(nn.Dense)(2048, use_bias=False, dtype=jnp.bfloat16, name=f"layer_{i}")(x)
+            return x
+
+    sizes, batch = {"fsdp": 16}, jax.ShapeDtypeStruct((16 * 64, 2048), jnp.bfloat16)
+    mesh = DeviceMeshManager.create_abstract_mesh(sizes)
+    step = compiled(Unrolled(), mesh, batch=batch, topology="v5e:4x4")
+    return step, plan_sharding(Unrolled(), sizes, batch)
+
+
+@pytest.mark.libtpu
+def test_an_all_reduce_in_place_of_a_scatter(on_a_square_torus):
+    forecast, plan = on_a_square_torus
+    (finding,) = [f for f in lint(forecast, plan) if f.rule == "all-reduce-of-shards"]
+    assert finding.where == "layer_*" and "axis_name the tuple" in finding.cure
+    assert finding.bytes == sum(c.wire_bytes_per_step for c in forecast.collectives if c.stands_for) / 2
+    assert finding.bytes >= 2 * 15 / 16 * 2048 * 2048 * 4  # both gradients in float32, half of twice
+
+
+@pytest.mark.libtpu
+def test_collectives_that_the_step_waits_for(on_a_square_torus):
+    forecast, plan = on_a_square_torus
+    findings = [f for f in lint(forecast, plan) if f.rule == "exposed-collective"]
+    waited = {c.name for c in forecast.collectives if not (c.asynchronous and c.overlapped.instructions)}
+    assert findings and waited  # guard: this compiler does wait
+    assert sum(f.bytes for f in findings) <= sum(
+        c.wire_bytes_per_step for c in forecast.collectives if c.name in waited
+    )
+    assert all("of the step's traffic, some" in f.text for f in findings)
+
+
+@pytest.mark.libtpu
+def test_layers_that_are_alike_are_one_finding(on_a_square_torus):
+    (finding,) = [f for f in lint(*on_a_square_torus) if f.rule == "kept-gathered"]
+    assert (finding.where, finding.bytes) == ("layer_*/kernel", 2 * 2048 * 2048 * 2)
+
+
+# --------------------------------------------------------------------------------------------------- what to do with it
+
+
+def kept_findings() -> tuple[list[Finding], Any]:
+    model = Model(layers=kept)
+    return lint(cached(model), plan_of(model)), model
+
+
+def test_a_forecast_that_was_stored_has_the_same_findings():
+    findings, model = kept_findings()
+    assert lint(Forecast.from_json(cached(model).to_json()), plan_of(model)) == findings != []
+
+
+def test_raise_if_lists_all_findings():
+    findings, _ = kept_findings()
+    with pytest.raises(LintError, match=r"(?s)2 findings\nkept-gathered: blocks/\w+/kernel: .*Put nn.remat") as raised:
+        lint.raise_if(findings)
+    assert raised.value.findings == tuple(findings) and isinstance(raised.value, ValueError)
+    assert all(str(finding) in str(raised.value) for finding in findings)
+
+
+def test_raise_if_looks_at_the_rules_that_are_named():
+    findings, _ = kept_findings()
+    raise_if([])
+    raise_if(findings, rules=["wide-gather", "repeated-gather"])
+    with pytest.raises(LintError, match="kept-gathered"):
+        raise_if(findings, rules=["kept-gathered"])
+    with pytest.raises(ValueError, match=r"no rule 'kept'; there are repeated-gather, wide-gather"):
+        raise_if(findings, rules=["kept"])
+
+
+def test_the_table_has_a_row_for_each_finding():
+    from rich.console import Console
+
+    findings, _ = kept_findings()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        Console(width=200).print(table(findings))
+    assert "2 findings" in out.getvalue()
+    assert all(text in out.getvalue() for text in [*KERNELS, "kept-gathered", "1.5 MiB"])
+
+
+def test_a_plan_of_another_mesh_is_refused():
+    with pytest.raises(ValueError, match=r"mesh \{'dp': 2, 'fsdp': 4\}, the plan of \{'dp': 1, 'fsdp': 8\}"):
+        lint(cached(), plan_of(sizes={"dp": 1, "fsdp": 8}))
+
+
+def test_a_plan_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"(?s)gathers 'first/kernel'.*knows none; its parameters are 'bare/bias'"):
+        lint(cached(), plan_of(Large()))
+
+
+def test_no_minibatches_are_refused():
+    with pytest.raises(ValueError, match="num_minibatches=0 must be 1 or more"):
+        lint(cached(), plan_of(), num_minibatches=0)
+
+
+def test_every_rule_is_documented():
+    import xlstm_jax.distributed.lint as module
+
+    assert all(f"\n  {rule} " in module.__doc__ for rule in RULES)
