@@ -406,7 +406,11 @@ def _only_when_bound(plain: Callable[..., Any], lifted: Callable[..., Any]) -> C
 
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
-        return (plain if self.scope is None else lifted)(self, *args, **kwargs)
+        if self.scope is None:
+            return plain(self, *args, **kwargs)
+        # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
+        with jax.named_scope(f"{self.name or type(self).__name__}.sharded"):
+            return lifted(self, *args, **kwargs)
 
     return method
 

@@ -1,0 +1,85 @@
+"""An example of a factory: the one function that the command ``xlstm-jax`` needs to see of a training.
+
+    xlstm-jax plan --factory docs.example_training:training --mesh fsdp=256
+    xlstm-jax forecast --factory docs.example_training:training --topology v5e:16x16
+
+A factory returns a ``Workload``: the model, the optimizer, an abstract batch and the loss. It allocates nothing, so it
+runs on a laptop. Everything here is what your training script has already; keep it in a module that the script imports
+too, so that what is forecast is what is trained.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed.forecast import Workload
+
+VOCAB, WIDTH, LAYERS, HEADS, CONTEXT = 32_768, 1024, 12, 8, 1024
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, computed in bfloat16."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        dense = partial(nn.Dense, dtype=jnp.bfloat16, use_bias=False)
+        h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_1")(x)
+        qkv = dense(3 * WIDTH, name="qkv")(h).reshape(*x.shape[:-1], 3, HEADS, WIDTH // HEADS)
+        h = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -3, 0), is_causal=True)
+        x = x + dense(WIDTH, name="out")(h.reshape(x.shape))
+        h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_2")(x)
+        return x + dense(WIDTH, name="down")(nn.gelu(dense(4 * WIDTH, name="up")(h))), None
+
+
+class LanguageModel(nn.Module):
+    """Tokens [b, t] to logits [b, t, vocab]. The layers are one nn.scan: one of them is compiled, not twelve."""
+
+    shard_axes: tuple[str, ...]
+    min_weight_size: int
+    remat: bool
+    keep_gathered: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        options = {"min_weight_size": self.min_weight_size, "gather_dtype": jnp.bfloat16}
+        wrap = (
+            partial(shard_module_params, axis_name=self.shard_axes, **options) if self.shard_axes else lambda cls: cls
+        )
+        block = wrap(Block)  # the wrapper inside, remat and scan outside: one layer is gathered at a time
+        if self.remat:
+            block = nn.remat(block, prevent_cse=False)  # keeps a layer's input alone
+        elif not self.keep_gathered:  # keeps what matrix products return; weights are gathered again to go backward
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            block = nn.remat(block, prevent_cse=False, policy=policy)
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        x = wrap(nn.Embed)(VOCAB, WIDTH, dtype=jnp.bfloat16, name="embed")(tokens)
+        x, _ = layers(name="blocks")(x, None)
+        x = nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
+        return wrap(nn.Dense)(VOCAB, dtype=jnp.bfloat16, use_bias=False, name="head")(x)
+
+
+def next_token_loss(params, apply_fn, tokens, rng):
+    """The mean over this device's part of the batch, as for make_train_step."""
+    del rng
+    logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+# All arguments have defaults. The command passes those of these five names that a factory declares, and no other;
+# declare what your model can vary. What is declared is what `xlstm-jax fit` can search over.
+def training(
+    *,
+    shard_axes: tuple[str, ...] = ("fsdp",),  # the mesh axes to split parameters over; (): each device keeps them all
+    min_weight_size: int = 2**18,  # leaves with fewer values stay whole
+    remat: bool = False,  # whether a block's activations are computed again in the backward pass
+    keep_gathered: bool = True,  # whether gathered weights are kept from the forward to the backward pass
+    devices: int = 8,  # of the mesh; here one sequence for each of them
+) -> Workload:
+    """A decoder-only Transformer of 0.22 billion parameters with AdamW."""
+    model = LanguageModel(shard_axes, min_weight_size, remat, keep_gathered)
+    tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)  # global: the batch of all devices
+    return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)

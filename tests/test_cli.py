@@ -1,0 +1,473 @@
+"""The command line: what each command says, in which form, with which exit code; and that errors are one line.
+
+Most run in this process through ``main``, on eight simulated devices; a few run the installed script as a user would.
+"""
+
+import configparser
+import dataclasses
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentTypeError
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from xlstm_jax import cli, commands
+from xlstm_jax.distributed import doctor, self_test
+from xlstm_jax.distributed.forecast import Forecast
+from xlstm_jax.distributed.forecast.factory import load_factory
+from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
+from xlstm_jax.distributed.self_test import Check
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = Path(sys.executable).parent / "xlstm-jax"
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+ENVIRONMENT["TERM"] = "xterm"
+NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+
+TRAINING = """
+from functools import partial
+
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed.forecast import Workload
+
+print("the user's module prints")
+CALLS = []
+
+
+class Model(nn.Module):
+    axes: tuple
+    threshold: int
+    remat: bool
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        Dense = partial(shard_module_params, axis_name=self.axes, min_weight_size=self.threshold)(nn.Dense)
+        Dense = nn.remat(Dense) if self.remat else Dense
+        return Dense(128, name="down")(nn.gelu(Dense(self.width, name="up")(x)))
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def training(*, shard_axes=("fsdp",), min_weight_size=1024, remat=False, devices=8, width=256):
+    CALLS.append(dict(shard_axes=shard_axes, min_weight_size=min_weight_size, remat=remat, devices=devices))
+    rows = jax.ShapeDtypeStruct((2 * devices, 128), jnp.float32)
+    batch = {"x": rows, "y": rows}
+    return Workload(Model(shard_axes, min_weight_size, remat, width), optax.adamw(1e-3), batch, loss_fn, inputs=(rows,))
+
+
+def fixed():
+    CALLS.append({})
+    return training()
+
+
+def plain():
+    rows = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    return Workload(nn.Dense(128), optax.adamw(1e-3), {"x": rows, "y": rows}, loss_fn, inputs=(rows,))
+
+
+def broken():
+    return {}["missing"]
+
+
+def wrong():
+    return 3
+
+
+def needs(size):
+    return training()
+
+
+def fails_in_the_loss():
+    def loss_fn(params, apply_fn, batch, rng):
+        raise RuntimeError("in the loss")
+    base = training()
+    return Workload(base.model, base.tx, base.batch, loss_fn, inputs=base.inputs)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("project")
+    (path / "tiny_training.py").write_text(TRAINING)
+    (path / "not_python.py").write_text("this is no Python\n")
+    return path
+
+
+@pytest.fixture
+def command(folder, monkeypatch, capsys):
+    """``command("plan --mesh fsdp=8") -> (exit code, stdout, stderr)``, in the folder that holds the factory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(line, factory="tiny_training:training"):
+        words = shlex.split(line)
+        code = cli.main([words[0], *(["--factory", factory] if factory else []), *words[1:]])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def script(line, cwd=ROOT, timeout=300):
+    """The installed script as a user runs it."""
+    words = shlex.split(line)
+    assert words[0] == "xlstm-jax" and SCRIPT.exists(), "install the package: pip install -e ."
+    return subprocess.run(
+        [SCRIPT, *words[1:]], cwd=cwd, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [("dp=4,fsdp=64", {"dp": 4, "fsdp": 64}), ("fsdp=-1", {"fsdp": -1}), ("dp = 2, fsdp = 4", {"dp": 2, "fsdp": 4})],
+)
+def test_a_mesh_is_read(text, want):
+    assert cli.parse_mesh(text) == want and list(cli.parse_mesh(text)) == list(want)
+
+
+@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=", "fsdp=0", "fsdp=-2", "fsdp=2,fsdp=4", "dp=-1,fsdp=-1", "a b=2"])
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="is not axis=size"):
+        cli.parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("1024", 1024),
+        ("14GiB", 14 * 2**30),
+        ("14GB", 14 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("2k", 2000),
+        ("7ti", 7 * 2**40),
+    ],
+)
+def test_bytes_are_read_with_their_unit(text, want):
+    assert cli.parse_bytes(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "14 GiBs", "14iB", "0"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="write 14GiB"):
+        cli.parse_bytes(text)
+
+
+def test_settings_are_literals_and_nothing_else():
+    assert cli.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
+    for text in ("remat=true", "remat", "x=open('f')"):
+        with pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
+            cli.parse_setting(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- the factory
+
+
+def test_the_factory_gets_the_options_that_it_declares_and_nothing_else(command):
+    assert command("plan --mesh dp=2,fsdp_x=2,fsdp_y=2 --set remat=True")[0] == 0
+    assert command("plan --mesh fsdp=8", "tiny_training:fixed")[0] == 0
+    calls = sys.modules["tiny_training"].CALLS
+    assert calls[-3] == {"shard_axes": ("fsdp_x", "fsdp_y"), "min_weight_size": 1024, "remat": True, "devices": 8}
+    assert calls[-2] == {}
+
+
+def test_what_is_set_prevails(command):
+    code, out, _ = command("plan --mesh dp=2,fsdp=4 --set \"shard_axes=('dp',)\" --json")
+    assert code == 0 and ShardingPlan.from_json(out).row("up/kernel").axes == ("dp",)
+
+
+# Of each error: the numbers or names that it must give, and the cure.
+ERRORS = {
+    "plan --mesh dp=4,fsdp=32 --topology v5e:16x16": ("training", "takes 128 devices, but v5e:16x16 has 256", "-1"),
+    "plan --mesh dp=3,fsdp=-1 --topology v5e:2x4": ("training", "a multiple of 3 devices, but v5e:2x4 has 8", "-1"),
+    "plan --mesh fsdp=-1": ("training", "-1 stands for the rest of a topology", "pass --topology"),
+    "plan --set remat=True": ("training", "how many devices", "Pass --mesh"),
+    "plan --mesh fsdp=8 --nonsense": ("training", "unrecognized arguments: --nonsense", "--help"),
+    "plan --mesh fsdp": ("training", "argument --mesh: 'fsdp' is not axis=size", "as dp=4,fsdp=64"),
+    "plan --mesh fsdp=8 --set layers=3": ("training", "has no argument of this name; it has shard_axes", "Give it one"),
+    "plan --mesh fsdp=8 --explain up/kernl": ("training", "nearest are", "up/kernel"),
+    "plan --mesh fsdp=8 --diff tiny_training.py": ("training", "is not what `xlstm-jax plan --json` writes", ""),
+    "plan --mesh fsdp=8 --diff nowhere.json": ("training", "No such file", "nowhere.json"),
+    "forecast --topology v9:2x2": ("training", "topology='v9:2x2'", "For 256 chips"),
+    "forecast --mesh fsdp=8 --minibatches 0": ("training", "'0' is no positive number", "--help"),
+    "forecast --mesh fsdp=8 --minibatches 3": ("training", "num_minibatches=3", "16"),
+    "lint --mesh fsdp=8 --rules exposed": ("training", "no rule 'exposed'", "exposed-collective"),
+    "fit --budget 3": ("training", "required: --topology", "--help"),
+    "plan --mesh fsdp=2": ("trainign", "has no function 'trainign'", "training"),
+    "plan --mesh fsdp=4": ("broken", "broken() raised KeyError: 'missing'", "tiny_training.py, line"),
+    "plan --mesh fsdp=8": ("wrong", "wrong() returned int", "return xlstm_jax.distributed.forecast.Workload"),
+    "plan --mesh fsdp=1": ("needs", "missing 1 required positional argument: 'size'", "size"),
+    "forecast --mesh fsdp=8": ("fails_in_the_loss", "RuntimeError: in the loss", "tiny_training.py, line"),
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_an_error_is_one_line_with_the_cure_and_exit_code_2(line, command):
+    function, what, cure = ERRORS[line]
+    code, out, err = command(line, f"tiny_training:{function}")
+    err = err.replace("the user's module prints\n", "")
+    assert (code, out) == (2, "")
+    assert err.startswith("xlstm-jax: error: ") and err.count("\n") == 1 and what in err and cure in err
+
+
+@pytest.mark.parametrize(
+    "factory, what",
+    [
+        ("nowhere:training", "no module 'nowhere'"),
+        ("tiny_training", "is not package.module:function"),
+        ("not_python:f", "importing not_python raised SyntaxError"),
+    ],
+)
+def test_a_factory_that_cannot_be_imported_is_one_line_too(factory, what, command):
+    code, out, err = command("plan --mesh fsdp=8", factory)
+    assert (code, out, err.count("\n")) == (2, "", 1) and what in err
+
+
+def test_traceback_shows_the_way_to_an_error(command):
+    code, _, err = command("plan --mesh fsdp=4 --traceback", "tiny_training:broken")
+    assert code == 2 and 'return {}["missing"]' in err and err.splitlines()[-1].startswith("xlstm-jax: error: ")
+
+
+def test_a_long_error_says_that_there_is_more():
+    line = cli.one_line(ValueError("a" * 5000))
+    assert len(line) < 1.1 * cli.MAX_ERROR and "--traceback shows all of it" in line
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_is_the_plan_of_the_library(command, folder):
+    code, out, err = command("plan --mesh dp=2,fsdp=4 --json")
+    workload = load_factory("tiny_training:training").workload({"devices": 8}, {})
+    want = plan_sharding(workload.model, {"dp": 2, "fsdp": 4}, *workload.init_inputs, tx=workload.tx)
+    assert code == 0 and ShardingPlan.from_json(out) == want
+    assert want.row("up/kernel").parts == 4  # guard: there is something to plan
+    code, out, err = command("plan --mesh dp=2,fsdp=4")
+    assert (code, err) == (0, "") and "up/kernel"[-6:] in out and "Sharding plan: 8 devices (dp 2, fsdp 4)" in out
+
+
+def test_the_default_mesh_suits_topology_and_factory(command):
+    staged = json.loads(command("plan --topology v5e:16x16 --json")[1])
+    assert staged["axis_sizes"] == {"fsdp_x": 16, "fsdp_y": 16}
+    flat = json.loads(command("plan --topology v5e:2x4 --json", "tiny_training:fixed")[1])
+    assert flat["axis_sizes"] == {"fsdp": 8}
+    filled = json.loads(command("plan --topology v5e:16x16 --mesh dp=4,fsdp=-1 --json")[1])
+    assert filled["axis_sizes"] == {"dp": 4, "fsdp": 64}
+
+
+def test_plan_explains_one_leaf(command):
+    code, out, _ = command("plan --mesh fsdp=8 --explain up/kernel")
+    assert code == 0 and "is split along dim 1 over 'fsdp' into 8 parts" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "check, what",
+    [("--max-replicated-fraction 0", "max_replicated_fraction=0"), ("--max-bytes-per-device 4KiB", "allows 4 KiB")],
+)
+def test_a_plan_that_fails_its_check_exits_with_1(check, what, command):
+    code, out, err = command(f"plan --mesh fsdp=8 {check} --json")
+    assert code == 1 and what in err and err.count("\n") == 1 and ShardingPlan.from_json(out)
+    assert command("plan --mesh fsdp=8 --max-replicated-fraction 0.5 --max-bytes-per-device 1GiB")[0] == 0
+
+
+def test_diff_names_what_changed_and_exits_with_1(command, folder):
+    (folder / "old.json").write_text(command("plan --mesh fsdp=8 --json")[1])
+    code, out, _ = command("plan --mesh fsdp=8 --diff old.json")
+    assert code == 0 and "No difference" in out
+    code, out, err = command("plan --mesh fsdp=8 --set width=512 --diff old.json")
+    assert code == 1 and "up/kernel:\n  shape: (128, 256) -> (128, 512)" in out and "differences from old.json" in err
+    code, out, _ = command("plan --mesh fsdp=8 --set width=512 --diff old.json --json")
+    assert code == 1 and "up/kernel" in {difference["path"] for difference in json.loads(out)}
+
+
+# ---------------------------------------------------------------------------------------------------- forecast and lint
+
+
+def test_a_forecast_without_topology_has_the_collectives_of_simulated_devices(command):
+    code, out, err = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
+    found = Forecast.from_json(out)
+    assert (code, found.platform, found.axis_sizes) == (0, "cpu", {"dp": 2, "fsdp": 4})
+    gathers = [c for c in found.collectives if c.kind == "all-gather" and "up/kernel" in c.leaves]
+    assert gathers and gathers[0].axes == ("fsdp",)
+    assert "Compiled for CPU" in command("forecast --mesh dp=2,fsdp=4")[1]
+
+
+def test_a_picture_is_drawn(command, folder):
+    assert command("forecast --mesh fsdp=8 --out picture.png")[0] == 0
+    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lint_exits_with_1_where_there_are_findings_and_with_0_where_there_are_none(command):
+    assert command("lint --mesh fsdp=8")[:2] == (0, "No findings.\n")
+    whole = "lint --mesh fsdp=8 --set width=4096 --set min_weight_size=1000000"
+    code, out, err = command(f"{whole} --json")
+    (up, down) = json.loads(out)
+    assert code == 1 and {up["rule"], down["rule"]} == {"replicated-leaf"} and "2 findings." in err
+    code, out, _ = command(whole)
+    assert code == 1 and "replicated-leaf" in out and "Lower min_weight_size" in " ".join(out.split())
+    assert command(f"{whole} --rules wide-gather,hoisted-gather")[0] == 0
+
+
+def test_lint_does_not_pass_a_model_in_which_nothing_is_split(command):
+    code, _, err = command("lint --mesh fsdp=8", "tiny_training:plain")
+    assert code == 1 and "no module is wrapped" in err
+
+
+@NEEDS_LIBTPU
+@pytest.mark.libtpu
+def test_a_forecast_for_a_topology(command):
+    code, out, _ = command("forecast --topology v5e:2x4 --json")
+    found = Forecast.from_json(out)
+    assert (code, found.platform, found.topology) == (0, "tpu", "v5e:2x4") and found.fits
+    assert found.axis_sizes == {"fsdp_x": 2, "fsdp_y": 4} and found.wire_bytes > 0 and found.step_seconds > 0
+
+
+@NEEDS_LIBTPU
+@pytest.mark.libtpu
+def test_fit_finds_what_fits_and_skips_what_the_factory_cannot_vary(command):
+    code, out, err = command("fit --topology v5e:2x2 --mesh fsdp=4 --budget 900KiB --json")
+    trials = json.loads(out)["trials"]
+    assert code == 1 and not any(trial["fits"] for trial in trials) and "nothing fits into 900 KiB" in err
+    assert {trial["problem"] for trial in trials if not trial["keep_gathered"] and not trial["remat"]} == {
+        "as before: tiny_training:training has no option for this"
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(folder, command):
+    assert command("plan --mesh fsdp=8")[2] == ""
+    ours, theirs = pty.openpty()
+    line = [SCRIPT, *shlex.split("lint --factory tiny_training:training --mesh fsdp=8 --json")]
+    done = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=theirs, timeout=300, env=ENVIRONMENT)
+    os.close(theirs)
+    shown = os.read(ours, 2**16).decode()
+    os.close(ours)
+    assert json.loads(done.stdout) == [] and "compiling for simulated CPU devices" in shown and "0:00:0" in shown
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+
+@NEEDS_LIBTPU
+@pytest.mark.libtpu
+def test_sigterm_ends_the_compiling_child_too(folder, tmp_path):
+    line = [SCRIPT, *shlex.split("forecast --factory tiny_training:training --topology v5e:2x2 --set width=8192")]
+    environment = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(line, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: children_in(tmp_path))
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not children_in(tmp_path) and not list(tmp_path.glob("xlstm_jax_*"))
+
+
+def children_in(folder):
+    """Processes whose command line names a path in this folder."""
+    lines = [read_or_nothing(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in lines if str(folder).encode() in line]
+
+
+def read_or_nothing(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # ended since it was listed
+        return b""
+
+
+def wait_until(condition, timeout_s=120):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["plan", "lint", pytest.param("forecast", marks=[NEEDS_LIBTPU, pytest.mark.libtpu])])
+def test_the_example_of_the_help_works_when_pasted(name):
+    text = script(f"xlstm-jax {name} --help").stdout
+    example = re.search(r"Example, in a checkout:\n  (xlstm-jax .+)\n", text)[1]
+    assert example == cli.EXAMPLES[name]
+    done = script(f"{example} --json")
+    assert done.returncode in ((0, 1) if name == "lint" else (0,)), done.stderr
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", cli.EXAMPLES)
+def test_every_command_has_an_example_that_its_parser_takes(name):
+    args = cli.make_parser().parse_args(shlex.split(cli.EXAMPLES[name])[1:])
+    assert args.command == name
+
+
+def test_the_script_keeps_stdout_for_json_and_errors_for_stderr(folder):
+    done = script("xlstm-jax plan --factory tiny_training:training --mesh fsdp=8 --json", cwd=folder)
+    assert done.returncode == 0 and ShardingPlan.from_json(done.stdout) and "prints" in done.stderr
+    done = script("xlstm-jax plan --factory tiny_training:training", cwd=folder)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_knows_the_extras_that_setup_cfg_has():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    written = config["options.extras_require"]
+    for extra, names in doctor.EXTRAS.items():
+        lines = {line.strip() for line in written[extra].replace("jax[tpu]", "libtpu").splitlines()} - {""}
+        assert set(names) == {line for line in lines if not line.startswith("#")}
+
+
+def test_doctor_says_what_to_install():
+    assert doctor.missing_extras({"one": ("jax",), "two": ("jax", "no-such-package")}) == {"two": ["no-such-package"]}
+    found = doctor.Diagnosis(doctor.installed(), {"tensorboard": ["tensorboardX"]}, "", "8 devices", ())
+    out = io.StringIO()
+    for part in found.tables():
+        cli.console(file=out, width=cli.WIDTH).print(part)
+    assert "pip install xlstm_jax[tensorboard], for tensorboardX" in out.getvalue()
+
+
+def test_a_comparison_fails_on_what_is_off_and_on_nan():
+    want = {"a": [1.0, 2.0], "b": [1e-3, 0.0]}
+    assert self_test.within("same", want, want).ok
+    assert not self_test.within("off", {"a": [1.0, 2.001], "b": [1e-3, 0.0]}, want).ok
+    assert not self_test.within("small leaf off", {"a": [1.0, 2.0], "b": [1.1e-3, 0.0]}, want).ok
+    assert not self_test.within("nan", {"a": [1.0, 2.0], "b": [float("nan"), 0.0]}, want).ok
+
+
+def test_a_child_that_cannot_start_is_a_failed_check():
+    found = doctor.run_child("devices", dict(os.environ) | {"JAX_PLATFORMS": "nonsense"})
+    (check,) = doctor._checks("JAX starts", found)
+    assert not check.ok and "nonsense" in check.measured
+    assert "did not end within" in doctor.run_child("simulated", dict(os.environ), timeout_s=0.1)["error"]
+
+
+def test_a_failed_check_is_bad_news_and_a_missing_extra_is_none():
+    failed = self_test.within("gradients", {"a": [1.0]}, {"a": [2.0]})
+    some = doctor.Diagnosis({}, {"tensorboard": ["tensorboardX"]}, "", "", (failed, Check("values", "0", "1", True)))
+    assert commands.diagnosis(some).refusals == ("failed: gradients.",)
+    assert commands.diagnosis(dataclasses.replace(some, checks=some.checks[1:])).refusals == ()
+
+
+def test_doctor_as_a_user_runs_it():
+    done = script("xlstm-jax doctor --json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert len(found["checks"]) >= 8 and all(check["ok"] for check in found["checks"])
+    assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
