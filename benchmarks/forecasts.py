@@ -30,9 +30,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.large_models import SIZES, Size, language_model
 from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
+from xlstm_jax.distributed.forecast.planner import default_meshes
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.plan_leaves import format_bytes
-from xlstm_jax.distributed.planner import default_meshes
 
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")
 OUT = Path(__file__).parent / "results" / "forecasts"
@@ -74,7 +74,7 @@ def summary(found: Forecast) -> dict[str, Any]:
         "wire_bytes": {
             "total": found.wire_bytes,
             "asynchronous": found.wire_bytes * found.asynchronous_fraction,
-            **{f"{kind}, {direction}": sent for (kind, direction), sent in found.wire_bytes_by("kind", "direction").items()},
+            **{", ".join(key): sent for key, sent in found.wire_bytes_by("kind", "direction").items()},
         },
         "flops": found.flops.by_direction(),
         "hbm_bytes": found.hbm_bytes.total,

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import xlstm_jax.distributed
+import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
 
 ROOT = Path(__file__).parent.parent
-FACES = [xlstm_jax.distributed, xlstm_jax.distributed.metrics]
+FACES = [xlstm_jax.distributed, xlstm_jax.distributed.forecast, xlstm_jax.distributed.metrics]
 PUBLIC = [(face, name) for face in FACES for name in face.__all__]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -23,7 +23,7 @@ LAYERS = [
     {"gradients", "nonfinite", "optimizers"},
     {"training", "resilience"},
     {"plan", "self_test", "workload"},
-    {"doctor", "factory", "lint", "planner"},
+    {"doctor", "factory", "findings", "planner"},
     {"commands"},
     {"cli"},
 ]

@@ -26,7 +26,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.device_mesh import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.lint import MIN_KEPT_BYTES, RULES, Finding, LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.findings import MIN_KEPT_BYTES, RULES, Finding, LintError, lint, raise_if, table
 from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, map_leaves, rebox
 from xlstm_jax.distributed.plan import plan_sharding
 
@@ -391,6 +391,6 @@ def test_no_minibatches_are_refused():
 
 
 def test_every_rule_is_documented():
-    import xlstm_jax.distributed.lint as module
+    import xlstm_jax.distributed.forecast.findings as module
 
     assert all(f"\n  {rule} " in module.__doc__ for rule in RULES)

@@ -11,7 +11,7 @@ from flax import linen as nn
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.planner import OTHER_MIN_WEIGHT_SIZE, Options, default_meshes, fit
+from xlstm_jax.distributed.forecast.planner import OTHER_MIN_WEIGHT_SIZE, Options, default_meshes, fit
 
 MIB = 2**20
 

@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed import doctor, planner
+from xlstm_jax.distributed import doctor
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed.forecast import planner
 from xlstm_jax.distributed.forecast.chips import parse_topology
 from xlstm_jax.distributed.forecast.estimate import Forecast, forecast
 from xlstm_jax.distributed.forecast.factory import Factory, load_factory
+from xlstm_jax.distributed.forecast.findings import RULES, lint, table
 from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.lint import RULES, lint, table
-from xlstm_jax.distributed.partitioning import leaf_value, map_leaves, rebox
 from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
@@ -109,29 +108,17 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, Workload, dict[str, 
     factory = load_factory(args.factory)
     mesh = mesh_sizes(args.mesh, args.topology, factory)
     workload = _workload(factory, mesh, dict(args.set))
-    if args.topology is None:
-        simulate_cpu_devices(math.prod(mesh.values()))
     say("building the step")
-    step, abstract = workload.build_step(mesh, args.minibatches)
-    if args.topology is None:
-        abstract = on_devices(abstract, mesh)
+    step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {_format_mesh(mesh)}")
     return forecast(step, *abstract, topology=args.topology, tokens=workload.tokens), workload, mesh
 
 
-def on_devices(abstract: PyTree, mesh_shape: dict[str, int]) -> PyTree:
-    """Abstract arguments that lie on a mesh without devices, laid on the first devices at hand."""
-    devices = jax.devices()[: math.prod(mesh_shape.values())]
-    mesh: Mesh = DeviceMeshManager.create_device_mesh(mesh_shape, devices=devices)
-
-    def place(leaf):
-        value = leaf_value(leaf)
-        if not isinstance(getattr(value, "sharding", None), NamedSharding):
-            return leaf
-        there = NamedSharding(mesh, value.sharding.spec)
-        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=there))
-
-    return map_leaves(place, abstract)
+def _simulated(mesh: dict[str, int]) -> Mesh:
+    """The mesh over simulated CPU devices."""
+    count = math.prod(mesh.values())
+    simulate_cpu_devices(count)
+    return DeviceMeshManager.create_device_mesh(mesh, devices=jax.devices()[:count])
 
 
 # ------------------------------------------------------------------------------------------------------- the commands

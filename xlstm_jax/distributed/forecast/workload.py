@@ -5,7 +5,7 @@ Workload --build_step(mesh)--> step, (state, batch, rng)                      ab
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch
@@ -73,13 +74,19 @@ class Workload:
         return max(map(math.prod, whole), default=max((shape[0] for shape in shapes), default=0))
 
     def build_step(
-        self, mesh_shape: dict[str, int], num_minibatches: int = 1
+        self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
     ) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
-        """The training step of ``make_train_step`` and its abstract arguments, on a mesh without devices.
+        """The training step of ``make_train_step`` and its abstract arguments.
 
-        The batch is split over all axes of the mesh.
+        Args:
+          mesh: axes and sizes of a mesh without devices, outermost first, or a mesh of devices at hand. The batch is
+            split over all its axes.
+          num_minibatches: see ``make_train_step``.
+        Raises:
+          ValueError: the axes do not divide the batch, or an axis that a wrapper names is missing.
         """
-        mesh, axes = DeviceMeshManager.create_abstract_mesh(mesh_shape), tuple(mesh_shape)
+        mesh = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
+        axes = mesh.axis_names
         rng = jax.eval_shape(lambda: jax.random.key(0))
         state = abstract_train_state(self.model, self.tx, mesh, rng, *self.init_inputs, batch_axes=axes)
         step = make_train_step(self.loss_fn, mesh, axes, num_minibatches=num_minibatches, weighted=self.weighted)
