@@ -12,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from xlstm_jax.distributed.plan_leaves import format_bytes
+
 STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
 QUIET, STRONG, ACCENT = "#b9cde0", "#1f4e79", "#d1495b"
 
@@ -41,15 +43,6 @@ def comparison_table(held_out_loss: float, baseline: float) -> Table:
     for name, loss in (("byte frequencies", baseline), ("this model", held_out_loss)):
         table.add_row(name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{math.exp(loss):.2f}")
     return table
-
-
-def format_bytes(count: int) -> str:
-    """1234567 -> "1.18 MiB" """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count} B" if unit == "B" else f"{count:.2f} {unit}"
 
 
 def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> None:

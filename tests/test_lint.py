@@ -26,7 +26,8 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.device_mesh import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.findings import MIN_KEPT_BYTES, RULES, Finding, LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.findings import RULES, Finding, LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.lint_rules import MIN_KEPT_BYTES
 from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, map_leaves, rebox
 from xlstm_jax.distributed.plan import plan_sharding
 
