@@ -37,9 +37,11 @@ def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 def tables(forecast: Any) -> Any:
     """The whole report of a ``Forecast``."""
-    parts = [_memory_table(forecast), _collectives_table(forecast), _time_table(forecast)]
-    if forecast.memory.temporaries:
-        parts.insert(1, _temporaries_table(forecast))
+    parts = [_memory_table(forecast)]
+    parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
+    parts += [_collectives_table(forecast)]
+    parts += [_overlap_table(forecast)] if forecast.asynchronous_fraction else []
+    parts += [_time_table(forecast)]
     from rich.console import Group
     from rich.text import Text
 
@@ -92,7 +94,7 @@ def _devices(forecast: Any) -> int:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.{1 if seconds < 0.1 else 0}f} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
 def _memory_table(forecast: Any) -> Any:
@@ -129,8 +131,7 @@ def _collectives_table(forecast: Any) -> Any:
     for collective in forecast.collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
-        serves = ", ".join(collective.leaves) or collective.module or "(no module)"
-        groups[kind, serves, collective.direction, collective.dtype, axes].append(collective)
+        groups[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
     sums = {key: sum(c.wire_bytes_per_step for c in members) for key, members in groups.items()}
     order = sorted(groups, key=lambda key: -sums[key])
     rows = [[*key[:3], key[3], key[4], *_counts(groups[key])] for key in order[:ROWS]]
@@ -140,6 +141,27 @@ def _collectives_table(forecast: Any) -> Any:
     rows.append(["in all", "", "", "", "", *_counts(forecast.collectives)])
     columns = ["collective", "for", "direction", "dtype", "axes", "per step", "sent per device", "async"]
     return rich_table("What travels in a step", columns, rows, left=5)
+
+
+def _overlap_table(forecast: Any) -> Any:
+    """The asynchronous collectives, the largest first, and what the schedule has beside them."""
+    hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
+    rows = []
+    for collective in hidden[:ROWS]:
+        cycles, chip = collective.overlapped.cycles, forecast.chip
+        time = cycles and chip and chip.clock_hz and _milliseconds(collective.count * cycles / chip.clock_hz)
+        beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
+        rows.append([collective.kind, _served(collective), collective.direction, beside or "nothing", time or ""])
+    return rich_table(
+        "What runs beside those that are asynchronous",
+        ["collective", "for", "direction", "beside", "for as long as"],
+        rows,
+        left=4,
+    )
+
+
+def _served(collective: Any) -> str:
+    return ", ".join(collective.leaves) or collective.module or "(no module)"
 
 
 def _counts(members: Sequence[Any]) -> list[str]:

@@ -1,0 +1,54 @@
+"""The benchmarks of forecasts in small: facts agree, and tables and pictures come out of the JSON that is kept."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import forecast_accuracy, forecasts
+from benchmarks.large_models import SIZES, language_model
+from xlstm_jax.distributed.plan import plan_sharding
+
+
+@pytest.mark.parametrize("case", ["xLSTM, FSDP", "Transformer, replicated"])
+def test_forecasts_agree_with_facts(case):
+    found = list(forecast_accuracy.compare(case, jax.devices()))
+    assert {c.quantity.split(":")[0] for c in found} >= {"plan", "argument bytes", "collectives"}
+    assert all(c.exact and c.forecast == c.fact for c in found), found
+    by_quantity = {c.quantity: c.fact for c in found}
+    assert by_quantity["collectives: executions"] >= by_quantity["collectives: names"] > 0  # guard: something ran
+    assert by_quantity["plan: parameter bytes"] > 0
+
+
+def test_the_profiler_sees_what_a_forecast_would_miss():
+    """Guard: a step that runs twice runs its collectives twice."""
+    _, _, step, (state, batch, key) = forecast_accuracy.build("Transformer, replicated", jax.devices())
+    state, _ = jax.block_until_ready(step(state, batch, key))
+
+    def twice():
+        return step(step(state, batch, key)[0], batch, key)
+
+    assert set(forecast_accuracy.executed(twice, jax.device_count()).values()) == {2}
+
+
+@pytest.mark.parametrize("name, parameters", [("1.3B", 1.44e9), ("7B", 7.39e9)])
+def test_the_large_models_have_their_names_sizes(name, parameters):
+    workload = language_model(SIZES[name], devices=256, shard_axes=("fsdp",))
+    plan = plan_sharding(workload.model, {"fsdp": 256}, *workload.init_inputs)
+    assert plan.parameters.total / 4 == pytest.approx(parameters, rel=0.01)
+    assert plan.replicated_fraction < 0.001
+
+
+def test_tables_and_pictures_come_from_what_is_kept(tmp_path, capsys):
+    names, places = list(SIZES), list(forecasts.TOPOLOGIES)
+    for name in names:
+        for place in places:
+            kept = forecasts.path_of(forecasts.OUT, name, place)
+            layouts = json.loads(kept.read_text())
+            assert list(layouts) == list(forecasts.LAYOUTS)
+            assert all("versions" in found or "problem" in found for found in layouts.values())
+            forecasts.path_of(tmp_path, name, place).write_text(kept.read_text())
+    assert forecasts.main(["--redraw", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in names}
+    out = capsys.readouterr().out
+    assert "FSDP, staged" in out and "7B on v5p:4x4x8" in out
