@@ -8,9 +8,10 @@ import sys
 from importlib.util import find_spec
 
 import jax
+import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.chips import CHIPS, chip_of, parse_topology, roofline
+from xlstm_jax.distributed.forecast.chips import CHIPS, Links, chip_of, parse_topology, roofline
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
 MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
@@ -68,7 +69,7 @@ def test_a_topology_is_read():
         ("v5e:8x16", (False, True)),
         ("v5e:4x4", (False, False)),
         ("v5p:4x4x8", (True, True, True)),
-        ("v4:2x4x4", (False, True, True)),
+        ("v4:2x4x4", (False, False, False)),  # less than a cube: no optical switches
     ],
 )
 def test_which_axes_are_rings(name, wraps):
@@ -130,14 +131,20 @@ def test_libtpu_knows_the_slices_and_names_the_chips_alike():
 # ------------------------------------------------------------------------------------------------------------- roofline
 
 
-def on_tpu(name, axis_sizes, torus_dims, wire_bytes, **more):
+def on_torus(name, *dims_of_axes):
+    """Links of a mesh whose axes lie along dims of the torus, or along parts of one: {axis: size} for each dim."""
     topology = parse_topology(name)
-    options = {"topology": topology, "torus_dims": torus_dims}
-    return roofline(1e12, 1e9, wire_bytes, topology.chip, axis_sizes, **options, **more)
+    sizes = {axis: size for dim in dims_of_axes for axis, size in dim.items()}
+    coords = np.stack(np.unravel_index(np.arange(topology.num_devices), topology.shape), axis=-1)
+    return Links(topology.chip, sizes, topology, coords.tolist())
+
+
+def bounds(links, wire_bytes, **more):
+    return roofline({"bfloat16": 1e12}, 1e9, wire_bytes, links.chip, links, **more)
 
 
 def test_three_times_by_hand():
-    times = on_tpu("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 9e9})
+    times = bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("x",): 9e9})
     assert times.compute_s == pytest.approx(1e12 / 197e12)
     assert times.memory_s == pytest.approx(1e9 / 8.2e11)
     assert times.wire_s == pytest.approx(0.1)  # 9e9 bytes on one axis, 4.5e10 bytes/s each way
@@ -145,29 +152,48 @@ def test_three_times_by_hand():
 
 
 def test_the_step_is_bound_by_the_largest():
-    none = {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {}
-    assert on_tpu("v5e:16x16", *none).bound == "compute"
-    chip = CHIPS["v5e"]
-    assert roofline(1e12, 1e12, {}, chip, {"x": 1}, topology=parse_topology("v5e:1x1")).bound == "memory"
+    assert bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {}).bound == "compute"
+    links = on_torus("v5e:1x1", {"x": 1}, {})
+    assert roofline({"bfloat16": 1e12}, 1e12, {}, links.chip, links).bound == "memory"
+
+
+@pytest.mark.parametrize(
+    "chip, dtype, rate",
+    [("v5e", "float32", 197e12), ("h100", "float32", 494.5e12), ("h100", "float16", 989e12), ("v6e", "int8", 1836e12)],
+)
+def test_each_dtype_has_its_rate(chip, dtype, rate):
+    links = Links(CHIPS[chip], {"x": 1}, parse_topology(f"{chip}:1x1") if chip.startswith("v") else None, [(0, 0, 0)])
+    assert roofline({dtype: 1e12}, 0, {}, CHIPS[chip], links).compute_s == pytest.approx(1e12 / rate)
 
 
 # A device that gathers 40 GB over 128 chips of v5p, over 256 of v5e: on one axis of the torus, or over all of them.
 @pytest.mark.parametrize(
-    "name, axis_sizes, torus_dims, wire_bytes, seconds",
+    "name, dims, wire_bytes, seconds",
     [
-        ("v5p:4x4x8", {"fsdp": 128}, {"fsdp": [0, 1, 2]}, {("fsdp",): 40e9}, 0.074),
-        ("v5p:4x4x8", {"dp": 16, "fsdp": 8}, {"dp": [0, 1], "fsdp": [2]}, {("fsdp",): 40e9}, 0.222),
-        ("v5e:16x16", {"fsdp": 256}, {"fsdp": [0, 1]}, {("fsdp",): 40.1e9}, 0.223),
-        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 20.05e9, ("y",): 20.05e9}, 0.223),
-        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 40.1e9, ("y",): 1e9}, 0.446),
-        ("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x", "y"): 40.1e9}, 0.223),
+        ("v5p:4x4x8", [{"x": 4}, {"y": 4}, {"z": 8}], {("x", "y", "z"): 40e9}, 0.074),
+        ("v5p:4x4x8", [{"x": 4}, {"y": 4}, {"z": 8}], {("z",): 40e9}, 0.222),
+        ("v5e:16x16", [{"x": 16}, {"y": 16}], {("x",): 20.05e9, ("y",): 20.05e9}, 0.223),
+        ("v5e:16x16", [{"x": 16}, {"y": 16}], {("x",): 40.1e9, ("y",): 1e9}, 0.446),
+        ("v5e:16x16", [{"x": 16}, {"y": 16}], {("x", "y"): 40.1e9}, 0.223),
         # no ring: one way only. Half of an axis, and an axis that does not close
-        ("v5e:16x16", {"dp": 2, "x": 8, "y": 16}, {"dp": [0], "x": [0], "y": [1]}, {("x",): 40.1e9}, 0.891),
-        ("v5e:4x4", {"x": 4, "y": 4}, {"x": [0], "y": [1]}, {("x",): 40.1e9}, 0.891),
+        ("v5e:16x16", [{"dp": 2, "x": 8}, {"y": 16}], {("x",): 40.1e9}, 0.891),
+        ("v5e:4x4", [{"x": 4}, {"y": 4}], {("x",): 40.1e9}, 0.891),
+        # places 8 or 4 apart: as many groups share each link. With 2 or 4 of them the ring is closed
+        ("v5e:16x16", [{"dp": 2, "x": 8}, {"y": 16}], {("dp",): 9e9}, 9e9 / (2 * 4.5e10 / 8)),
+        ("v5e:16x16", [{"dp": 4, "x": 4}, {"y": 16}], {("dp",): 9e9}, 9e9 / (2 * 4.5e10 / 4)),
+        # 64 devices over a part of one dim, one way, and the whole of the other, both ways
+        ("v5e:16x16", [{"dp": 4, "x": 4}, {"y": 16}], {("x", "y"): 13.5e9}, 0.1),
+        ("v5p:2x4x4", [{"x": 2}, {"y": 4}, {"z": 4}], {("z",): 9e9}, 0.1),  # less than a cube has no rings
     ],
 )
-def test_wire_time_on_a_torus(name, axis_sizes, torus_dims, wire_bytes, seconds):
-    assert on_tpu(name, axis_sizes, torus_dims, wire_bytes).wire_s == pytest.approx(seconds, rel=0.005)
+def test_wire_time_on_a_torus(name, dims, wire_bytes, seconds):
+    assert bounds(on_torus(name, *dims), wire_bytes).wire_s == pytest.approx(seconds, rel=0.005)
+
+
+def test_collectives_on_other_dims_run_side_by_side_but_each_takes_its_time():
+    links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
+    assert links.busiest_seconds({("x",): 9e9, ("y",): 9e9}) == pytest.approx(0.1)
+    assert links.seconds(("x",), 9e9) + links.seconds(("y",), 9e9) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -180,32 +206,30 @@ def test_wire_time_on_a_torus(name, axis_sizes, torus_dims, wire_bytes, seconds)
     ],
 )
 def test_wire_time_on_gpus(axis_sizes, axes, sent, seconds):
-    assert roofline(0, 0, {axes: sent}, CHIPS["h100"], axis_sizes).wire_s == pytest.approx(seconds, rel=0.01)
+    links = Links(CHIPS["h100"], axis_sizes)
+    assert links.seconds(axes, sent) == pytest.approx(seconds, rel=0.01)
+    assert bounds(links, {axes: sent}).wire_s == pytest.approx(seconds, rel=0.01)
 
 
 def test_ridge_is_where_compute_takes_as_long_as_the_wire():
     """Twice as many tokens compute twice as long and send as much: at the ridge the two times meet."""
-    args = {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("x",): 9e9}
-    ridge = on_tpu("v5e:16x16", *args, tokens_per_device=512).ridge_tokens
-    at_ridge = roofline(
-        1e12 * ridge / 512, 0, args[2], CHIPS["v5e"], args[0], topology=parse_topology("v5e:16x16"), torus_dims=args[1]
-    )
+    links, sent = on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("x",): 9e9}
+    ridge = bounds(links, sent, tokens_per_device=512).ridge_tokens
+    at_ridge = roofline({"bfloat16": 1e12 * ridge / 512}, 0, sent, links.chip, links)
     assert at_ridge.compute_s == pytest.approx(at_ridge.wire_s)
-    assert on_tpu("v5e:16x16", *args).ridge_tokens is None
+    assert bounds(links, sent).ridge_tokens is None
     assert not math.isclose(ridge, 512)
 
 
 def test_ridge_of_a_fully_sharded_layer_is_the_textbook_one():
     """6 bytes sent and 8 FLOP per token computed for each parameter: 0.75 x FLOP per byte, 820 tokens on v5e."""
     params, tokens = 1e9, 2048
-    topology = parse_topology("v5e:16x16")
-    options = {"topology": topology, "torus_dims": {"fsdp": [0, 1]}, "tokens_per_device": tokens}
-    times = roofline(8 * params * tokens, 0, {("fsdp",): 6 * params}, topology.chip, {"fsdp": 256}, **options)
+    links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
+    flops, sent = {"bfloat16": 8 * params * tokens}, {("x", "y"): 6 * params}
+    times = roofline(flops, 0, sent, links.chip, links, tokens_per_device=tokens)
     assert times.ridge_tokens == pytest.approx(0.75 * 1094, rel=0.001)
 
 
-def test_wire_bytes_need_a_place():
+def test_wire_bytes_travel_over_axes_of_the_mesh():
     with pytest.raises(ValueError, match=r"wire_bytes names the axis 'tp'; the mesh has \{'x': 16, 'y': 16\}"):
-        on_tpu("v5e:16x16", {"x": 16, "y": 16}, {"x": [0], "y": [1]}, {("tp",): 1.0})
-    with pytest.raises(ValueError, match="travel over the mesh axes .* pass topology and torus_dims"):
-        roofline(1, 1, {("x",): 1.0}, CHIPS["v5e"], {"x": 16})
+        bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("tp",): 1.0})

@@ -16,6 +16,7 @@ sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity;
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,8 @@ class Chip:
       hbm_bytes: memory as the maker states it.
       usable_hbm_bytes: of it, what a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
         program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
-      peak_flops: FLOP/s of matrix products by dtype, dense; None where none is published. TPUs multiply float32 in
-        passes of bfloat16, one of them by JAX's default, and then at the rate of that.
+      peak_flops: FLOP/s of matrix products by dtype, dense. float32 is at JAX's default precision: one pass of
+        bfloat16 on TPUs, TF32 on GPUs.
       hbm_bandwidth: bytes/s.
       clock_hz: of the matrix units; None for GPUs. Turns cycles that the compiler estimates into seconds.
       link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
@@ -49,7 +50,7 @@ class Chip:
     device_kinds: tuple[str, ...]
     hbm_bytes: int
     usable_hbm_bytes: int
-    peak_flops: Mapping[str, float | None]
+    peak_flops: Mapping[str, float]
     hbm_bandwidth: float
     clock_hz: float | None
     link_bandwidth: float
@@ -58,8 +59,8 @@ class Chip:
     devices_per_node: int | None = None
 
 
-def _peaks(bfloat16: float, int8: float, float32: float | None) -> dict[str, float | None]:
-    return {"bfloat16": bfloat16, "int8": int8, "float32": float32}
+def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
 
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock; v4 and v5p have 2 cores of 4 units each,
@@ -69,32 +70,32 @@ CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
         Chip(
-            "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12, None), 1.2e12,
+            "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
             clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3,
         ),
         Chip(
-            "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12, None), 8.2e11,
+            "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
             clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
-            "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12, None), 2.765e12,
+            "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3,
         ),
         Chip(
-            "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12, None), 1.64e12,
+            "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2,
         ),
         Chip(
-            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 19.5e12), 2.039e12,
+            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
             clock_hz=None, link_bandwidth=3e11, torus_axes=0, network_bandwidth=2.5e10, devices_per_node=8,
         ),
         Chip(
-            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 67e12), 3.35e12,
+            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 494.5e12), 3.35e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
         ),
         Chip(
-            "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 67e12), 4.8e12,
+            "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
         ),
     )
@@ -105,7 +106,7 @@ FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)
 CUBIC_SLICES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 LARGEST_SLICE = {"v4": (16, 16, 16), "v5p": (16, 16, 24)}
 CUBE = 4
-FLAT_RING = 16  # an axis of v5e or v6e is a ring where it is as long as the pod
+FLAT_RING = 16  # a dim of v5e or v6e is a ring where it is as long as the pod
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -130,13 +131,14 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which axes are rings: a v5e or v6e axis of the whole pod's length, a v4 or v5p axis of a multiple of 4.
+        """Which dims are rings: of v5e and v6e one of the whole pod's length; of v4 and v5p all, or none.
 
-        The source is the scaling book. On an axis that is no ring, half the bandwidth is left for collectives.
+        The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
+        so smaller slices have none. On a dim that is no ring, half the bandwidth is left for collectives.
         """
         if self.chip.torus_axes == 2:
             return tuple(size == FLAT_RING for size in self.shape)
-        return tuple(size % CUBE == 0 for size in self.shape)
+        return (all(size % CUBE == 0 for size in self.shape),) * len(self.shape)
 
     def description(self) -> dict[str, Any]:
         """Arguments of ``jax.experimental.topologies.get_topology_desc(platform="tpu", ...)``."""
@@ -185,6 +187,79 @@ def _slices(chip: Chip) -> str:
     return f"{listed}, and multiples of {CUBE} in ascending order up to {largest}, as 4x4x8"
 
 
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between the devices of a mesh, as collectives over its axes use them.
+
+    Attributes:
+      chip: the device.
+      axis_sizes: the mesh, outermost axis first.
+      topology: of TPUs; None for GPUs.
+      coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order: [devices, 3].
+    """
+
+    chip: Chip
+    axis_sizes: Mapping[str, int]
+    topology: Topology | None = None
+    coords: Sequence[Sequence[int]] = ()
+
+    def seconds(self, axes: Sequence[str], sent: float) -> float:
+        """The time that a collective over these axes takes alone, in which each device sends so many bytes."""
+        if self.topology is None:
+            return sent / self._switched_bandwidth(axes)
+        bandwidth = sum(self._torus_bandwidths(axes).values())
+        return sent / bandwidth if bandwidth else 0.0
+
+    def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
+        """The least time for all of them, side by side as far as they use other links.
+
+        A collective uses the dims of the torus along which its groups lie, each in proportion to its bandwidth; the
+        busiest dim decides. Behind the one switch of a node, times add up.
+        """
+        if self.topology is None:
+            return sum(self.seconds(axes, sent) for axes, sent in wire_bytes.items())
+        busy: dict[int, float] = defaultdict(float)
+        for axes, sent in wire_bytes.items():
+            for dim in self._torus_bandwidths(axes):
+                busy[dim] += self.seconds(axes, sent)
+        return max(busy.values(), default=0.0)
+
+    def _group(self, axes: Sequence[str]) -> np.ndarray:
+        """The numbers of the devices of one group that a collective over these axes connects."""
+        unknown = [axis for axis in axes if axis not in self.axis_sizes]
+        if unknown:
+            raise ValueError(f"wire_bytes names the axis {unknown[0]!r}; the mesh has {dict(self.axis_sizes)}.")
+        numbers = np.arange(math.prod(self.axis_sizes.values())).reshape(*self.axis_sizes.values())
+        return numbers[tuple(slice(None) if axis in axes else 0 for axis in self.axis_sizes)].ravel()
+
+    def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
+        """Bytes/s that a device sends along each dim of the torus on which a group has more than one place.
+
+        Places that are s apart leave room for s groups, which share the links. Around a closed ring data goes both
+        ways; on a line, back along it, so that one way is left.
+        """
+        places = np.asarray(self.coords)[self._group(axes)]
+        found = {}
+        for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
+            line = np.unique(places[:, dim])
+            if len(line) > 1:
+                stride = int(np.diff(line).min())
+                closed = wraps and len(line) * stride == size
+                found[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
+        return found
+
+    def _switched_bandwidth(self, axes: Sequence[str]) -> float:
+        """Bytes/s of a GPU: NVLink inside a node; between nodes its own adapter, and those of its group beside it."""
+        group = self._group(axes)
+        in_node = int((group < self.chip.devices_per_node).sum())
+        if in_node == len(group):
+            return self.chip.link_bandwidth
+        return min(self.chip.link_bandwidth, in_node * self.chip.network_bandwidth)
+
+
 # ------------------------------------------------------------------------------------------------------------- roofline
 
 
@@ -217,82 +292,39 @@ class Roofline:
 
 
 def roofline(
-    flops: float,
+    flops: Mapping[str, float],
     hbm_bytes: float,
     wire_bytes: Mapping[tuple[str, ...], float],
     chip: Chip,
-    axis_sizes: Mapping[str, int],
+    links: Links,
     *,
-    topology: Topology | None = None,
-    torus_dims: Mapping[str, Sequence[int]] | None = None,
     tokens_per_device: float | None = None,
 ) -> Roofline:
     """The three bounds by the chip's published figures.
 
     Args:
-      flops: FLOP of matrix products per device and step, taken at the rate of bfloat16.
+      flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.
       hbm_bytes: bytes read and written in HBM per device and step.
       wire_bytes: bytes that each device sends per step, by the mesh axes of the collective: {("fsdp",): 8e9}.
       chip: the device.
-      axis_sizes: the mesh, outermost axis first.
-      topology: of TPUs.
-      torus_dims: of TPUs: the dims of the torus along which each mesh axis runs.
+      links: between the devices of the mesh.
       tokens_per_device: of this step.
     Raises:
-      ValueError: bytes travel over an axis that the mesh has not, or between TPUs without topology or torus_dims.
+      ValueError: bytes travel over an axis that the mesh has not.
     """
-    compute_s = flops / chip.peak_flops["bfloat16"]
-    if chip.torus_axes:
-        wire_s = _torus_seconds(wire_bytes, axis_sizes, topology, torus_dims)
-    else:
-        wire_s = sum(_switched_seconds(axes, sent, chip, axis_sizes) for axes, sent in wire_bytes.items())
+    compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
+    wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
     ridge = None
     if tokens_per_device is not None and compute_s:
         ridge = tokens_per_device * wire_s / compute_s
-    memory_s = hbm_bytes / chip.hbm_bandwidth
-    return Roofline(compute_s, memory_s, wire_s, flops, hbm_bytes, sum(wire_bytes.values()), ridge)
+    total, memory_s = sum(flops.values()), hbm_bytes / chip.hbm_bandwidth
+    return Roofline(compute_s, memory_s, wire_s, total, hbm_bytes, sum(wire_bytes.values()), ridge)
 
 
-def _torus_seconds(wire_bytes, axis_sizes, topology: Topology | None, torus_dims) -> float:
-    """The time of the busiest axis of the torus: the others work beside it.
-
-    A collective uses the links of all dims along which its mesh axes run, each in proportion to its bandwidth.
-    """
-    busy = {}
-    for axes, sent in ((axes, sent) for axes, sent in wire_bytes.items() if sent):
-        size = _group_size(axes, axis_sizes)
-        if topology is None or torus_dims is None:
-            raise ValueError(f"{sent:.3g} bytes travel over the mesh axes {axes}; between TPUs their time depends on "
-                             "where the axes lie: pass topology and torus_dims.")  # fmt: skip
-        dims = sorted({dim for axis in axes for dim in torus_dims[axis]})
-        bandwidth = {dim: _axis_bandwidth(dim, dims, size, topology) for dim in dims}
-        for dim in dims:
-            busy[dim] = busy.get(dim, 0.0) + sent / sum(bandwidth.values())
-    return max(busy.values(), default=0.0)
-
-
-def _axis_bandwidth(dim: int, dims: Sequence[int], size: int, topology: Topology) -> float:
-    """Bytes/s that a device sends along one dim of the torus: both ways on a ring that is closed, else one way."""
-    whole = size == math.prod(topology.shape[d] for d in dims)
-    return topology.chip.link_bandwidth * (2 if whole and topology.wraps[dim] else 1)
-
-
-def _switched_seconds(axes: tuple[str, ...], sent: float, chip: Chip, axis_sizes: Mapping[str, int]) -> float:
-    """The time over NVLink inside a node, and over the network between nodes.
-
-    Between nodes, devices of one node that belong to the same collective share the work, each with its own adapter.
-    """
-    size = _group_size(axes, axis_sizes)
-    numbers = np.arange(math.prod(axis_sizes.values())).reshape(*axis_sizes.values())
-    group = numbers[tuple(slice(None) if axis in axes else 0 for axis in axis_sizes)]
-    in_node = int((group < chip.devices_per_node).sum())
-    if in_node == size:
-        return sent / chip.link_bandwidth
-    return sent / min(chip.link_bandwidth, in_node * chip.network_bandwidth)
-
-
-def _group_size(axes: tuple[str, ...], axis_sizes: Mapping[str, int]) -> int:
-    for axis in axes:
-        if axis not in axis_sizes:
-            raise ValueError(f"wire_bytes names the axis {axis!r}; the mesh has {dict(axis_sizes)}.")
-    return math.prod(axis_sizes[axis] for axis in axes)
+def peak_rate(chip: Chip, dtype: str) -> float:
+    """FLOP/s of matrix products in a dtype; narrow floats at the rate of int8, others unknown at that of float32."""
+    if dtype == "float16":
+        dtype = "bfloat16"
+    if dtype.startswith("float8"):
+        dtype = "int8"
+    return chip.peak_flops.get(dtype, chip.peak_flops["float32"])

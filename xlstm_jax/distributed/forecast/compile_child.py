@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax import export
 from jax.experimental import topologies
 from jax.sharding import AxisType
@@ -25,16 +24,6 @@ MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 def make_mesh(axes, devices):
     """The mesh that a run on these devices would make."""
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
-
-
-def torus_dims(mesh):
-    """The dims of the torus along which each mesh axis runs: {"dp": [0], "fsdp": [0, 1]}."""
-    coords = np.array([device.coords for device in mesh.devices.flat]).reshape(*mesh.devices.shape, -1)
-    lines = {
-        name: np.moveaxis(coords, i, 0).reshape(size, -1, coords.shape[-1])[:, 0]
-        for i, (name, size) in enumerate(mesh.shape.items())
-    }
-    return {name: np.flatnonzero((line != line[0]).any(axis=0)).tolist() for name, line in lines.items()}
 
 
 def compile_step(folder, request, mesh):
@@ -59,7 +48,10 @@ def main(folder):
     try:
         devices = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
         mesh = make_mesh(request["axes"], devices)
-        result |= {"device_kind": devices[0].device_kind, "torus_dims": torus_dims(mesh)}
+        result |= {
+            "device_kind": devices[0].device_kind,
+            "coords": [list(device.coords) for device in mesh.devices.flat],
+        }
         result["memory"] = compile_step(folder, request, mesh)
     except Exception as error:  # whatever it is, the parent raises it
         result["error"] = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.buffers import Argument, Memory, Moment, Temporary, memory, operation_names
-from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Roofline, chip_of, roofline
+from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Links, Roofline, Topology, chip_of, roofline
 from xlstm_jax.distributed.forecast.cycles import Cycles, HbmBytes, cycles, hbm_bytes
 from xlstm_jax.distributed.forecast.flops import Flops, Work, count_flops
 from xlstm_jax.distributed.forecast.hlo import Program, parse
@@ -51,6 +51,8 @@ class Forecast:
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
+      exposed_seconds: the time of collectives that the schedule waits for, one after the other, each on its own links;
+        of an asynchronous one what its links take longer than what runs beside it. None where the roofline is.
       tokens: in the batch of all devices; None where they were not told.
       unknown_loops: loops whose length the program does not tell; what is in them counts once.
       compile_seconds: how long the compilation took.
@@ -70,6 +72,7 @@ class Forecast:
     cycles: Cycles | None
     hbm_bytes: HbmBytes | None
     roofline: Roofline | None
+    exposed_seconds: float | None
     tokens: int | None
     unknown_loops: tuple[str, ...]
     compile_seconds: float
@@ -124,20 +127,16 @@ class Forecast:
         return self.cycles.total / self.chip.clock_hz if known else None
 
     @property
-    def exposed_seconds(self) -> float | None:
-        """The time of collectives that the schedule waits for."""
-        return self.roofline and self.roofline.wire_s * (1 - self.asynchronous_fraction)
-
-    @property
     def step_seconds(self) -> float | None:
-        """An estimate of a step's time: what runs, or what travels beside it where that takes longer, and the waits.
+        """An estimate of a step's time: what runs, and the collectives that it waits for.
 
-        What runs is the compiler's estimate, but no less than the roofline of compute and memory.
+        What runs is the compiler's estimate, but no less than the rooflines of compute and memory; and no step is
+        shorter than its links take.
         """
         if self.roofline is None:
             return None
         busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
-        return max(busy, self.roofline.wire_s - self.exposed_seconds) + self.exposed_seconds
+        return max(busy + self.exposed_seconds, self.roofline.wire_s)
 
     # --------------------------------------------------------------------------------------------------------- reports
 
@@ -253,6 +252,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
     found = tuple(collectives(program, compiled.axis_sizes))
     moved = hbm_bytes(program) if compiled.platform != "cpu" else None
+    links = _links(compiled, chip) if chip and moved else None
     return Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
@@ -265,7 +265,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         flops=flops,
         cycles=cycles(program),
         hbm_bytes=moved,
-        roofline=chip and moved and _roofline(compiled, chip, flops, moved, found, tokens),
+        roofline=links and _roofline(links, flops, moved, found, tokens),
+        exposed_seconds=links and sum(exposed_seconds(links, collective) for collective in found),
         tokens=tokens,
         unknown_loops=tuple(program.unknown_trips) + flops.unknown_loops,
         compile_seconds=compiled.seconds,
@@ -293,30 +294,42 @@ def _memory(compiled: Compiled, program: Program) -> Memory:
     )
 
 
+def _links(compiled: Compiled, chip: Chip) -> Links:
+    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
+    topology = compiled.topology
+    if topology is None and chip.torus_axes:
+        spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
+        topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
+    return Links(chip, compiled.axis_sizes, topology, compiled.coords)
+
+
+def _axes(links: Links, collective: Collective) -> tuple[str, ...]:
+    """The axes that a collective runs over; groups that follow no set of axes may cross any link."""
+    return tuple(links.axis_sizes) if collective.axes is None else collective.axes
+
+
 def _roofline(
-    compiled: Compiled,
-    chip: Chip,
-    flops: Flops,
-    moved: HbmBytes,
-    found: tuple[Collective, ...],
-    tokens: int | None,
+    links: Links, flops: Flops, moved: HbmBytes, found: tuple[Collective, ...], tokens: int | None
 ) -> Roofline:
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     for collective in found:
-        # Groups that follow no set of axes may cross any link.
-        sent[collective.axes if collective.axes is not None else tuple(compiled.axis_sizes)] += (
-            collective.wire_bytes_per_step
-        )
-    return roofline(
-        flops.total,
-        moved.total,
-        {axes: total for axes, total in sent.items() if total},
-        chip,
-        compiled.axis_sizes,
-        topology=compiled.topology,
-        torus_dims=compiled.torus_dims,
-        tokens_per_device=tokens and tokens / math.prod(compiled.axis_sizes.values()),
-    )
+        sent[_axes(links, collective)] += collective.wire_bytes_per_step
+    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
+    return roofline(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+
+
+def exposed_seconds(links: Links, collective: Collective) -> float:
+    """How long the schedule waits for a collective in a step.
+
+    Where the compiler gives no cycles for what runs beside an asynchronous one, it is taken to be hidden.
+    """
+    alone = links.seconds(_axes(links, collective), collective.wire_bytes)
+    beside = collective.overlapped.cycles
+    if not collective.asynchronous:
+        return collective.count * alone
+    if beside is None or links.chip.clock_hz is None:
+        return 0.0 if collective.overlapped.instructions else collective.count * alone
+    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
 
 
 def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
+MIN_WIDTH = 8  # of columns of text, which numbers would squeeze out of a narrow terminal
 ROWS = 12  # of each table; the rest is summed up in a last one
 OUTSIDE = "outside of modules"
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
@@ -29,7 +30,8 @@ def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         number = i >= left
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        options = {"justify": "right", "no_wrap": True} if number else {"overflow": "fold", "min_width": MIN_WIDTH}
+        table.add_column(column, **options)
     for row in rows:
         table.add_row(*row)
     return table
@@ -50,25 +52,30 @@ def tables(forecast: Any) -> Any:
 
 
 def headline(forecast: Any) -> str:
-    """The forecast in two sentences."""
+    """The forecast in three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
+    hidden = f"{forecast.asynchronous_fraction:.0%} of it asynchronously"
+    sends = f"A step sends {format_bytes(forecast.wire_bytes)} per device, {hidden}."
+    return f"{where}: {_fits(forecast)}. {sends}{_takes(forecast)}"
+
+
+def _fits(forecast: Any) -> str:
     total = format_bytes(forecast.total_bytes)
     if forecast.fits is None:
-        fits = f"arguments take {format_bytes(forecast.memory.argument_bytes)} of each device"
-    elif forecast.fits:
-        left = format_bytes(forecast.available_bytes - forecast.total_bytes)
-        fits = f"fits: {total} of {format_bytes(forecast.available_bytes)} per device, {left} left"
-    else:
-        over = format_bytes(forecast.total_bytes - forecast.available_bytes)
-        fits = (
-            f"DOES NOT FIT: {total} per device, {over} more than the {format_bytes(forecast.available_bytes)} there are"
-        )
-    sends = f"A step sends {format_bytes(forecast.wire_bytes)} per device, {forecast.asynchronous_fraction:.0%} of it "
+        return f"arguments take {format_bytes(forecast.memory.argument_bytes)} of each device"
+    available, left = format_bytes(forecast.available_bytes), forecast.available_bytes - forecast.total_bytes
+    if forecast.fits:
+        return f"fits: {total} of {available} per device, {format_bytes(left)} left"
+    return f"DOES NOT FIT: {total} per device, {format_bytes(-left)} more than the {available} there are"
+
+
+def _takes(forecast: Any) -> str:
     if forecast.step_seconds is None:
-        return f"{where}: {fits}. {sends}asynchronously."
-    time = f"takes some {_milliseconds(forecast.step_seconds)}, at least {_milliseconds(forecast.roofline.seconds)}"
-    return f"{where}: {fits}. {sends}asynchronously, and {time} ({forecast.roofline.bound}-bound)."
+        return ""
+    waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
+    least = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    return f" It takes some {_milliseconds(forecast.step_seconds)}, {waits}; at least {least}."
 
 
 def closing(forecast: Any) -> list[str]:
@@ -78,8 +85,8 @@ def closing(forecast: Any) -> list[str]:
     if ridge:
         here = forecast.tokens / _devices(forecast)
         said.append(
-            f"Compute takes as long as communication from {ridge:,.0f} tokens per device on (here {here:,.0f}): below, "
-            "more tokens per device cost little time."
+            f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
+            f"(here {here:,.0f})."
         )
     if forecast.unknown_loops:
         said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
@@ -182,7 +189,7 @@ def _time_table(forecast: Any) -> Any:
     if forecast.cycle_seconds is not None:
         cycles = f"{forecast.cycles.total:,} cycles"
         rows.append(["the compiler's estimate, without collectives", cycles, _milliseconds(forecast.cycle_seconds)])
-    rows.append(["collectives that the step waits for", "", _milliseconds(forecast.exposed_seconds)])
+    rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
     rows.append(["a step, estimated", "", _milliseconds(forecast.step_seconds)])
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 

@@ -69,7 +69,7 @@ class Compiled:
       memory: bytes by XLA's own count: argument, output, alias, temp, generated_code, the last two not from the CPU
         backend, whose figures are not to be trusted. None where the program does not fit.
       seconds: of compilation.
-      torus_dims: the dims of the torus along which each mesh axis runs.
+      coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order.
       versions: of jax, jaxlib, libtpu.
     """
 
@@ -82,7 +82,7 @@ class Compiled:
     live_ranges: str | None
     memory: dict[str, int] | None
     seconds: float
-    torus_dims: dict[str, list[int]] = field(default_factory=dict)
+    coords: tuple[tuple[int, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,8 +141,16 @@ def compile_here(step: Any, *args: PyTree, compiler_options: dict[str, Any] | No
         live_ranges=None,
         memory={name: getattr(stats, f"{name}_size_in_bytes") for name in trusted},
         seconds=seconds,
+        coords=_coords(compiled),
         versions={"jax": jax.__version__, "jaxlib": jax.lib.__version__},
     )
+
+
+def _coords(compiled: Any) -> tuple[tuple[int, ...], ...]:
+    """Where on the torus the devices lie, in the mesh's order; () where they are no TPUs, or no mesh."""
+    places = [place for place in jax.tree.leaves(compiled.input_shardings) if isinstance(place, NamedSharding)]
+    devices = places[0].mesh.devices.flat if places else ()
+    return tuple(tuple(device.coords) for device in devices if device.platform == "tpu")
 
 
 def compile_for_topology(
@@ -264,7 +272,7 @@ def _read(folder: Path, place: Topology, axes: dict[str, int], arguments: Sequen
         live_ranges=_dumped(folder / "dump", "optimizations-live-range"),
         memory=result["memory"],
         seconds=result["seconds"],
-        torus_dims=result["torus_dims"],
+        coords=tuple(map(tuple, result["coords"])),
         versions=result["versions"],
     )
 
