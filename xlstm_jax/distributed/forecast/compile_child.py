@@ -21,9 +21,10 @@ from jax.sharding import AxisType
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
-def make_mesh(axes, devices):
+def make_mesh(axes, axis_types, devices):
     """The mesh that a run on these devices would make."""
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+    types = tuple(AxisType[name] for name in axis_types)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
 def compile_step(folder, request, mesh):
@@ -38,7 +39,8 @@ def compile_step(folder, request, mesh):
     # A program that does not fit is compiled all the same, so that the report can say what fills the memory.
     options = {"xla_dump_to": str(folder / "dump"), "xla_tpu_no_crash_on_oom": True} | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
-    return {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
+    sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
+    return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # newer releases tell
 
 
 def main(folder):
@@ -47,7 +49,7 @@ def main(folder):
     start = time.monotonic()
     try:
         devices = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
-        mesh = make_mesh(request["axes"], devices)
+        mesh = make_mesh(request["axes"], request["axis_types"], devices)
         result |= {
             "device_kind": devices[0].device_kind,
             "coords": [list(device.coords) for device in mesh.devices.flat],

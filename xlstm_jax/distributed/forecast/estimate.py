@@ -11,12 +11,12 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
@@ -25,7 +25,7 @@ from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Links, Roofline, T
 from xlstm_jax.distributed.forecast.cycles import Cycles, HbmBytes, cycles, hbm_bytes
 from xlstm_jax.distributed.forecast.flops import Flops, Work, count_flops
 from xlstm_jax.distributed.forecast.hlo import Program, parse
-from xlstm_jax.distributed.forecast.topology import Compiled, compile_for_topology, compile_here, mesh_axes_of, trace
+from xlstm_jax.distributed.forecast.topology import Compiled, compile_for_topology, compile_here, step_mesh, trace
 from xlstm_jax.distributed.forecast.traffic import Collective, Overlap, collectives
 
 FORMAT = 1
@@ -209,6 +209,7 @@ def forecast(
     step: Any,
     *args: PyTree,
     topology: str | Mesh | None = None,
+    kwargs: Mapping[str, PyTree] | None = None,
     tokens: int | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Forecast:
@@ -217,28 +218,33 @@ def forecast(
     Args:
       step: a ``jax.jit`` function, as ``make_train_step`` returns one.
       *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings, as ``abstract_train_state`` and
-        ``abstract_batch`` make them on a mesh or on an ``AbstractMesh``.
+        ``abstract_batch`` make them on a mesh or on an ``AbstractMesh``; static ones as the step is called with them.
+        Shardings may be left to ``jax.jit(in_shardings=...)``.
       topology: as "v5e:16x16": TPUs that need not be there, as many as the mesh of the arguments has devices. A mesh,
         or None: the devices at hand that the arguments lie on.
+      kwargs: what the step takes by keyword, as ``{"train": True}``.
       tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``.
     Raises:
-      ValueError: an unknown topology, or it has other than the mesh's number of devices.
+      ValueError: an unknown topology, or it has other than the mesh's number of devices; the arguments lie on no mesh
+        or on several; a step for a topology calls back into Python (``jax.debug.print``).
       TypeError: ``step`` is not a ``jax.jit`` function.
       ImportError: what the compiler for TPUs needs is not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
     """
+    traced = trace(step, args, kwargs)
+    options = {"kwargs": kwargs, "compiler_options": compiler_options}
     if isinstance(topology, str):
-        compiled = compile_for_topology(step, *args, topology=topology, compiler_options=compiler_options)
+        compiled = compile_for_topology(step, *args, topology=topology, **options)
     else:
-        _check_mesh(topology, args)
-        compiled = compile_here(step, *args, compiler_options=compiler_options)
-    devices = math.prod(compiled.axis_sizes.values())
-    return read(compiled, count_flops(trace(step, args).jaxpr, devices), tokens)
+        _check_mesh(topology, step_mesh(traced, args, kwargs))
+        compiled = compile_here(step, *args, **options)
+    return read(compiled, count_flops(traced.jaxpr, math.prod(compiled.axis_sizes.values())), tokens)
 
 
-def _check_mesh(mesh: Mesh | None, args: tuple[PyTree, ...]) -> None:
-    axes = mesh_axes_of(args)
+def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:
+    """Raises a ``ValueError`` where the arguments lie on another mesh than the one that was named."""
+    axes = dict(found.shape) if found is not None else {}
     if mesh is not None and dict(mesh.shape) != axes:
         raise ValueError(
             f"topology is the mesh {dict(mesh.shape)}, but the arguments lie on {axes or 'no mesh'}. Make them on that "
@@ -335,7 +341,10 @@ def exposed_seconds(links: Links, collective: Collective) -> float:
 def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:
     if compiled.platform == "cpu":
         yield CPU_NOTE
-    if compiled.platform == "tpu" and compiled.memory is None:
-        yield "It does not fit; what is said of time holds for the program that the compiler made all the same."
+    if compiled.unplaced:
+        yield (
+            f"Argument {compiled.unplaced} has no sharding: the compiler places it, maybe whole on each device. Give "
+            "it one, as abstract_batch and shard_batch do."
+        )
     if flops.opaque:
         yield f"FLOP of {', '.join(flops.opaque)} are not counted."

@@ -10,6 +10,10 @@ from xlstm_jax.distributed.plan_leaves import format_bytes
 MIN_WIDTH = 8  # of columns of text, which numbers would squeeze out of a narrow terminal
 ROWS = 12  # of each table; the rest is summed up in a last one
 OUTSIDE = "outside of modules"
+DOES_NOT_FIT = (
+    "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
+    "compute and gather again what it could not keep."
+)
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
 
 
@@ -88,6 +92,8 @@ def closing(forecast: Any) -> list[str]:
             f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
             f"(here {here:,.0f})."
         )
+    if forecast.fits is False:
+        said.append(DOES_NOT_FIT)
     if forecast.unknown_loops:
         said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
     return said + list(forecast.notes)

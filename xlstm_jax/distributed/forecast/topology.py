@@ -4,19 +4,20 @@
   step, abstract args --lower, compile--> Compiled                                         compile_here
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
-devices as the topology has. Nothing is allocated, and this process never loads libtpu.
+devices as the topology has. Nothing is allocated, and this process never loads libtpu. The mesh is the one of the
+arguments' shardings, or of ``jax.jit(in_shardings=...)``.
 """
 
 import contextlib
+import dataclasses
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import compile_child
@@ -47,8 +48,10 @@ FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it d
 
 
 ARGUMENTS = ("argument", "output", "alias")
-OWN_SCOPES = "jit(call)/call_exported/jit(flat)/"  # of the way through the child, in front of the step's own names
+OWN_SCOPES = "jit(call)/call_exported/"  # of the way through the child, in front of the step's own names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
+CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
+GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
 
 
 class CompileError(RuntimeError):
@@ -67,10 +70,12 @@ class Compiled:
       hlo: the optimized program of one device, instructions in the order of their schedule.
       buffers, live_ranges: XLA's texts about them; None where the backend gives none.
       memory: bytes by XLA's own count: argument, output, alias, temp, generated_code, the last two not from the CPU
-        backend, whose figures are not to be trusted. None where the program does not fit.
+        backend, whose figures are not to be trusted; for a topology also total_allocation, where the release tells it
+        (temp counts a TPU's temporaries twice). None where the compiler refused the program.
       seconds: of compilation.
       coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order.
       versions: of jax, jaxlib, libtpu.
+      unplaced: the first argument leaf of a step on several devices that has no sharding; None where all have one.
     """
 
     platform: str
@@ -84,10 +89,14 @@ class Compiled:
     seconds: float
     coords: tuple[tuple[int, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    unplaced: str | None = None
 
 
-def trace(step: Any, args: Sequence[PyTree]) -> Any:
-    """``step.trace(*args)``, with an error that says what a step is.
+# ------------------------------------------------------------------------------------------- a step and its arguments
+
+
+def trace(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> Any:
+    """``step.trace(*args, **kwargs)``, with an error that says what a step is.
 
     Raises:
       TypeError: ``step`` is not a ``jax.jit`` function.
@@ -96,46 +105,108 @@ def trace(step: Any, args: Sequence[PyTree]) -> Any:
         raise TypeError(
             f"step must be a jax.jit function, as make_train_step returns one, not {step!r}; pass jax.jit(step)."
         )
-    return step.trace(*args)
+    return step.trace(*args, **(kwargs or {}))
 
 
-def mesh_axes_of(args: Sequence[PyTree]) -> dict[str, int]:
-    """The axes and sizes of the mesh that the abstract arguments lie on; {} where none says.
+def step_mesh(
+    traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
+) -> Mesh | AbstractMesh | None:
+    """The mesh that the arguments lie on, or that ``jax.jit(in_shardings=...)`` lays them on; None where neither says.
+
+    Of meshes of the same shape one with devices is taken before one without.
 
     Raises:
       ValueError: arguments lie on meshes of different shapes; names a leaf of each.
     """
+    own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _leaves(args, kwargs)]
+    by_jit = zip(traced.jaxpr.jaxpr.debug_info.arg_names, _in_shardings(traced), strict=False)
+    placed = [(path, place.mesh) for path, place in [*own, *by_jit] if isinstance(place, NamedSharding)]
     found = {}
-    for path, leaf in leaves_with_path(args):
-        sharding = getattr(leaf_value(leaf), "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            found.setdefault(tuple(sharding.mesh.shape.items()), path)
+    for path, mesh in sorted(placed, key=lambda pair: isinstance(pair[1], AbstractMesh)):
+        found.setdefault(tuple(mesh.shape.items()), (path, mesh))
     if len(found) > 1:
-        (one, path), (two, other), *_ = found.items()
+        (one, (path, _)), (two, (other, _)), *_ = found.items()
         raise ValueError(
             f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one mesh."
         )
-    return dict(next(iter(found), ()))
+    return next((mesh for _, mesh in found.values()), None)
 
 
-def compile_here(step: Any, *args: PyTree, compiler_options: dict[str, Any] | None = None) -> Compiled:
+def unplaced_leaf(traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> str | None:
+    """The path of the first argument leaf that nobody has laid on the mesh, where there is a mesh of several devices.
+
+    Scalars and PRNG keys are left out: they are small, and everyone has them whole.
+    """
+    mesh = step_mesh(traced, args, kwargs)
+    if mesh is None or mesh.size == 1:
+        return None
+    # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
+    arrays = [(path, leaf) for path, leaf in _leaves(args, kwargs) if hasattr(leaf, "dtype") and leaf.shape]
+    infos = zip(jax.tree.leaves(traced.args_info), _in_shardings(traced), strict=False)
+    by_jit = [sharding for info, sharding in infos if info.shape]
+    pairs = zip(arrays, by_jit, strict=False)
+    return next((path for (path, leaf), sharding in pairs if not _is_key(leaf) and not _placed(leaf, sharding)), None)
+
+
+def _leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> list[tuple[str, Any]]:
+    """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
+    return [
+        (path, leaf_value(leaf)) for tree in (tuple(args), dict(kwargs or {})) for path, leaf in leaves_with_path(tree)
+    ]
+
+
+def _in_shardings(traced: Any) -> tuple[Any, ...]:
+    """What ``jax.jit(in_shardings=...)`` says of each leaf. JAX has no public name for it before the compilation."""
+    return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
+
+
+def _placed(leaf: Any, sharding: Any) -> bool:
+    """Whether the leaf's own sharding, or the one by ``jax.jit``, speaks of several devices."""
+    given = (getattr(leaf, "sharding", None), sharding)
+    return any(isinstance(place, NamedSharding) or getattr(place, "num_devices", 1) > 1 for place in given)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a PRNG key, or several; a raw one is two or four words."""
+    raw = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
+    return raw or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+
+def compile_here(
+    step: Any,
+    *args: PyTree,
+    kwargs: Mapping[str, PyTree] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Compiled:
     """Compiles a step for the devices of its own mesh, in this process.
 
     Raises:
-      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices.
+      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices, or on no mesh, but the step does.
     """
-    axes = mesh_axes_of(args)
+    traced = trace(step, args, kwargs)
+    mesh = step_mesh(traced, args, kwargs)
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the arguments lie on the abstract mesh {_axes(mesh)}, which has no devices. Give a topology, as "
+            "topology='v5e:2x4', or make them on a mesh of devices at hand."
+        )
     start = time.monotonic()
-    compiled = trace(step, args).lower().compile(compiler_options=compiler_options)
+    compiled = traced.lower().compile(compiler_options=compiler_options)
     seconds = time.monotonic() - start
-    device = next(iter(jax.tree.leaves(compiled.input_shardings)[0].device_set))
+    devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
+    if mesh is None and len(devices) > 1:
+        raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
+    device = next(iter(devices))
     stats = compiled.memory_analysis()
     trusted = compile_child.MEMORY if device.platform != "cpu" else ARGUMENTS
     return Compiled(
         platform=device.platform,
         device_kind=device.device_kind,
         topology=None,
-        axis_sizes=axes,
+        axis_sizes=_axes(mesh),
         hlo=compiled.as_text(),
         buffers=None,
         live_ranges=None,
@@ -143,7 +214,12 @@ def compile_here(step: Any, *args: PyTree, compiler_options: dict[str, Any] | No
         seconds=seconds,
         coords=_coords(compiled),
         versions={"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        unplaced=unplaced_leaf(traced, args, kwargs),
     )
+
+
+def _axes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
+    return dict(mesh.shape) if mesh is not None else {}
 
 
 def _coords(compiled: Any) -> tuple[tuple[int, ...], ...]:
@@ -157,6 +233,7 @@ def compile_for_topology(
     step: Any,
     *args: PyTree,
     topology: str,
+    kwargs: Mapping[str, PyTree] | None = None,
     compiler_options: dict[str, Any] | None = None,
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> Compiled:
@@ -167,42 +244,53 @@ def compile_for_topology(
       *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the topology
         has; an ``AbstractMesh`` will do.
       topology: as "v5e:16x16".
+      kwargs: what the step takes by keyword.
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile``. LIBTPU_INIT_ARGS reaches the child too.
       timeout_s: how long the compilation may take.
     Raises:
       ImportError: libtpu is not installed, or flatbuffers.
-      ValueError: an unknown topology, or its devices are not as many as the mesh's: says both.
+      ValueError: an unknown topology, or its devices are not as many as the mesh's: says both; or the step calls Python
+        (``jax.debug.print``), which it can only on the devices of its process.
       CompileError: the compiler refuses the step, for another reason than memory.
       TimeoutError: it did not end in time.
     """
     place = parse_topology(topology)
-    axes = mesh_axes_of(args) or {"device": 1}
-    if math.prod(axes.values()) != place.num_devices:
-        raise ValueError(
-            f"the step's mesh {axes} has {math.prod(axes.values())} devices, but topology={topology!r} has "
-            f"{place.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
-        )
+    traced = trace(step, args, kwargs)
+    mesh = step_mesh(traced, args, kwargs)
+    _check_size(mesh, place, topology)
     _check_installed()
+    exported = _export(step, args, kwargs)
+    if exported.nr_devices not in (1, place.num_devices):
+        raise ValueError(
+            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_axes(mesh)}. "
+            f"{GIVE_SHARDINGS}"
+        )
+    request = {
+        "axes": _axes(mesh) or {"device": 1},
+        "axis_types": [kind.name for kind in mesh.axis_types] if mesh is not None else ["Auto"],
+        "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
+        "options": dict(compiler_options or {}),
+        "topology": place.description(),
+    }
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_") as name:
         folder = Path(name)
-        traced = trace(step, args)
-        donated = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-        exported = _export(step, args)
-        if exported.nr_devices not in (1, place.num_devices):
-            raise ValueError(
-                f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {axes}. Give "
-                "them shardings on the step's mesh, as abstract_train_state and abstract_batch do."
-            )
         (folder / "step.bin").write_bytes(exported.serialize())
-        request = {
-            "axes": axes,
-            "donated": donated,
-            "options": dict(compiler_options or {}),
-            "topology": place.description(),
-        }
         (folder / "request.json").write_text(json.dumps(request))
         _run_child(folder, timeout_s)
-        return _read(folder, place, axes, traced.jaxpr.jaxpr.debug_info.arg_names)
+        compiled = _read(folder, place, request["axes"], traced.jaxpr.jaxpr.debug_info.arg_names)
+    return dataclasses.replace(compiled, unplaced=unplaced_leaf(traced, args, kwargs))
+
+
+def _check_size(mesh: Mesh | AbstractMesh | None, place: Topology, topology: str) -> None:
+    if mesh is None and place.num_devices > 1:
+        raise ValueError(
+            f"topology={topology!r} has {place.num_devices} devices, but the arguments lie on no mesh. {GIVE_SHARDINGS}"
+        )
+    if mesh is not None and mesh.size != place.num_devices:
+        raise ValueError(
+            f"the step's mesh {_axes(mesh)} has {mesh.size} devices, but topology={topology!r} has "
+            f"{place.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+        )
 
 
 def _check_installed() -> None:
@@ -214,14 +302,20 @@ def _check_installed() -> None:
         )
 
 
-def _export(step: Any, args: Sequence[PyTree]) -> export.Exported:
-    """The step as a function of its leaves: an export knows no pytrees but those that are registered with it."""
-    leaves, treedef = jax.tree.flatten(args)
-
-    def flat(*leaves):
-        return tuple(jax.tree.leaves(step(*treedef.unflatten(leaves))))
-
-    return export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
+def _export(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
+    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it."""
+    try:
+        exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
+    except ValueError as error:
+        if CALLS_PYTHON not in str(error):
+            raise
+        raise ValueError(
+            "the step calls back into Python, by jax.debug.print, jax.debug.callback, io_callback or pure_callback, "
+            "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
+            "out."
+        ) from error
+    inputs, outputs = ((0,) * len(exported.in_avals), {}), (0,) * len(exported.out_avals)
+    return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
 
 
 def _run_child(folder: Path, timeout_s: float) -> None:
