@@ -15,7 +15,7 @@ LAYERS = [
     {"checksums", "collectives", "device_mesh", "hlo", "log_files", "plan_boxes", "plan_leaves", "votes", "watchdog"}
     | {"topology"},
     {"data_parallel", "monoids", "packing", "plan_table", "reductions", "logger", "replicas", "checkpoint_leaves"}
-    | {"cycles", "dataflow", "report"},
+    | {"collective_sites", "cycles", "dataflow", "report"},
     {"buffers", "distributed_metrics", "safetensors_files", "traffic", "sharding_plan", "states"},
     {"aggregation", "checkpoint", "estimate", "mesh_state"},
     {"classification", "linted", "stateful"},

@@ -10,14 +10,6 @@ algorithms for clusters of workstations", 2009). Each of n devices sends
     collective-permute                                        payload
 
 where the payload is the whole array: what a gather results in, what a reduction starts from.
-
-Compilers write the same collective in several ways, all of which count once here:
-    all-reduce(x)                                           the schedule waits for it
-    all-gather-start(x) ... all-gather-done                 under way while what stands between runs
-    call-start(x), to_apply=... ... call-done               likewise, on a TPU's SparseCore; also async-start
-    fusion async-collective-start ... fusion ... -done      a TPU sends pieces in the midst of each fusion between them
-    fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
-    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
 """
 
 import itertools
@@ -26,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from xlstm_jax.distributed.forecast.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.device_groups import Groups, connected, mesh_axes
 from xlstm_jax.distributed.forecast.hlo import Computation, Program
@@ -36,10 +29,7 @@ MIXED = "mixed"
 
 _OWN_SCOPES = ("gather_params", "sync_gradients")
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
-_ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
-_IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
 _ZERO = re.compile(r"-?0(\.0*)?")
-_CHAIN = re.compile(r'chain_id="(\d+)"')
 _SAME_VALUES = frozenset(
     "bitcast convert copy copy-done copy-start fusion get-tuple-element opt-barrier parameter reshape transpose tuple "
     "while".split()
@@ -134,7 +124,7 @@ def collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collect
             f"the mesh {dict(axis_sizes)} has {devices} devices, the program was compiled for "
             f"{program.num_partitions}. Pass the axis sizes of the mesh that the step was compiled on."
         )
-    return [_collective(program, site, axis_sizes, devices) for site in _sites(program)]
+    return [_collective(program, site, axis_sizes, devices) for site in sites(program)]
 
 
 def wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
@@ -156,136 +146,10 @@ def common_path(paths: Iterable[str]) -> str:
     return "/".join(same)
 
 
-# -------------------------------------------------------------------------------------------- finding the collectives
-
-
-@dataclass(frozen=True)
-class _Site:
-    """Where a collective is executed.
-
-    Attributes:
-      trips: of the computation that schedules it.
-      scheduled: the instruction of the schedule, at which it begins.
-      kind: what is executed.
-      inner, within: the collective itself and the computation that holds it, the same or one called.
-      during: what the schedule runs while it is under way; None where the schedule waits.
-    """
-
-    computation: Computation
-    trips: int
-    scheduled: Instruction
-    kind: str
-    inner: Instruction
-    within: Computation
-    during: tuple[Instruction, ...] | None
-
-    @property
-    def own_names(self) -> tuple[str, ...]:
-        """The names that the collective carries itself; () for what a TPU's compiler puts in place of another."""
-        return self.inner.op_names or self.scheduled.op_names
-
-
-def _sites(program: Program) -> Iterator[_Site]:
-    for computation, trips in program.executed():
-        if computation.name in program.asynchronous:
-            continue  # counted where it is started
-        for instruction in computation.instructions:
-            yield from _sites_at(program, computation, trips, instruction)
-
-
-def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[_Site]:
-    opcode = at.opcode
-    if opcode in COLLECTIVES:
-        yield _Site(computation, trips, at, opcode, at, computation, None)
-    elif opcode.removesuffix("-start") in COLLECTIVES:
-        yield _Site(computation, trips, at, opcode.removesuffix("-start"), at, computation, _during(computation, at))
-    elif opcode in ("async-start", "call-start"):
-        for within, inner in _collectives_in(program, at):
-            kind = inner.opcode.removesuffix("-start")
-            yield _Site(computation, trips, at, kind, inner, within, _during(computation, at))
-    elif opcode == "fusion":
-        yield from _sites_in_fusion(program, computation, trips, at)
-
-
-def _sites_in_fusion(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[_Site]:
-    found = list(_collectives_in(program, at))
-    role = _role_in_chain(program, at) if found else None
-    if role == "start":
-        within, inner = found[0]
-        during = _during_chain(program, computation, at, _chain(inner))
-        yield _Site(computation, trips, at, inner.opcode, inner, within, during)
-    if role is None:
-        for within, inner in found:
-            scatters = inner.opcode == "all-reduce" and _is_sliced(within, inner)
-            yield _Site(computation, trips, at, "reduce-scatter" if scatters else inner.opcode, inner, within, None)
-
-
-def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """The collectives in what an instruction calls, fusions in fusions included."""
-    for names in caller.called.values():
-        for name in names:
-            for instruction in program.computations[name].instructions:
-                if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-                    yield program.computations[name], instruction
-                elif instruction.opcode in ("fusion", "call"):
-                    yield from _collectives_in(program, instruction)
-
-
-def _is_sliced(computation: Computation, reduced: Instruction) -> bool:
-    """Whether a fusion keeps only a device's own part of an all-reduce."""
-    users = computation.users.get(reduced.name, ())
-    return bool(users) and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
-
-
-def _chain(inner: Instruction) -> str | None:
-    match = _CHAIN.search(inner.attributes)
-    return match[1] if match else None
-
-
-def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
-    """ "start", "middle" or "done" of a collective that is spread over several fusions; None for any other fusion."""
-    for name in fusion.called.get("calls", ()):
-        for instruction in program.computations[name].instructions:
-            if match := _ASYNC_FUSION.search(instruction.attributes):
-                return match[1].lower()
-    return "middle" if any(_chain(inner) is not None for _, inner in _collectives_in(program, fusion)) else None
-
-
-def _during(computation: Computation, start: Instruction) -> tuple[Instruction, ...] | None:
-    """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
-    if _IS_SYNC.search(start.attributes):
-        return None
-    first = computation.position[start.name] + 1
-    return computation.instructions[first : _end(computation, start.name)]
-
-
-def _end(computation: Computation, name: str) -> int:
-    """The place in the schedule of the ``-done`` of what ``name`` starts; the end of the schedule if there is none."""
-    for user, _ in computation.users.get(name, ()):
-        if user.opcode.endswith("-done"):
-            return computation.position[user.name]
-        if user.opcode.endswith("-update"):
-            return _end(computation, user.name)
-    return len(computation.instructions)
-
-
-def _during_chain(
-    program: Program, computation: Computation, start: Instruction, chain: str | None
-) -> tuple[Instruction, ...]:
-    """The fusions between the start of a chain and its end in the midst of which its pieces are sent."""
-    middle = []
-    for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
-        if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:
-            if _role_in_chain(program, instruction) != "middle":
-                break
-            middle.append(instruction)
-    return tuple(middle)
-
-
 # ------------------------------------------------------------------------------------------------- describing each one
 
 
-def _collective(program: Program, site: _Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
+def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
     groups = _groups(site.inner, devices)
     group_size = max(len(group) for group in groups)
     shapes = _wire_shapes(site)
@@ -315,14 +179,14 @@ def _collective(program: Program, site: _Site, axis_sizes: Mapping[str, int], de
     )
 
 
-def _wire_shapes(site: _Site) -> list[Shape]:
+def _wire_shapes(site: Site) -> list[Shape]:
     """What travels: the operands, and for a sum that is wider than they are, as a TPU may take it, the result."""
     if site.inner.opcode.removesuffix("-start") == "all-reduce":
         return list(site.inner.shapes)
     return [shape for value in _operands(site) for shape in value.instruction.shapes]
 
 
-def _direction(site: _Site, name: str, gathers: bool) -> str:
+def _direction(site: Site, name: str, gathers: bool) -> str:
     direction = module_path(name)[1] if name else OTHER
     # A gather that has lost its name goes by its neighbours'; in the backward pass it computes forward values again.
     return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
@@ -334,7 +198,7 @@ def _groups(inner: Instruction, devices: int) -> Groups:
     return inner.groups or (tuple(range(devices)),)
 
 
-def _operands(site: _Site) -> list[Value]:
+def _operands(site: Site) -> list[Value]:
     arrays = [name for name in site.inner.operands if site.within.by_name[name].type_text != "token[]"]
     return [Value(site.within, name) for name in arrays]
 
@@ -347,7 +211,7 @@ def _overlap(during: tuple[Instruction, ...]) -> Overlap:
     return Overlap(names, tuple(path for path in modules if path), len(work), sum(cycles) if cycles else None)
 
 
-def _op_names(program: Program, site: _Site) -> tuple[str, ...]:
+def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     """Names of the operations that the collective stems from, several where the compiler merged them.
 
     Where it has none of its own, its reducer may still hold the name; else it is that of the nearest operation before
@@ -366,12 +230,12 @@ def _name_near(program: Program, value: Value) -> str:
     return next((name for name in names if "/" in name), "")
 
 
-def _name_after(program: Program, site: _Site) -> str:
+def _name_after(program: Program, site: Site) -> str:
     names = (found.instruction.op_name for found in downstream(program, Value(site.computation, site.scheduled.name)))
     return next((name for name in names if "/" in name), "")
 
 
-def _stands_for(site: _Site, program: Program, group_size: int, names: tuple[str, ...]) -> str | None:
+def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str, ...]) -> str | None:
     if site.kind != "all-reduce":
         return None
     primitive = names[0].rsplit("/", 1)[-1]
@@ -397,7 +261,7 @@ def _is_placed_in_zeros(program: Program, value: Value, group_size: int) -> bool
 # ----------------------------------------------------------------------------------------------- whom each one serves
 
 
-def _modules(program: Program, site: _Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
+def _modules(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
     """A module for each array: by its own name, or by who computes what is reduced, who reads what is gathered.
 
     A gather carries the name of the module around the one that it serves, as the parameters are gathered before that
@@ -417,7 +281,7 @@ def _modules(program: Program, site: _Site, names: tuple[str, ...], gathers: boo
     return tuple(found or path for found, path in zip(near, own, strict=True))
 
 
-def _slices(program: Program, site: _Site) -> int:
+def _slices(program: Program, site: Site) -> int:
     """Into how many pieces a loop that the gather is not in cuts what was gathered; 1 where none does."""
     trips = {computation.name: count for computation, count in program.executed()}
     elements = [(i,) for i in range(len(_operands(site)))] if len(_operands(site)) > 1 else [()]
@@ -453,7 +317,7 @@ def _is_in_own_scope(op_name: str) -> bool:
     return any(scope in op_name.split("/") for scope in _OWN_SCOPES)
 
 
-def _reader(program: Program, site: _Site, position: int) -> str:
+def _reader(program: Program, site: Site, position: int) -> str:
     """The module of the first operation that reads an array that was gathered."""
     element = (position,) if len(_operands(site)) > 1 else ()
     return _first_module(downstream(program, Value(site.within, site.inner.name, element)))
@@ -465,7 +329,7 @@ def _first_module(values: Iterable[Value]) -> str:
     return next((path for path in paths if path), "")
 
 
-def _leaves(program: Program, site: _Site) -> tuple[str, ...]:
+def _leaves(program: Program, site: Site) -> tuple[str, ...]:
     leaves = tuple(_leaf(program, value) for value in _operands(site))
     return leaves if all(leaves) else ()
 
