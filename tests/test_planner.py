@@ -1,5 +1,10 @@
-"""The search for options that fit: what it tries, in which order, and that its best is the fastest of what fits."""
+"""The search for options that fit: what it tries, in which order, and that its best is the fastest of what fits.
 
+The order is tested on steps whose bytes and seconds are a formula of their options: a search compiles a dozen steps,
+of ten seconds each, and what it should do next is known only where the figures are. One search is done with real ones.
+"""
+
+import dataclasses
 import json
 
 import jax
@@ -11,9 +16,19 @@ from flax import linen as nn
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.planner import OTHER_MIN_WEIGHT_SIZE, Options, default_meshes, fit
+from xlstm_jax.distributed.forecast.planner import (
+    MAX_MINIBATCHES,
+    MAX_PROBLEM,
+    OTHER_MIN_WEIGHT_SIZE,
+    Fit,
+    Options,
+    Search,
+    default_meshes,
+    fit,
+)
+from xlstm_jax.distributed.forecast.topology import CompileError
 
-MIB = 2**20
+BUDGET = 45 * 2**20
 
 
 class Model(nn.Module):
@@ -36,7 +51,7 @@ class Model(nn.Module):
 
 def build_step(options, rows=8):
     model = Model(options.shard_axes, options.min_weight_size, options.keep_gathered, options.remat)
-    x = jax.ShapeDtypeStruct((rows, 8192, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((rows, 8192, 256), jnp.float32)
     return Workload(model, optax.sgd(1e-3), x, loss_fn).build_step(options.mesh, options.num_minibatches)
 
 
@@ -58,14 +73,177 @@ def test_meshes_that_suit_a_torus(shape, want):
     assert Options(want[-1]).shard_axes == tuple(axis for axis in want[-1] if axis != "dp")
 
 
-def test_what_cannot_be_built_at_all_is_an_error():
-    def refuse(options):
-        raise ValueError(f"no model for {options.mesh}")
+# ---------------------------------------------------------------------------------------------------------- the search
 
-    with pytest.raises(ValueError, match=r"cannot build the first options, Options\(mesh=\{'fsdp': 4\}.*no model for"):
-        fit(refuse, "v5e:2x2", meshes=[{"fsdp": 4}])
+STAGED, FLAT, HYBRID = default_meshes((4, 8))
+KEPT, AGAIN, REMAT = Options(STAGED), Options(STAGED, keep_gathered=False), Options(STAGED, 2**18, False, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the search reads of a forecast."""
+
+    total_bytes: int
+    step_seconds: float
+
+
+def by_formula(options):
+    """Weights 200 or half of it; activations 800 or a quarter, divided into minibatches; state by the mesh."""
+    state = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}[str(options.mesh)]
+    weights = 200 if options.keep_gathered else 100
+    activations = (200 if options.remat else 800) // options.num_minibatches
+    slow = 1.0 + 0.2 * (not options.keep_gathered) + 0.3 * options.remat + 0.1 * options.num_minibatches
+    slow *= {str(STAGED): 1.0, str(FLAT): 1.5, str(HYBRID): 0.9}[str(options.mesh)]
+    return Figures(state + weights + activations, slow)
+
+
+def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID)):
+    """The search, and what it has tried, in order."""
+    search = Search(build, forecast_of, budget)
+    return Fit("v5e:4x8", budget, search.run(meshes)), [trial.options for trial in search.trials]
+
+
+def but(options, **changes):
+    return dataclasses.replace(options, **changes)
+
+
+def test_where_the_first_mesh_fits_the_others_are_tried_with_its_fastest():
+    found, tried = searched(1300)  # all three ways fit
+    kept = [but(KEPT, mesh=mesh) for mesh in (FLAT, HYBRID)]
+    assert tried == [KEPT, AGAIN, REMAT, *kept, but(KEPT, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
+    assert found.best.options == KEPT and found.best.seconds == 1.1
+    found, tried = searched(1200)  # the fastest way does not
+    assert tried[3:] == [but(AGAIN, mesh=FLAT), but(AGAIN, mesh=HYBRID), but(AGAIN, min_weight_size=2**12)]
+    assert found.best.options == AGAIN
+
+
+def test_another_mesh_that_is_faster_is_the_best_and_goes_on():
+    found, tried = searched(2000)
+    assert found.best.options == but(KEPT, mesh=HYBRID) == but(tried[-1], min_weight_size=2**18)
+
+
+def test_minibatches_are_made_of_what_took_least_until_it_fits():
+    found, tried = searched(455)
+    in_four = but(REMAT, num_minibatches=4)
+    assert tried[:5] == [KEPT, AGAIN, REMAT, but(REMAT, num_minibatches=2), in_four]
+    assert found.best.options == but(in_four, min_weight_size=2**18) and found.best.bytes_per_device == 450
+    assert tried[5:] == [but(in_four, mesh=FLAT), but(in_four, mesh=HYBRID), but(in_four, min_weight_size=2**12)]
+
+
+def test_other_meshes_are_tried_where_the_first_fits_with_no_minibatches():
+    found, tried = searched(300)  # at least 400 on the first mesh, whatever is done
+    first = [but(REMAT, num_minibatches=2**i) for i in range(1, 7)]
+    on_flat = but(REMAT, mesh=FLAT)
+    assert first[-1].num_minibatches == MAX_MINIBATCHES and tried[2:9] == [REMAT, *first]
+    in_two = but(on_flat, num_minibatches=2)
+    assert tried[9:11] == [on_flat, in_two] and found.best.options.mesh == FLAT and found.best.bytes_per_device == 300
+    assert tried[11:] == [but(in_two, mesh=HYBRID), but(in_two, min_weight_size=2**12)]  # something fits by then
+    assert not any(trial.fits for trial in searched(300, meshes=(STAGED, HYBRID))[0].trials)  # guard: it is the mesh
+
+
+def test_where_nothing_fits_on_any_mesh_all_was_tried():
+    found, tried = searched(100)
+    assert found.best is None and not any(trial.fits for trial in found.trials)
+    counts = {str(mesh): {o.num_minibatches for o in tried if o.mesh == mesh} for mesh in (STAGED, FLAT, HYBRID)}
+    assert set(map(frozenset, counts.values())) == {frozenset(2**i for i in range(7))}
+    assert all(options.min_weight_size == 2**18 for options in tried)
+
+
+@pytest.mark.parametrize(
+    "error, problem",
+    [
+        (ValueError("12 rows, which 8 devices do not divide"), "12 rows, which 8 devices do not divide"),
+        (CompileError("the compiler's process ended with exit code -9:\nlog"), "ended with exit code -9: log"),
+        (TimeoutError("longer than timeout_s=1800"), "longer than timeout_s=1800"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, problem):
+    def forecast_of(options):
+        if options.keep_gathered is False and not options.remat:
+            raise error
+        return by_formula(options)
+
+    found, tried = searched(1300, forecast_of)
+    (failed,) = (trial for trial in found.trials if trial.forecast is None)
+    assert failed.options == AGAIN and not failed.fits and problem in failed.problem and len(tried) == 6
+    assert problem.split()[0] in rendered(found.table())
+    assert json.loads(found.to_json())["trials"][-1]["problem"] == failed.problem
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("a" * 5000), ValueError(), AssertionError()], ids=repr)
+def test_whatever_the_users_code_raises_is_a_row_with_its_line(error):
+    def build(options):
+        if options.mesh == FLAT:
+            raise error
+        return options
+
+    found, tried = searched(1300, build=build)
+    (failed,) = (trial for trial in found.trials if trial.forecast is None)
+    assert type(error).__name__ in failed.problem and "test_planner.py, line" in failed.problem and len(tried) == 6
+    assert len(" ".join(rendered(found.table()).split())) < 10 * MAX_PROBLEM
+
+
+def test_minibatches_that_cannot_be_made_end_with_the_first_of_them():
+    def forecast_of(options):
+        if options.num_minibatches > 2:
+            raise ValueError("num_minibatches=4 does not divide the 2 rows of a device")
+        return by_formula(options)
+
+    found, tried = searched(100, forecast_of)
+    assert [o.num_minibatches for o in tried] == [1, 1, 1, 2, 4] + 2 * [1, 2, 4] and found.best is None
+
+
+def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
+    def broken(options):
+        return {}["missing"]
+
+    def refused(options):
+        raise CompileError("unsupported")
+
+    first = r"no forecast of the first options, Options\(mesh=\{'fsdp_x': 4, 'fsdp_y': 8\}.*"
+    with pytest.raises(ValueError, match=f"{first}KeyError: 'missing' .*test_planner.py, line") as raised:
+        searched(1300, build=broken)
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match=f"{first}unsupported") as raised:
+        searched(1300, refused)
+    assert isinstance(raised.value.__cause__, CompileError)
+
+
+def test_what_is_no_matter_of_the_options_ends_the_search():
+    def without_libtpu(options):
+        raise ImportError("needs libtpu")
+
+    with pytest.raises(ImportError, match="needs libtpu"):
+        searched(1300, without_libtpu)
+
+
+def test_a_loss_that_raises_is_the_users_code_too():
+    def bad_loss(params, apply_fn, batch, rng):
+        raise RuntimeError("in the loss")
+
+    def build(options):
+        x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        return Workload(nn.Dense(8), optax.sgd(1e-3), x, bad_loss).build_step(options.mesh)
+
+    with pytest.raises(ValueError, match=r"no forecast of the first .*RuntimeError: in the loss .*test_planner.py"):
+        fit(build, "v5e:2x2", meshes=[{"fsdp": 4}])
+
+
+def test_what_is_no_place_to_fit_into_is_refused():
+    def unused(options):
+        raise AssertionError
+
     with pytest.raises(ValueError, match=r"topology='v5e:3x3': there is no such slice"):
-        fit(refuse, "v5e:3x3")
+        fit(unused, "v5e:3x3")
+    for budget in (0, -1):
+        with pytest.raises(ValueError, match=rf"budget_bytes={budget}: nothing fits.*None for all that v5e has, \d+"):
+            fit(unused, "v5e:2x2", budget)
+    with pytest.raises(ValueError, match="meshes is empty"):
+        fit(unused, "v5e:2x2", meshes=[])
+
+
+# ---------------------------------------------------------------------------------------------------- with real figures
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +251,7 @@ def tight():
     """A search under a budget that takes minibatches; rows for two of them on each device, not for four."""
     pytest.importorskip("libtpu")
     tried = []
-    return fit(build_step, "v5e:2x2", 200 * MIB, meshes=[{"fsdp": 4}], on_trial=tried.append), tried
+    return fit(build_step, "v5e:2x2", BUDGET, meshes=[{"fsdp": 4}], on_trial=tried.append), tried
 
 
 @pytest.mark.libtpu
@@ -81,7 +259,7 @@ def test_the_best_is_the_fastest_of_what_fits(tight):
     found, _ = tight
     fitting = [trial for trial in found.trials if trial.fits]
     assert fitting and found.best is fitting[0]
-    assert all(trial.bytes_per_device <= 200 * MIB for trial in fitting)
+    assert all(trial.bytes_per_device <= BUDGET for trial in fitting)
     assert found.best.seconds == min(trial.seconds for trial in fitting)
     assert [trial.fits for trial in found.trials] == sorted((trial.fits for trial in found.trials), reverse=True)
 
@@ -94,13 +272,13 @@ def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
     assert ways[3][2] == 2 and tried[-1].min_weight_size == OTHER_MIN_WEIGHT_SIZE
     by_options = {(t.options.keep_gathered, t.options.remat, t.options.num_minibatches): t for t in found.trials}
     saved = [by_options[way].bytes_per_device for way in ways[:3]]
-    assert saved[0] > saved[1] > saved[2] > 200 * MIB  # each saves memory, and none of them fits
+    assert saved[0] > saved[1] > saved[2] > BUDGET  # each saves memory, and none of them fits
 
 
 @pytest.mark.libtpu
 def test_the_table_and_the_json_tell_all_trials(tight):
     found, tried = tight
     text = rendered(found.table())
-    assert "What fits into 200 MiB on each device of v5e:2x2" in text and text.count("fsdp=4") == len(tried)
+    assert "What fits into 45 MiB on each device of v5e:2x2" in text and text.count("fsdp=4") == len(tried)
     data = json.loads(found.to_json())
     assert len(data["trials"]) == len(tried) and data["trials"][0]["fits"] is True

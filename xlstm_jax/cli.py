@@ -1,7 +1,7 @@
 """The command ``xlstm-jax``: arguments in, tables out. ``commands`` does the work; nothing else in the library prints.
 
 stdout      the tables, or with --json the JSON and nothing else
-stderr      what is being done, where it is a terminal; bad news and errors, a line each
+stderr      what is being done, where it is a terminal; notes, bad news and errors, a line each
 exit code   0: done, and all is well    1: done, and the news is bad    2: an error
 """
 
@@ -214,8 +214,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
         show(report.tables())
-    for refusal in report.refusals:
-        sys.stderr.write(f"xlstm-jax: {refusal}\n")
+    for line in (*report.notes, *report.refusals):
+        sys.stderr.write(f"xlstm-jax: {line}\n")
     return BAD_NEWS if report.refusals else 0
 
 
@@ -241,11 +241,9 @@ def _command(args: argparse.Namespace) -> Callable[..., Any]:
 
 def one_line(error: Exception) -> str:
     """An error as one line: the library's own as they are, others with their type and the user's line."""
-    from xlstm_jax.distributed.forecast.factory import described
+    from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
 
-    known = type(error) in (ValueError, TypeError, ImportError, TimeoutError) or isinstance(error, OSError)
-    own = known or type(error).__module__.startswith("xlstm_jax")
-    text = " ".join(str(error).split()) if own else f"{described(error)}; --traceback shows the way there"
+    text = in_a_line(error) + ("" if is_own(error) else "; --traceback shows the way there")
     if len(text) > MAX_ERROR:
         half = MAX_ERROR // 2
         return f"{text[:half]} [... --traceback shows all of it ...] {text[-half:]}"

@@ -43,14 +43,22 @@ class Report(NamedTuple):
       tables: returns what there is to read, as ``rich`` renderables and strings.
       json: returns the same for programs.
       refusals: bad news, a line for each: the exit code is 1 where there are any.
+      notes: what the reader should know, a line for each.
     """
 
     tables: Callable[[], Sequence[Any]]
     json: Callable[[], str]
     refusals: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------ the user's training
+
+
+def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
+    mesh = mesh_sizes(args.mesh, args.topology, factory)
+    _check_shard_axes(mesh, factory, dict(args.set))
+    return mesh
 
 
 def mesh_sizes(mesh: dict[str, int] | None, topology: str | None, factory: Factory) -> dict[str, int]:
@@ -69,10 +77,35 @@ def mesh_sizes(mesh: dict[str, int] | None, topology: str | None, factory: Facto
     if math.prod(filled.values()) != place.num_devices:
         free = "a multiple of " if -1 in mesh.values() else ""
         raise ValueError(
-            f"--mesh {_format_mesh(mesh)} takes {free}{known} devices, but {topology} has {place.num_devices}. Write "
-            f"-1 for the size of one axis, as {_format_mesh(mesh | {list(mesh)[-1]: -1})}, or take another topology."
+            f"--mesh {_format_mesh(mesh)} takes {free}{known} devices, but {topology} has {place.num_devices}. "
+            f"{_other_sizes(mesh, place.num_devices)}, or take another topology."
         )
     return filled
+
+
+def _other_sizes(mesh: dict[str, int], count: int) -> str:
+    """The cure for sizes that do not multiply to the number of devices."""
+    given = {axis: size for axis, size in mesh.items() if size != -1}
+    known = math.prod(given.values())
+    free = [axis for axis in reversed(given) if count % (known // given[axis]) == 0]
+    if free and len(given) == len(mesh):
+        return f"Write -1 for the size of one axis, as {_format_mesh(mesh | {free[0]: -1})}"
+    sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+    product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
+    return f"{product}{known} does not divide {count}; {sizes} do. Choose one of these"
+
+
+def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
+    """Nothing would be split over axes of which none is named fsdp...; that must be meant, and no slip of the keys."""
+    if "shard_axes" not in factory.declared or "shard_axes" in chosen or planner.Options(mesh).shard_axes:
+        return
+    last = list(mesh)[-1]
+    renamed = {FLAT_AXIS if axis == last else axis: size for axis, size in mesh.items()}
+    raise ValueError(
+        f"--mesh {_format_mesh(mesh)}: no axis begins with {planner.SHARD_AXIS_PREFIX}, so {factory.name} would be "
+        f"told to split nothing. Name the axes to split over {planner.SHARD_AXIS_PREFIX}..., as {_format_mesh(renamed)}"
+        f', or pass --set "shard_axes=(\'{last}\',)", or --set "shard_axes=()" for a replicated run.'
+    )
 
 
 def _own_sizes(mesh: dict[str, int] | None) -> dict[str, int]:
@@ -106,7 +139,7 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, Workload, dict[str, int]]:
     factory = load_factory(args.factory)
-    mesh = mesh_sizes(args.mesh, args.topology, factory)
+    mesh = _mesh(args, factory)
     workload = _workload(factory, mesh, dict(args.set))
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
@@ -127,7 +160,7 @@ def _simulated(mesh: dict[str, int]) -> Mesh:
 def plan(args: Namespace, say: Say) -> Report:
     """``xlstm-jax plan``"""
     factory = load_factory(args.factory)
-    mesh = mesh_sizes(args.mesh, args.topology, factory)
+    mesh = _mesh(args, factory)
     say("tracing the model")
     found = _plan(_workload(factory, mesh, dict(args.set)), mesh)
     refusals = tuple(_check(found, args.max_replicated_fraction, args.max_bytes_per_device))
@@ -149,10 +182,14 @@ def _check(plan: ShardingPlan, fraction: float | None, max_bytes: int | None) ->
 
 
 def _read_plan(path: str) -> ShardingPlan:
+    cure = f"Write it with `xlstm-jax plan ... --json > {path}`"
     try:
         return ShardingPlan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"--diff {path}: {error.strerror}. {cure}.") from error
     except (ValueError, KeyError) as error:
-        raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {error}") from error
+        why = str(error).rstrip(".")
+        raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
 
 def _diff(before: ShardingPlan, after: ShardingPlan, path: str, refusals: tuple[str, ...]) -> Report:
@@ -167,11 +204,12 @@ def _diff(before: ShardingPlan, after: ShardingPlan, path: str, refusals: tuple[
 
 def show_forecast(args: Namespace, say: Say) -> Report:
     """``xlstm-jax forecast``"""
-    found, _, _ = _forecast(args, say)
+    found, workload, mesh = _forecast(args, say)
+    notes = (UNWRAPPED,) if _plan(workload, mesh).assumed else ()
     if args.out:
         say("drawing")
         found.plot(args.out)
-    return Report(lambda: [found.table()], found.to_json, tuple(_does_not_fit(found)))
+    return Report(lambda: [found.table()], found.to_json, tuple(_does_not_fit(found)), notes)
 
 
 def _does_not_fit(found: Forecast) -> list[str]:
@@ -209,7 +247,7 @@ def fit(args: Namespace, say: Say) -> Report:
     """``xlstm-jax fit``"""
     factory = load_factory(args.factory)
     shape = parse_topology(args.topology).shape
-    meshes = [mesh_sizes(args.mesh, args.topology, factory)] if args.mesh else default_meshes(shape, factory)
+    meshes = [_mesh(args, factory)] if args.mesh else default_meshes(shape, factory)
     found = planner.fit(
         StepBuilder(factory, dict(args.set)),
         args.topology,

@@ -10,17 +10,13 @@ import importlib
 import inspect
 import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.distributed.forecast.workload import Workload
-
-NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+from xlstm_jax.distributed.forecast.workload import Workload, described
 
 
 class FactoryError(ValueError):
@@ -83,6 +79,8 @@ def load_factory(name: str) -> Factory:
       FactoryError: the name has another form, the module is not there or fails, or it has no such function.
     """
     module_name, _, function_name = name.partition(":")
+    if os.sep in module_name or (module_name.endswith(".py") and Path(module_name).exists()):
+        raise FactoryError(f"--factory {name!r} is a path, not package.module:function. {_as_module(name)}")
     if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise FactoryError(f"--factory {name!r} is not package.module:function, as docs.example_training:training.")
     if os.getcwd() not in sys.path:
@@ -98,6 +96,16 @@ def load_factory(name: str) -> Factory:
     return Factory(name, function)
 
 
+def _as_module(name: str) -> str:
+    """What to write instead of ``folder/file.py:function``, and where."""
+    file_name, _, function_name = name.partition(":")
+    path = Path(os.path.relpath(file_name)).with_suffix("")
+    if not all(part.isidentifier() for part in path.parts):  # above the current directory, say
+        where = Path(file_name).parent
+        return f"Run the command in {where}, and write {path.name}:{function_name or 'function'}."
+    return f"Write {'.'.join(path.parts)}:{function_name or 'function'}."
+
+
 def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -110,10 +118,3 @@ def _imported(name: str) -> Any:
         raise FactoryError(f"--factory: importing {name} raised {described(error)}; is it installed here?") from error
     except Exception as error:  # whatever a user's module raises
         raise FactoryError(f"--factory: importing {name} raised {described(error)}.") from error
-
-
-def described(error: BaseException) -> str:
-    """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
-    place = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place}"

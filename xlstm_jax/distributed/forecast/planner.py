@@ -1,11 +1,15 @@
 """What fits, and what of it is fastest: a search over the options of a sharded step, by forecast.
 
-  1. weights kept, weights gathered again, blocks recomputed      each saves memory, and as a rule costs time
-  2. 2, 4, ... minibatches                                        as long as nothing fits
-  3. other meshes, then another threshold                         one change at a time, to the fastest that fits
+  1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
+  2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
+  3. each other mesh: with the options of the fastest that fits; where nothing fits yet, with those of 1 that took
+     least, and then minibatches as in 2
+  4. another threshold, with the options of the fastest that fits
 
-The three of the first line are all tried: which is fastest depends on whether compute, memory or links bound the step.
-A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations.
+Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
+the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
+what is best here need not be the best of all. Options that fail (they do not divide the batch, the compiler refuses the
+step, the user's code raises) are a row of the result that says why; at the very first, that is an error.
 """
 
 import dataclasses
@@ -18,12 +22,15 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast.chips import parse_topology
 from xlstm_jax.distributed.forecast.estimate import Forecast, forecast
 from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.forecast.topology import CompileError, trace
+from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.partitioning import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
+MAX_PROBLEM = 200  # characters of it in a table
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,14 @@ def _row(trial: Trial) -> list[str]:
     kept = "kept" if options.keep_gathered else "gathered again"
     cells = [mesh, f"{options.min_weight_size:,}", kept, "yes" if options.remat else "no", str(options.num_minibatches)]
     if trial.forecast is None:
-        return [*cells, "", "", trial.problem]
+        return [*cells, "", "", _cut(trial.problem)]
     fits = "yes" if trial.fits else "no"
     return [*cells, format_bytes(trial.bytes_per_device), f"{trial.seconds * 1e3:.1f} ms", fits]
+
+
+def _cut(text: str) -> str:
+    half = MAX_PROBLEM // 2
+    return text if len(text) <= MAX_PROBLEM else f"{text[:half]} ... {text[-half:]}"
 
 
 def fit(
@@ -127,65 +139,127 @@ def fit(
 
     Args:
       build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
-        ``Workload.build_step`` makes them. It may raise a ``ValueError`` for options that it does not support.
+        ``Workload.build_step`` makes them. It may raise for options that it does not support.
       topology: as "v5e:16x16".
-      budget_bytes: of each device; by default what the compiler lets a program have on that chip.
+      budget_bytes: of each device; None: what the compiler lets a program have on that chip.
       meshes: those to try, the first one first. By default one axis for each dim of the torus, one flat axis, and
         hybrid sharding (replicas over the first dim).
       on_trial: called before each forecast, to show progress.
     Raises:
-      ValueError: an unknown topology; or ``build_step`` raised at the very first options.
+      ValueError: an unknown topology; a budget that is not positive; no mesh; or there is no forecast of the very first
+        options, chained to the reason.
+      ImportError: libtpu is not installed, or flatbuffers.
     """
     place = parse_topology(topology)
-    budget = budget_bytes or place.chip.usable_hbm_bytes
-    meshes = list(meshes or default_meshes(place.shape))
-    search = _Search(build_step, topology, budget, on_trial or (lambda options: None))
-    search.try_ways(meshes[0])
-    search.try_minibatches()
-    for change in [{"mesh": mesh} for mesh in meshes[1:]] + [{"min_weight_size": OTHER_MIN_WEIGHT_SIZE}]:
-        search.try_beside_the_best(change)
-    return Fit(topology, budget, tuple(sorted(search.trials, key=lambda trial: (not trial.fits, trial.seconds))))
+    budget = place.chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
+    if budget <= 0:
+        raise ValueError(
+            f"budget_bytes={budget}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
+            f"None for all that {place.chip.name} has, {place.chip.usable_hbm_bytes}."
+        )
+    meshes = default_meshes(place.shape) if meshes is None else meshes
+    if not meshes:
+        raise ValueError(
+            "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
+        )
+
+    def build(options: Options) -> tuple[Any, Sequence[PyTree]]:
+        step, args = build_step(options)
+        trace(step, args)  # runs the user's loss here, where it may raise what it likes; JAX keeps the trace
+        return step, args
+
+    search = Search(build, lambda built: forecast(built[0], *built[1], topology=topology), budget, on_trial)
+    return Fit(topology, budget, search.run(meshes))
 
 
 @dataclass
-class _Search:
-    build_step: Callable[[Options], tuple[Any, Sequence[PyTree]]]
-    topology: str
-    budget: int
-    on_trial: Callable[[Options], None]
+class Search:
+    """The search itself, apart from what is searched over.
+
+    Attributes:
+      build: options -> a step. The user's code, so it may raise anything.
+      forecast_of: that step -> its forecast.
+      budget_bytes: of each device.
+      on_trial: see ``fit``.
+      trials: so far, in their order.
+    """
+
+    build: Callable[[Options], Any]
+    forecast_of: Callable[[Any], Forecast]
+    budget_bytes: int
+    on_trial: Callable[[Options], None] | None = None
     trials: list[Trial] = field(default_factory=list)
 
-    def attempt(self, options: Options) -> Trial:
-        self.on_trial(options)
-        try:
-            step, args = self.build_step(options)
-            found = forecast(step, *args, topology=self.topology)
-            trial = Trial(options, found, found.total_bytes <= self.budget)
-        except ValueError as error:  # these options do not divide, say; others may
-            trial = Trial(options, None, False, str(error).splitlines()[0])
-        self.trials.append(trial)
-        return trial
+    def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
+        """All trials: what fits first, the fastest first.
 
-    def try_ways(self, mesh: dict[str, int]) -> None:
-        for options in _WAYS:
-            self.attempt(dataclasses.replace(options, mesh=mesh))
-            first = self.trials[0]
-            if first.problem:
-                raise ValueError(f"build_step cannot build the first options, {first.options}: {first.problem}")
-
-    def try_minibatches(self) -> None:
-        """Twice as many each time, of the way that took least, until one fits or no more can be made of the batch."""
+        Raises:
+          ValueError: there is no forecast of the very first options.
+        """
+        for way in _WAYS:
+            self.attempt(dataclasses.replace(way, mesh=meshes[0]))
         smallest = min((trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device)
-        count = 2
-        while not any(trial.fits for trial in self.trials) and count <= MAX_MINIBATCHES:
-            if self.attempt(dataclasses.replace(smallest.options, num_minibatches=count)).problem:
+        self.try_minibatches(smallest.options)
+        for mesh in meshes[1:]:
+            self.try_mesh(mesh, smallest.options)
+        if self.best is not None:
+            self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
+        return tuple(sorted(self.trials, key=lambda trial: (not trial.fits, trial.seconds)))
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest so far of what fits."""
+        return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
+
+    def try_mesh(self, mesh: dict[str, int], smallest: Options) -> None:
+        """The mesh with the best options; where nothing fits yet, with the smallest, and its minibatches."""
+        if self.best is not None:
+            self.attempt(dataclasses.replace(self.best.options, mesh=mesh))
+            return
+        options = dataclasses.replace(smallest, mesh=mesh)
+        if self.attempt(options).forecast is not None:
+            self.try_minibatches(options)
+
+    def try_minibatches(self, options: Options) -> None:
+        """Twice as many each time, until something fits or no more can be made of the batch."""
+        count = 2 * options.num_minibatches
+        while self.best is None and count <= MAX_MINIBATCHES:
+            if self.attempt(dataclasses.replace(options, num_minibatches=count)).forecast is None:
                 return
             count *= 2
 
-    def try_beside_the_best(self, change: dict[str, Any]) -> None:
-        best = min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
-        if best is not None:
-            self.attempt(dataclasses.replace(best.options, **change))
+    def attempt(self, options: Options) -> Trial:
+        """One trial.
+
+        Raises:
+          ValueError: it is the first, and there is no forecast of it.
+        """
+        if self.on_trial is not None:
+            self.on_trial(options)
+        try:
+            trial = self._trial(options)
+        except _NoForecast as failed:
+            problem = in_a_line(failed.__cause__)
+            if not self.trials:
+                raise ValueError(f"no forecast of the first options, {options}: {problem}") from failed.__cause__
+            trial = Trial(options, None, False, problem)
+        self.trials.append(trial)
+        return trial
+
+    def _trial(self, options: Options) -> Trial:
+        try:
+            built = self.build(options)
+        except Exception as error:  # whatever the user's code raises
+            raise _NoForecast from error
+        try:
+            found = self.forecast_of(built)
+        except (ValueError, CompileError, TimeoutError) as error:  # others are no matter of these options
+            raise _NoForecast from error
+        return Trial(options, found, found.total_bytes <= self.budget_bytes)
+
+
+class _NoForecast(Exception):
+    """There is no forecast of these options; its cause says why."""
 
 
 def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:

@@ -2,11 +2,17 @@
 
 def my_training(*, min_weight_size=2**18, remat=True) -> Workload: ...        the user's; nothing in it needs a device
 Workload --build_step(mesh)--> step, (state, batch, rng)                      abstract, as make_train_step takes them
+
+All of it is the user's code and may fail in any way; ``in_a_line`` says what failed, and in which line of the user's.
 """
 
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +27,11 @@ from xlstm_jax.distributed.gradients import LossFn
 from xlstm_jax.distributed.partitioning import leaves_with_path
 from xlstm_jax.distributed.training import abstract_train_state, make_train_step
 
+LIBRARY = str(Path(__file__).parents[2]) + os.sep
+INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+OWN = (ValueError, TypeError, ImportError)  # what this library raises, beside OSError and types of its own
+NOT_THE_USERS = ("<", LIBRARY, *INSTALLED)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -33,6 +44,7 @@ class Workload:
       loss_fn: as for ``make_train_step``.
       inputs: what ``model.init`` takes; by default the batch itself, where it is one array.
       weighted: as for ``make_train_step``.
+      num_tokens: in the batch of all devices, where its shapes do not tell; see ``tokens``.
     """
 
     model: nn.Module
@@ -41,6 +53,7 @@ class Workload:
     loss_fn: LossFn
     inputs: tuple[Any, ...] | None = None
     weighted: bool = False
+    num_tokens: int | None = None
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -61,17 +74,21 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the batch: the product of the first two dims of the largest integer leaf, else its rows.
+        """Tokens in the batch of all devices: ``num_tokens``, where it is given, else what the shapes say.
 
-        A leaf [b, t] of integers holds b * t tokens; a batch without one is counted in examples.
+        A leaf [b, t, ...] of integers holds b * t tokens; of several such leaves the one with the most counts. So a
+        batch of t + 1 columns, from which inputs and next tokens are cut, counts t + 1 a row, and pixels as uint8 count
+        as tokens: pass ``num_tokens`` to say otherwise. A batch without such a leaf is counted in rows.
         """
-        shapes = [np.shape(leaf) for _, leaf in leaves_with_path(self.batch) if np.ndim(leaf)]
-        whole = [
-            np.shape(leaf)
-            for _, leaf in leaves_with_path(self.batch)
-            if np.ndim(leaf) == 2 and np.issubdtype(leaf.dtype, np.integer)
+        if self.num_tokens is not None:
+            return self.num_tokens
+        leaves = [leaf for _, leaf in leaves_with_path(self.batch) if np.ndim(leaf)]
+        held = [
+            math.prod(np.shape(leaf)[:2])
+            for leaf in leaves
+            if np.ndim(leaf) >= 2 and np.issubdtype(leaf.dtype, np.integer)
         ]
-        return max(map(math.prod, whole), default=max((shape[0] for shape in shapes), default=0))
+        return max(held, default=max((np.shape(leaf)[0] for leaf in leaves), default=0))
 
     def build_step(
         self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
@@ -91,3 +108,30 @@ class Workload:
         state = abstract_train_state(self.model, self.tx, mesh, rng, *self.init_inputs, batch_axes=axes)
         step = make_train_step(self.loss_fn, mesh, axes, num_minibatches=num_minibatches, weighted=self.weighted)
         return step, (state, abstract_batch(self.batch, mesh, axes), rng)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error as one line: the library's own as it is, any other as it is ``described``."""
+    return " ".join(str(error).split()) if is_own(error) else described(error)
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether a line of this library raised it, or the system below the library; not a line of the user's, nor JAX."""
+    if not str(error) or not (isinstance(error, OSError) or type(error) in OWN or _defined_here(error)):
+        return False
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if not frames or frames[-1].startswith(LIBRARY):
+        return True
+    return isinstance(error, OSError) and all(name.startswith(NOT_THE_USERS) for name in frames)
+
+
+def _defined_here(error: BaseException) -> bool:
+    return type(error).__module__.startswith("xlstm_jax.")
+
+
+def described(error: BaseException) -> str:
+    """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
+    place = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
