@@ -141,7 +141,7 @@ def _draw_memory(axes: Any, topology: str, layouts: dict[str, Any]) -> None:
     axes.bar_label(bars, [f"{total:.3g}" for total in left], padding=3, fontsize=8)
     available = next(iter(layouts.values()))["available_bytes"] / GIB
     axes.axvline(available, color="#d1495b", linestyle="--", linewidth=1.2, label="available")
-    _finish(axes, f"{topology}: memory at the peak, GiB")
+    _finish(axes, f"{topology}: memory at the peak, GiB", max(available, *left))
 
 
 def _draw_wire(axes: Any, topology: str, layouts: dict[str, Any]) -> None:
@@ -150,13 +150,13 @@ def _draw_wire(axes: Any, topology: str, layouts: dict[str, Any]) -> None:
     axes.barh(list(layouts), hidden, color="#5b9bd5", label="asynchronous")
     bars = axes.barh(list(layouts), total - hidden, left=hidden, color="#d1495b", label="waited for")
     axes.bar_label(bars, [f"{sent:.3g}" for sent in total], padding=3, fontsize=8)
-    _finish(axes, f"{topology}: sent per step, GiB")
+    _finish(axes, f"{topology}: sent per step, GiB", max(total))
 
 
-def _finish(axes: Any, title: str) -> None:
+def _finish(axes: Any, title: str, largest: float) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.invert_yaxis()
-    axes.margins(x=0.14)
+    axes.set_xlim(0, 1.14 * largest)  # room for the number behind the longest bar
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.legend(fontsize=7, frameon=False, loc="best")
