@@ -99,19 +99,18 @@ def summary(found: Forecast) -> dict[str, Any]:
 
 def table(name: str, topology: str, layouts: dict[str, Any]) -> Any:
     """Layouts as rows."""
-    columns = ["layout", "fits", "per device", "of it state", "sent per step", "async", "step", "bound by"]
+    columns = ["layout", "fits", "per device", "sent", "async", "step", "bound by"]
     return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in layouts.items()])
 
 
 def _row(layout: str, found: dict[str, Any]) -> list[str]:
     if "problem" in found:
-        return [layout, "no", "", "", "", "", "", found["problem"]]
+        return [layout, "no", "", "", "", "", found["problem"]]
     wire, seconds = found["wire_bytes"], found["seconds"]
     return [
         layout,
         "yes" if found["fits"] else "no",
         format_bytes(found["bytes"]["total"]),
-        format_bytes(found["bytes"]["arguments"]),
         format_bytes(wire["total"]),
         f"{wire['asynchronous'] / wire['total']:.0%}" if wire["total"] else "",
         f"{seconds['step'] * 1e3:,.0f} ms",

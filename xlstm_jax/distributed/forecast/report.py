@@ -7,7 +7,7 @@ from typing import Any
 
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
-MIN_WIDTH = 8  # of columns of text, which numbers would squeeze out of a narrow terminal
+MIN_WIDTH = 12  # of columns of text, which numbers would squeeze out of a narrow terminal
 ROWS = 12  # of each table; the rest is summed up in a last one
 OUTSIDE = "outside of modules"
 DOES_NOT_FIT = (
