@@ -87,7 +87,7 @@ def summary(found: Forecast) -> dict[str, Any]:
             "step": found.step_seconds,
         },
         "bound": roofline.bound,
-        "tokens_per_device": found.tokens / np.prod(list(found.axis_sizes.values())),
+        "tokens_per_device": found.tokens / found.devices,
         "ridge_tokens": roofline.ridge_tokens,
         "compile_seconds": found.compile_seconds,
         "versions": found.versions,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from xlstm_jax.distributed.forecast.chips import CHIPS, Links, chip_of, parse_topology, roofline
+from xlstm_jax.distributed.forecast.topology import CHILD_ENVIRONMENT
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
 MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
@@ -102,13 +103,6 @@ for arguments in json.loads(sys.argv[1]):
     coords = [max(device.coords[i] for device in devices) + 1 for i in range(3)]
     print(json.dumps([len(devices), devices[0].device_kind, coords]))
 """
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_PLATFORMS": "cpu",
-}
 
 
 @pytest.mark.libtpu
@@ -118,7 +112,7 @@ def test_libtpu_knows_the_slices_and_names_the_chips_alike():
     names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]
     topologies = [parse_topology(name) for name in names]
     command = [sys.executable, "-c", LIBTPU_CHILD, json.dumps([topology.description() for topology in topologies])]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | ENVIRONMENT
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | CHILD_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     described = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -79,6 +79,11 @@ class Forecast:
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
 
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axis_sizes.values())
+
     # ---------------------------------------------------------------------------------------------------------- memory
 
     @property

@@ -87,7 +87,7 @@ def closing(forecast: Any) -> list[str]:
     said = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
-        here = forecast.tokens / _devices(forecast)
+        here = forecast.tokens / forecast.devices
         said.append(
             f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
             f"(here {here:,.0f})."
@@ -97,13 +97,6 @@ def closing(forecast: Any) -> list[str]:
     if forecast.unknown_loops:
         said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
     return said + list(forecast.notes)
-
-
-def _devices(forecast: Any) -> int:
-    count = 1
-    for size in forecast.axis_sizes.values():
-        count *= size
-    return count
 
 
 def _milliseconds(seconds: float) -> str:
