@@ -13,13 +13,13 @@ from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, u
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     as_axis_names,
-    choose_shard_dim,
     leaf_axes,
     leaf_names,
     leaves_with_path,
     map_leaves_with_path,
     split_differentiable,
 )
+from xlstm_jax.distributed.shard_choice import choose_shard_dim
 
 
 @pytest.mark.parametrize(

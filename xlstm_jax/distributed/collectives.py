@@ -121,6 +121,11 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     return value
 
 
+def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sums over devices, in the value's own dtype; the value must vary over the tracked ones of ``axes``."""
+    return lax.psum(value, tuple(axes)) if axes else value
+
+
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     """The axes over which a reduction of ``value`` has something to do.
 

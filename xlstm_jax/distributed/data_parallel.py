@@ -22,262 +22,40 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import lax
 
 from xlstm_jax.common_types import AxisNames, Parameter, PyTree
 from xlstm_jax.distributed import collectives
+from xlstm_jax.distributed.parameters import (
+    ShardRule,
+    box_slices,
+    box_whole,
+    gather_array_with_mean_grads,
+    gather_params,
+    plan_params,
+    shard_params,
+)
 from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
-    Part,
-    ShardChoice,
+    Replicas,
     as_axis_names,
-    axes_entry,
-    box_dim,
-    choose_shard_dim,
-    entry_axes,
     is_box,
-    is_prng_key,
     leaf_axes,
-    leaf_names,
     leaf_value,
     map_leaves,
-    map_leaves_with_path,
     rebox,
+    reduced_axes,
     split_differentiable,
-    value_dtype,
-    wide_dtype,
+    true_value,
 )
-from xlstm_jax.distributed.plan_boxes import Decision, Planned, is_planning
+from xlstm_jax.distributed.plan_boxes import Planned, is_planning
+from xlstm_jax.distributed.remat import remat_policy
+from xlstm_jax.distributed.shard_choice import UNEVEN
+
+__all__ = ["gather_array_with_mean_grads", "gather_params", "shard_module_params", "shard_params", "sync_gradients"]
 
 Target = TypeVar("Target", bound=Any)
-
-
-# ---------------------------------------------------------------------------------------------------------- sharding
-
-
-def shard_params(params: PyTree, axis_name: AxisNames, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE) -> PyTree:
-    """Splits parameters over a mesh axis: every device keeps its slice of each leaf that is large enough.
-
-    Call it inside ``shard_map``, on values that are equal on all devices of the axis. To initialise a model use
-    ``training.init_sharded``, which never holds the whole tree.
-
-    Args:
-      params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
-      axis_name: an axis or a tuple of axes, outermost first; a dim is split over all of them.
-      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
-    Returns:
-      The tree, leaves split along the largest dim that the axis divides and no other axis has taken, as
-      ``nn.Partitioned`` with value [..., d / N, ...]. Leaves that are too small, that the axis does not divide, that
-      are split over it already, and PRNG keys come back as they are.
-    Raises:
-      ValueError: an axis is not bound; lists those that are.
-    """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="shard_params")
-    sizes = {axis: collectives.axis_size((axis,)) for axis in axes}
-    return _box_params(params, sizes, min_weight_size, _own_slice)
-
-
-def _box_params(params: PyTree, axis_sizes: dict[str, int], min_weight_size: int, take: Callable[..., Any]) -> PyTree:
-    """Boxes the leaves that ``choose_shard_dim`` picks, with what ``take(value, dim, axes)`` makes of each."""
-    axes = tuple(axis_sizes)
-
-    def box(leaf):
-        dim, _ = _choice(leaf, axis_sizes, min_weight_size)
-        return leaf if dim is None else box_dim(leaf, take(leaf_value(leaf), dim, axes), dim, axes)
-
-    return map_leaves(box, params)
-
-
-def _choice(leaf: Any, axis_sizes: dict[str, int], min_weight_size: int) -> ShardChoice:
-    value = leaf_value(leaf)
-    if is_prng_key(value):
-        return ShardChoice(None, "holds PRNG keys, which are never split")
-    return choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, min_weight_size)
-
-
-def plan_params(
-    params: PyTree,
-    axis_sizes: dict[str, int],
-    min_weight_size: int,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
-) -> PyTree:
-    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, in a box that says why.
-
-    Args:
-      params: leaves, bare or boxed.
-      axis_sizes: the axes to split over, outermost first, with their sizes.
-      min_weight_size, gather_dtype, grad_scatter_dtype: see ``shard_module_params``.
-    Returns:
-      The tree with every leaf as ``Planned``.
-    Raises:
-      ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
-    """
-    axes = tuple(axis_sizes)
-
-    def box(path, leaf):
-        value, choice = leaf_value(leaf), _choice(leaf, axis_sizes, min_weight_size)
-        names, wire = leaf_names(leaf), [str(value_dtype(value))] * 2
-        if choice.dim is not None:
-            names = leaf_names(box_dim(leaf, value, choice.dim, axes))
-            requested = {"gather_dtype": gather_dtype, "grad_scatter_dtype": grad_scatter_dtype}
-            wire = [str(wire_dtype(value, dtype, option, path)) for option, dtype in requested.items()]
-        return Planned.of(leaf, Decision(axes, choice, np.shape(value), names, *wire))
-
-    return map_leaves_with_path(box, params)
-
-
-def _own_slice(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    parts = collectives.axis_size(axes)
-    if parts == 1:
-        return value
-    size = value.shape[dim] // parts
-    return lax.dynamic_slice_in_dim(value, collectives.axis_index(axes) * size, size, dim)
-
-
-def _whole(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    del dim, axes
-    return value
-
-
-# --------------------------------------------------------------------------------------------------------- gathering
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Primal:
-    """What the backward pass must know of the value that was gathered: a residual without any array in it."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_array_with_mean_grads(
-    x: jax.Array,
-    axis: int,
-    axis_name: AxisNames,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
-) -> jax.Array:
-    """All-gathers ``x`` along a dim; the gradient is reduce-scattered as the *mean* over the axis.
-
-    Args:
-      x: this device's piece, [..., d / N, ...]. Integers and PRNG keys are gathered too, never cast, without gradient.
-      axis: the dim d along which the pieces are concatenated.
-      axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
-      gather_dtype: dtype on the wire and of the result; None: x's own. Narrow it to the dtype that the module computes
-        in, so that nothing is left to cast (and to save for the backward pass).
-      grad_scatter_dtype: dtype in which the gradient is summed over the wire; None: x's own. It is divided by N before
-        the sum, in float32 or wider, so that a float16 sum of N gradients overflows only where their mean does.
-    Returns:
-      [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
-    Raises:
-      ValueError: an axis is not bound, or a dtype on the wire would change the kind of the numbers (float, complex).
-    """
-    return _gather_fwd(x, axis, axis_name, gather_dtype, grad_scatter_dtype)[0]
-
-
-def _gather_fwd(x, axis, axis_name, gather_dtype, grad_scatter_dtype):
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="gather_array_with_mean_grads")
-    wire_dtype(x, grad_scatter_dtype, "grad_scatter_dtype")
-    wire = x if is_prng_key(x) else x.astype(wire_dtype(x, gather_dtype, "gather_dtype"))
-    return collectives.all_gather(wire, axis % x.ndim, axes), _Primal(x.shape, x.dtype)
-
-
-def _gather_bwd(axis, axis_name, gather_dtype, grad_scatter_dtype, primal, cotangent):
-    del gather_dtype
-    if cotangent.dtype == jax.dtypes.float0:
-        return (np.zeros(primal.shape, jax.dtypes.float0),)
-    axes = as_axis_names(axis_name)
-    wide = cotangent.astype(wide_dtype(cotangent.dtype))
-    mean = (wide / collectives.axis_size(axes)).astype(wire_dtype(primal, grad_scatter_dtype, "grad_scatter_dtype"))
-    return (collectives.reduce_scatter(mean, axis % len(primal.shape), axes).astype(primal.dtype),)
-
-
-gather_array_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
-
-
-def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -> Any:
-    """The dtype in which ``x`` travels when ``requested`` was asked for: its own where that is None or x is no float.
-
-    Raises:
-      ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.
-    """
-    dtype = value_dtype(x)
-    if requested is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return dtype
-    requested = jnp.dtype(requested)
-    kind = jnp.complexfloating if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.floating
-    if not jnp.issubdtype(requested, kind):
-        leaf = f"'{path}'" if path else "the value"
-        lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
-        raise ValueError(
-            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the "
-            f"module that owns it by itself, with {argument}=None."
-        )
-    return requested
-
-
-def gather_params(
-    params: PyTree, axis_name: AxisNames, gather_dtype: Any = None, grad_scatter_dtype: Any = None
-) -> PyTree:
-    """Undoes ``shard_params``: all-gathers every leaf that is boxed over the axis. Call it inside ``shard_map``.
-
-    Args:
-      params: the tree, boxed where it is split.
-      axis_name: an axis or a tuple of axes; where a leaf is split over only some of them, over those.
-      gather_dtype: see ``gather_array_with_mean_grads``; applies to the leaves that are gathered.
-      grad_scatter_dtype: likewise.
-    Returns:
-      The tree with whole values. A leaf that is still split over another axis stays boxed with the names that are left;
-      every other comes back as a plain array. Leaves that were not split are not touched, nor cast.
-
-      A dim split over ``("fsdp", "tp")``, gathered over "fsdp", yields the contiguous part that ``"tp"`` alone would
-      hold. Its pieces lie scattered over "tp" too, so both axes travel; with "fsdp" innermost, only "fsdp" does.
-    Raises:
-      ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
-    """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="gather_params")
-
-    def gather(path, leaf):
-        if not is_box(leaf):
-            return leaf
-        value, names = leaf.value, list(leaf_names(leaf))
-        for dim, entry in enumerate(names):
-            if set(entry_axes(entry)) & set(axes):
-                wire_dtype(value, gather_dtype, "gather_dtype", path)
-                wire_dtype(value, grad_scatter_dtype, "grad_scatter_dtype", path)
-                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, gather_dtype, grad_scatter_dtype)
-        return Part(value, tuple(names)) if any(names) else value
-
-    with jax.named_scope("gather_params"):
-        return map_leaves_with_path(gather, params)
-
-
-def _gather_dim(value, dim, held, axes, gather_dtype, grad_scatter_dtype):
-    """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
-    first = next(i for i, axis in enumerate(held) if axis in axes)
-    outer, inner = held[:first], held[first:]
-    kept = tuple(axis for axis in inner if axis not in axes)
-    if not kept:
-        value = gather_array_with_mean_grads(value, dim, inner, gather_dtype, grad_scatter_dtype)
-        return value, axes_entry(outer)
-    # An axis to keep lies inside one to gather. Its pieces are gathered as well (an all-gather whose transpose is a
-    # sum, as the pieces are parts and not replicas), and the part that it holds by itself is cut out.
-    for axis in reversed(inner):
-        if axis in axes:
-            value = gather_array_with_mean_grads(value, dim, axis, gather_dtype, grad_scatter_dtype)
-        else:
-            value = collectives.all_gather(value, dim, (axis,))
-    return _own_slice(value, dim, kept), axes_entry(outer + kept)
 
 
 # ------------------------------------------------------------------------------------------------- lifting on modules
@@ -289,6 +67,10 @@ def shard_module_params(
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
     gather_dtype: Any = None,
     grad_scatter_dtype: Any = None,
+    *,
+    reshard_after_forward: bool = False,
+    replicas: Replicas | None = None,
+    uneven: str = UNEVEN[0],
 ) -> Target:
     """Makes a module keep its parameters sharded: gathered just before it runs, sliced just after it is initialised.
 
@@ -303,25 +85,34 @@ def shard_module_params(
     Args:
       target: a Linen module class (or ``functools.partial`` of one), a module instance, or a function whose first
         argument is a module. An instance gives an instance with the same fields and name.
-      axis_name: an axis or a tuple of axes, outermost first.
+      axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
+        in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay whole on every device.
       gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored.
       grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: as stored.
+      reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
+        compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
+        otherwise, as one that keeps nothing does; leave it False within those.
+      replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
+      uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
+        up to the next multiple, which the module, the optimizer and checkpoints do not see.
     Returns:
       The wrapped target, to be used like the target.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
       TypeError: the target is none of these, or an instance that its parent has already named.
     """
-    axes = as_axis_names(axis_name)
-    if not isinstance(min_weight_size, int | np.integer):
-        raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values.")
-    for dtype in (gather_dtype, grad_scatter_dtype):
-        jnp.dtype(dtype or jnp.float32)  # a name that is no dtype fails here, not in the first step
+    axes, rule = (
+        as_axis_names(axis_name),
+        ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
+    )
+    if replicas and (both := set(axes) & set(replicas.axis_name)):
+        raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     wrap = functools.partial(
         _lift,
-        gather=functools.partial(_gather_here, axes, gather_dtype, grad_scatter_dtype),
-        shard=functools.partial(_shard_here, axes, min_weight_size, gather_dtype, grad_scatter_dtype),
+        gather=functools.partial(_gather_here, axes, rule),
+        shard=functools.partial(_shard_here, axes, rule),
+        reshard_over=axes if reshard_after_forward else (),
     )
     if isinstance(target, nn.Module):
         return _wrap_instance(target, wrap)
@@ -349,45 +140,71 @@ def _mode(axes: tuple[str, ...]) -> str:
     )
 
 
-def _gather_here(axes, gather_dtype, grad_scatter_dtype, variables):
+def _gather_here(axes, rule, variables):
     if _mode(axes) == "manual":
-        return gather_params(variables, axes, gather_dtype, grad_scatter_dtype)
+        return gather_params(variables, axes, rule.wire.gather_dtype, rule.wire.grad_scatter_dtype)
 
     def take_out(leaf):
         if isinstance(leaf, Planned):
             return leaf.gathered(axes)
         # Boxes over other axes stay, for the wrapper of those.
-        return leaf.value if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+        return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
 
     return map_leaves(take_out, variables)
 
 
-def _shard_here(axes, min_weight_size, gather_dtype, grad_scatter_dtype, variables):
+def _shard_here(axes, rule, variables):
     mode = _mode(axes)
     if mode == "manual":
-        return shard_params(variables, axes, min_weight_size)
+        return box_slices(variables, axes, rule)
     if mode == "plain":
         return variables
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    if is_planning():
-        return plan_params(variables, sizes, min_weight_size, gather_dtype, grad_scatter_dtype)
-    return _box_params(variables, sizes, min_weight_size, _whole)
+    return (plan_params if is_planning() else box_whole)(variables, sizes, rule)
 
 
-def _lift(target: Target, gather: Callable[[PyTree], PyTree], shard: Callable[[PyTree], PyTree]) -> Target:
+def _lift(
+    target: Target,
+    gather: Callable[[PyTree], PyTree],
+    shard: Callable[[PyTree], PyTree],
+    reshard_over: tuple[str, ...],
+) -> Target:
     """``nn.map_variables`` on "params" around every public method, under the target's own name."""
     cls = target.func if isinstance(target, functools.partial) else target
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        return nn.map_variables(target, "params", gather, shard, mutable=True)
+        return _dropping_gathered(nn.map_variables(target, "params", gather, shard, mutable=True), reshard_over)
     methods = _public_methods(cls)
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
     lifted_cls = lifted.func if isinstance(target, functools.partial) else lifted
     for name in methods:
-        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), getattr(lifted_cls, name)))
+        method = _dropping_gathered(getattr(lifted_cls, name), reshard_over)
+        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), method))
     # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     lifted_cls.__name__, lifted_cls.__qualname__, lifted_cls.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return lifted
+
+
+def _dropping_gathered(lifted: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """``lifted``, its parameters gathered again over ``axes`` for the backward pass; itself where there are none."""
+    if not axes:
+        return lifted
+
+    @functools.wraps(lifted)
+    def method(module, *args, **kwargs):
+        if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
+            return lifted(module, *args, **kwargs)
+        # Arguments that are no arrays (a flag, a module) stay what they are.
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+
+        def run(module, arrays):
+            args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return lifted(module, *args, **kwargs)
+
+        return nn.remat(run, policy=remat_policy("everything"))(module, arrays)
+
+    return method
 
 
 def _public_methods(cls: type[nn.Module]) -> list[str]:
@@ -436,7 +253,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     Call it once, inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this
     device's batch. It is *not* for the gradients of ``training.value_and_grad``, which has done it.
 
-    A leaf that is split over an axis has been averaged over it by the transpose of its gather. Under ``check_vma=True``
+    A leaf that is split over an axis, or has its copies along it (``Replicas``), has been averaged over it by the
+    transpose of its gather. Under ``check_vma=True``
     a leaf whose type does not vary over an axis has been summed over it by JAX, and is divided; any other is averaged.
 
     Args:
@@ -451,7 +269,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = split_differentiable(grads)
-    over = [tuple(axis for axis in axes if axis not in leaf_axes(leaf)) for leaf in live]
+    over = [tuple(axis for axis in axes if axis not in reduced_axes(leaf)) for leaf in live]
     with jax.named_scope("sync_gradients"):
         divided = [_divide_summed(leaf_value(leaf), left) for leaf, left in zip(live, over, strict=True)]
         synced = collectives.pmean(divided, over)

@@ -8,6 +8,12 @@ that is scattered stays of the size of a mean. Minibatches j combine as sum_j W_
 Types. Under ``check_vma=True`` JAX sums the cotangent of a leaf over every axis that the leaf does not vary over.
 Parameters are therefore cast to varying before they are differentiated: what comes back is each device's own gradient,
 as under ``check_vma=False``, and one mean serves both modes.
+
+Accumulation. Over m minibatches, with P the bytes of the split parameters, a step sends (gather twice, scatter once)
+
+  "reduce_each"           m * 3P                 memory: that of one minibatch
+  "reduce_once"           2P                     all weights and their gradients whole on every device
+  "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
 """
 
 from collections.abc import Callable
@@ -20,14 +26,22 @@ import numpy as np
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.data_parallel import sync_gradients
+from xlstm_jax.distributed.parameters import gather_params, mean_over_replicas
 from xlstm_jax.distributed.partitioning import (
+    Sharded,
     as_axis_names,
+    is_box,
+    leaf_axes,
     leaf_value,
+    leaves_with_path,
+    map_leaves,
     map_leaves_with_path,
     rebox,
     split_differentiable,
     wide_dtype,
 )
+
+ACCUMULATION = ("reduce_each", "reduce_once", "reduce_replicas_once")
 
 LossFn = Callable[..., Any]
 
@@ -183,6 +197,7 @@ def accumulate_gradients(
     axis_names: AxisNames,
     num_minibatches: int = 1,
     *,
+    accumulation: str = ACCUMULATION[0],
     has_aux: bool = False,
     weighted: bool = False,
     fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None,
@@ -190,8 +205,8 @@ def accumulate_gradients(
 ) -> tuple[Any, PyTree]:
     """Loss and gradient of the whole batch, computed on one minibatch after the other; inside ``shard_map``.
 
-    Equal to the gradient of the full batch, also where minibatches hold different weights. Each minibatch gathers and
-    scatters the split parameters anew, so that memory stays that of one; whole ones are averaged once, at the end.
+    Equal to the gradient of the full batch, also where minibatches hold different weights. Whole parameters are
+    averaged once, at the end; when the split ones travel, ``accumulation`` says.
 
     Args:
       loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
@@ -200,6 +215,10 @@ def accumulate_gradients(
       rng: a key, folded with the index of the minibatch where there are several; None is passed on.
       axis_names: as in ``value_and_grad``.
       num_minibatches: m, which must divide b.
+      accumulation: "reduce_each": every minibatch gathers and scatters the split parameters, and memory stays that of
+        one. "reduce_once": they are gathered before the first and scattered after the last, which saves (m - 1) / m of
+        the traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": every minibatch
+        gathers and scatters, and the shards' gradients are averaged over their copies (``Replicas``) after the last.
       has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
         with ``weighted`` as sums over the global weight.
       weighted: as in ``value_and_grad``.
@@ -210,18 +229,22 @@ def accumulate_gradients(
       ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
       ``aux`` where there is ``fold_aux``.
     Raises:
-      ValueError: m does not divide b; names the leaf and both numbers, so that no example is dropped in silence.
+      ValueError: m does not divide b; names the leaf and both numbers, so that no example is dropped in silence. Or
+        ``accumulation`` is unknown, or does not fit the parameters: a leaf that is boxed without a word on how it
+        travels, for "reduce_once", or no copies at all, for "reduce_replicas_once".
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
     check_count(num_minibatches)
+    check_accumulation(accumulation)
+    used, reduce = _REDUCE[accumulation if num_minibatches > 1 else ACCUMULATION[0]](params, axes)
     minibatches = split_batch(batch, num_minibatches)
 
     def part(index, carry):
         """(loss, aux), grads and weight of a minibatch; all values vary over all axes, for a scan to carry them."""
         minibatch = jax.tree.map(lambda x: x[index], minibatches)
         folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
-        share = _share(loss_fn, axes, has_aux, weighted, params, minibatch, folded)
+        share = _share(loss_fn, axes, has_aux, weighted, used, minibatch, folded)
         if fold_aux is not None:
             carry, share = fold_aux(carry, share.aux), share._replace(aux=None)
         aux = jax.tree.map(
@@ -232,7 +255,7 @@ def accumulate_gradients(
     ((loss, aux), grads), carry = _mean_over(part, num_minibatches, carry)
     aux_leaves, aux_tree = jax.tree.flatten(aux)
     loss, *aux_leaves = collectives.pmean([loss, *aux_leaves], [axes] * (1 + len(aux_leaves)))
-    grads = _synced(params, grads, axes)
+    grads = _synced(params, reduce(grads), axes)
     aux = carry if fold_aux is not None else jax.tree.unflatten(aux_tree, aux_leaves)
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
@@ -258,7 +281,69 @@ def _mean_over(part: Callable[..., Any], count: int, carry: PyTree) -> tuple[PyT
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), like)
     ((sums, weight), carry), _ = jax.lax.scan(add, (zeros, carry), jnp.arange(count, dtype=jnp.int32))
     weight = jnp.where(weight != 0, weight, 1)
-    return jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like[0]), carry
+    (sums, grads), (like, _) = sums, like[0]
+    mean = jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like)
+    return (mean, jax.tree.map(lambda sum_: sum_ / weight, grads)), carry
+
+
+def _scattered(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
+    """What minibatches differentiate by in each mode, and how their mean gradient gets the type of the parameters."""
+    del axes
+    live, _ = split_differentiable(params)
+    return params, lambda grads: [
+        rebox(p, leaf_value(g).astype(leaf_value(p).dtype)) for p, g in zip(live, grads, strict=True)
+    ]
+
+
+def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
+    """All parameters, gathered; and the transpose of that gather, for mean gradients that are not narrowed before."""
+    for path, leaf in leaves_with_path(params):
+        if is_box(leaf) and not isinstance(leaf, Sharded) and set(leaf_axes(leaf)) & set(axes):
+            raise ValueError(
+                f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not say "
+                "in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
+            )
+    used = gather_params(params, axes)
+    live = collectives.to_varying(split_differentiable(params)[0], _spread(axes))
+    dtypes = [wide_dtype(leaf_value(leaf).dtype) for leaf in split_differentiable(used)[0]]
+    wide = [_gathered_as(leaf, dtype) for leaf, dtype in zip(live, dtypes, strict=True)]
+
+    def reduce(grads):
+        out, pull = jax.vjp(lambda live: gather_params(live, axes), wide)
+        (reduced,) = pull(jax.tree.map(lambda g, like: g.astype(like.dtype), grads, out))
+        return [rebox(leaf, leaf_value(grad)) for leaf, grad in zip(live, reduced, strict=True)]
+
+    return used, reduce
+
+
+def _gathered_as(leaf: Any, dtype: Any) -> Any:
+    if not isinstance(leaf, Sharded):
+        return leaf
+    return leaf.replace(wire=leaf.wire._replace(gather_dtype=jnp.dtype(dtype).name))
+
+
+def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
+    """The parameters without a word of their copies; and the reduction over these."""
+    live, _ = split_differentiable(params)
+    copies = [leaf.wire.replicas if isinstance(leaf, Sharded) else None for leaf in live]
+    if not any(copies):
+        raise ValueError(
+            "accumulation='reduce_replicas_once': no parameter has copies along slower axes. Wrap with "
+            "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
+        )
+
+    def alone(leaf):
+        return leaf.replace(wire=leaf.wire._replace(replicas=None)) if isinstance(leaf, Sharded) else leaf
+
+    def reduce(grads):
+        values = [leaf_value(grad) for grad in grads]
+        means = [mean_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
+        return _scattered(params, axes)[1](means)
+
+    return map_leaves(alone, params), reduce
+
+
+_REDUCE = dict(zip(ACCUMULATION, (_scattered, _gathered_once, _replicas_last), strict=True))
 
 
 def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:
@@ -279,6 +364,12 @@ def check_count(num_minibatches: Any) -> None:
     """Raises a ``ValueError`` where ``num_minibatches`` is not a positive integer."""
     if not isinstance(num_minibatches, int | np.integer) or num_minibatches < 1:
         raise ValueError(f"num_minibatches={num_minibatches!r} is not a positive integer.")
+
+
+def check_accumulation(accumulation: Any) -> None:
+    """Raises a ``ValueError`` where ``accumulation`` is none of the modes."""
+    if accumulation not in ACCUMULATION:
+        raise ValueError(f"accumulation={accumulation!r} is none of {ACCUMULATION}.")
 
 
 def check_divides(name: str, shape: tuple[int, ...], parts: int, divisor: str) -> None:

@@ -4,19 +4,21 @@ A parameter that is split over mesh axes is a leaf in a box, ``nn.Partitioned(va
 for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
-Everything that must know about boxes asks here: one function chooses the dim (``choose_shard_dim``: sharding, the plan
-and its explanations all call it), one walks trees with boxes as leaves (``map_leaves``), one reads a leaf's axes.
+Everything that must know about boxes asks here: one function walks trees with boxes as leaves (``map_leaves``), one
+reads a leaf's axes. Which dim is split, and in what order of the axes, ``shard_choice`` decides.
 No function here looks at a device or calls a collective.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
@@ -26,14 +28,63 @@ DEFAULT_MIN_WEIGHT_SIZE = 2**18
 AxisEntry = None | str | tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Copies of the shards, along axes whose links are slower (hybrid sharding, HSDP).
+
+    The gradient of a shard is averaged over its copies within the backward pass of its layer, beside the computation of
+    the layer before.
+
+    Attributes:
+      axis_name: an axis or a tuple of axes, which the parameters are not split over.
+      reduce_dtype: dtype of that reduction on the wire; None: float32, or the gradient's own where that is wider.
+      shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): 1/R of its bytes on each device,
+        for an all-gather of the updated shards in every step.
+    """
+
+    axis_name: AxisNames
+    reduce_dtype: Any = None
+    shard_optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis_name", as_axis_names(self.axis_name))
+        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype))
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """A dtype by its name, so that equal ones compare as equal; None stays None.
+
+    Raises:
+      TypeError: it is no dtype.
+    """
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+class Wire(NamedTuple):
+    """How a split leaf travels: dtypes of its gather and of its gradient's scatter (None: its own), and its copies."""
+
+    gather_dtype: str | None = None
+    grad_scatter_dtype: str | None = None
+    replicas: Replicas | None = None
+
+
+PLAIN_WIRE = Wire()
+
+
 class Sharded(nn.Partitioned):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
-    It differs from its parent in two places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
+    ``wire`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without padding
+    where the dim was padded so that the axes divide it, else None.
+
+    It differs from its parent in two more places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
     ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox``, which is how
     Linen reads a parameter, refuses a slice that was not gathered. (The parent would constrain its sharding, which is
     an error where the mesh axes are manual.) This file's ``unbox`` reads slices.
     """
+
+    wire: Wire = struct.field(default=PLAIN_WIRE, pytree_node=False)
+    true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -45,13 +96,17 @@ class Sharded(nn.Partitioned):
                 "and enter that through a public method of the wrapped class: not its submodules, private methods, "
                 "or functions of the plain class. (To read slices on purpose, use xlstm_jax.distributed.unbox.)"
             )
-        return self.value
+        return true_value(self)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
-        return super().add_axis(index % (len(self.names) + 1), params)
+        index = index % (len(self.names) + 1)
+        sizes = self.true_sizes and (*self.true_sizes[:index], None, *self.true_sizes[index:])
+        return super().add_axis(index, params).replace(true_sizes=sizes)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
-        return super().remove_axis(index % len(self.names), params)
+        index = index % len(self.names)
+        sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
+        return super().remove_axis(index, params).replace(true_sizes=sizes)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
         return params.get(nn.PARTITION_NAME)
@@ -71,13 +126,6 @@ def size_if_bound(axis: str) -> int:
         return jax.lax.axis_size(axis)
     except NameError:
         return 1
-
-
-class ShardChoice(NamedTuple):
-    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why, in words."""
-
-    dim: int | None
-    reason: str
 
 
 def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
@@ -231,44 +279,59 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     return map_leaves(rebox, boxed, tree)
 
 
-def choose_shard_dim(
-    shape: tuple[int, ...], names: tuple[AxisEntry, ...], axis_sizes: dict[str, int], min_weight_size: int
-) -> ShardChoice:
-    """Decides which dim of a leaf is split over the axes: the largest that they divide and that is still whole.
-
-    Of equal dims the last is taken, which is the output dim of a Linen kernel.
+def box_dim(
+    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], wire: Wire = PLAIN_WIRE, true_size: int | None = None
+) -> Sharded:
+    """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims.
 
     Args:
-      shape: the leaf's shape as this device sees it.
-      names: its entry for each dim, ``(None,) * len(shape)`` for a leaf without a box.
-      axis_sizes: the axes to split over, outermost first, with their sizes.
-      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
-    Returns:
-      The dim, or None with the reason.
+      wire: how the leaf travels.
+      true_size: the size of ``dim`` without padding, where ``value`` was padded.
     """
-    held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
-    size, parts = math.prod(shape), math.prod(axis_sizes.values())
-    if held:
-        return ShardChoice(None, f"already split over {', '.join(map(repr, held))}")
-    if size == 0:
-        return ShardChoice(None, f"holds no values (shape {shape})")
-    if size < min_weight_size:
-        return ShardChoice(None, f"{size} values are fewer than min_weight_size={min_weight_size}")
-    free = [dim for dim, entry in enumerate(names) if entry is None]
-    fitting = [dim for dim in free if shape[dim] % parts == 0]
-    if fitting:
-        dim = max(fitting, key=lambda dim: (shape[dim], dim))
-        return ShardChoice(dim, f"dim {dim} of size {shape[dim]} is the largest that {parts} divides")
-    if not free:
-        return ShardChoice(None, f"every dim of shape {shape} is taken by {names}" if shape else "is a scalar")
-    return ShardChoice(None, f"{parts} divides no free dim of shape {shape}")
-
-
-def box_dim(leaf: Any, value: Any, dim: int, axes: tuple[str, ...]) -> Sharded:
-    """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims."""
     names = list(leaf_names(leaf))
     names[dim] = axes_entry(axes)
-    return Sharded(value, tuple(names))
+    sizes = list(true_sizes(leaf))
+    sizes[dim] = true_size
+    if wire.replicas is None and isinstance(leaf, Sharded):
+        wire = wire._replace(replicas=leaf.wire.replicas)
+    return Sharded(value, tuple(names), wire=wire, true_sizes=tuple(sizes) if any(sizes) else ())
+
+
+def true_sizes(leaf: Any) -> tuple[int | None, ...]:
+    """For each dim its size without padding where it was padded, else None."""
+    sizes = leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    return sizes or (None,) * np.ndim(leaf_value(leaf))
+
+
+def is_padded(leaf: Any) -> bool:
+    """Whether a leaf is stored with padding."""
+    return any(true_sizes(leaf))
+
+
+def true_shape(leaf: Any) -> tuple[int, ...]:
+    """The global shape that the plain model's leaf has, for a leaf of global shape, padded or not."""
+    shape = np.shape(leaf_value(leaf))
+    return tuple(size if true is None else true for size, true in zip(shape, true_sizes(leaf), strict=True))
+
+
+def true_value(leaf: Any) -> Any:
+    """The value of a leaf that is whole (or global) without its padding."""
+    value = leaf_value(leaf)
+    return value[tuple(slice(size) for size in true_shape(leaf))] if is_padded(leaf) else value
+
+
+def with_padding(leaf: Any, value: Any) -> Any:
+    """``value``, which has the true shape of ``leaf``, with zeros up to the shape in which ``leaf`` is stored."""
+    if not is_padded(leaf):
+        return value
+    stored = np.shape(leaf_value(leaf))
+    return jnp.pad(value, [(0, size - true) for size, true in zip(stored, np.shape(value), strict=True)])
+
+
+def reduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The axes over which the gather of a leaf averages its gradient: those that split it, and those of its copies."""
+    replicas = leaf.wire.replicas if isinstance(leaf, Sharded) else None
+    return leaf_axes(leaf) + (replicas.axis_name if replicas else ())
 
 
 def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:

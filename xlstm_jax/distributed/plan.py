@@ -22,8 +22,8 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import plan_params
 from xlstm_jax.distributed.device_mesh import check_no_explicit_mesh
+from xlstm_jax.distributed.parameters import ShardRule, plan_params
 from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
     as_axis_names,
@@ -87,7 +87,7 @@ def plan_sharding(
         axes = _checked_axes(axis_name, sizes)
         threshold = DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
         over = {axis: sizes[axis] for axis in axes}
-        variables = variables | {PARAMETERS: plan_params(variables.get(PARAMETERS, {}), over, threshold)}
+        variables = variables | {PARAMETERS: plan_params(variables.get(PARAMETERS, {}), over, ShardRule.of(threshold))}
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})

@@ -14,14 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.partitioning import (
     AxisEntry,
-    ShardChoice,
     Sharded,
     axes_entry,
     entry_axes,
     is_box,
     leaf_axes,
     leaf_value,
+    true_value,
 )
+from xlstm_jax.distributed.shard_choice import ShardChoice
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
 
@@ -76,14 +77,16 @@ class Planned(Sharded):
     stands_for: type | None = struct.field(default=None, pytree_node=False)
 
     @classmethod
-    def of(cls, leaf: Any, decision: Decision) -> "Planned":
-        """``leaf`` in such a box, with one decision more."""
+    def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
+        """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
         before, box = (), type(leaf) if is_box(leaf) else None
         if isinstance(leaf, Planned):
             before, box = leaf.decisions, leaf.stands_for
         if decision.choice.dim is not None:
             box = Sharded
-        return cls(leaf_value(leaf), decision.names, decisions=_Decisions((*before, decision)), stands_for=box)
+        storage = {"wire": boxed.wire, "true_sizes": boxed.true_sizes} if isinstance(boxed, Sharded) else {}
+        all_decisions = _Decisions((*before, decision))
+        return cls(leaf_value(boxed), decision.names, decisions=all_decisions, stands_for=box, **storage)
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
         """The leaf as a wrapper over ``axes`` hands it to its module: not split over them, to be decided once more."""
@@ -92,7 +95,8 @@ class Planned(Sharded):
             return self
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         names = tuple(map(axes_entry, kept))
-        return self.replace(names=names, stands_for=self.stands_for if any(names) else None)
+        stands_for = self.stands_for if any(names) else None
+        return self.replace(value=true_value(self), true_sizes=(), names=names, stands_for=stands_for)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
         # Only a box takes a name for the layer dim that is added to it; what was left without one takes none.

@@ -12,7 +12,7 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,13 +21,16 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
+from xlstm_jax.distributed.compiler_options import compiler_options as compiler_options_of
 from xlstm_jax.distributed.device_mesh import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.gradients import (
+    ACCUMULATION,
     LossFn,
     accumulate_gradients,
+    check_accumulation,
     check_count,
     check_divides,
     fold_rng_over_axis,
@@ -35,23 +38,22 @@ from xlstm_jax.distributed.gradients import (
 )
 from xlstm_jax.distributed.metrics.states import PureMetric
 from xlstm_jax.distributed.nonfinite import skip_counts
+from xlstm_jax.distributed.optimizer_state import (
+    apply_updates,
+    optimizer_state_shardings,
+    own_copy,
+    stored_state,
+    trainable,
+    with_trainable,
+)
 from xlstm_jax.distributed.optimizers import global_norm
 from xlstm_jax.distributed.partitioning import (
-    axes_entry,
-    choose_shard_dim,
-    is_differentiable,
-    is_prng_key,
-    leaf_axes,
-    leaf_spec,
     leaf_value,
     leaves_with_path,
     map_leaves,
-    map_leaves_with_path,
-    owner_of_state,
     partition_specs,
     rebox,
     shardings,
-    split_differentiable,
 )
 
 __all__ = [
@@ -137,7 +139,8 @@ def create_train_state(
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state)``: ``params`` boxed where they are split,
-      ``opt_state`` bare, every leaf of it split like the parameter that it belongs to.
+      ``opt_state`` bare, every leaf of it split like the parameter that it belongs to, and boxed only where that is
+      padded.
     Raises:
       ValueError: the model has other variable collections than "params", which a ``TrainState`` has no place for.
     """
@@ -152,7 +155,7 @@ def create_train_state(
         )
 
     def init(params):
-        return jax.tree.map(_own_copy, tx.init(_trainable(params)))
+        return stored_state(jax.tree.map(own_copy, tx.init(trainable(params))), params)
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
@@ -198,56 +201,6 @@ def abstract_train_state(
     return map_leaves(placed, state, places)
 
 
-def _own_copy(value: jax.Array) -> jax.Array:
-    """A buffer of its own with a type that a step will not change.
-
-    Some optimizers keep the parameters themselves, but the state is donated as a whole, each buffer once. And some keep
-    weakly typed numbers, which the first update makes strong, so that the second step would compile again.
-    """
-    return jnp.copy(value) if is_prng_key(value) else jnp.array(value, value.dtype)
-
-
-def _trainable(tree: PyTree) -> PyTree:
-    """The tree as an optimizer sees it: bare values, and None for what takes no gradient."""
-    return map_leaves(lambda leaf: leaf_value(leaf) if is_differentiable(leaf) else None, tree)
-
-
-def _with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """The inverse of ``_trainable``: ``values`` in the boxes and places of ``tree``, whose other leaves stay."""
-    boxes, put_back = split_differentiable(tree)
-    return put_back([rebox(box, value) for box, value in zip(boxes, jax.tree.leaves(values), strict=True)])
-
-
-def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
-    """Where an optimizer's state lies: each leaf like the parameter that it belongs to.
-
-    A leaf of another shape than its parameter's (a factored moment, a history) is split over the same axes along the
-    largest dim that they divide; what belongs to no parameter is replicated. The values do not depend on it.
-
-    Args:
-      opt_state: arrays or ``ShapeDtypeStruct``, without boxes.
-      params: boxed parameters, arrays or abstract.
-    Returns:
-      A ``NamedSharding`` for every leaf of ``opt_state``.
-    """
-    by_path = dict(leaves_with_path(params))
-
-    def sharding(path, leaf):
-        return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
-
-    return map_leaves_with_path(sharding, opt_state)
-
-
-def _state_spec(leaf: Any, owner: Any, mesh: Mesh) -> PartitionSpec:
-    if owner is None or not leaf_axes(owner):
-        return PartitionSpec()
-    if np.shape(leaf) == np.shape(leaf_value(owner)):
-        return leaf_spec(owner, mesh)
-    sizes = {axis: mesh.shape[axis] for axis in leaf_axes(owner) if mesh.shape[axis] > 1}
-    dim = choose_shard_dim(np.shape(leaf), (None,) * np.ndim(leaf), sizes, min_weight_size=0).dim
-    return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
-
-
 def make_train_step(
     loss_fn: LossFn,
     mesh: Mesh,
@@ -258,6 +211,8 @@ def make_train_step(
     *,
     has_aux: bool = False,
     metric: PureMetric | None = None,
+    accumulation: str = ACCUMULATION[0],
+    compiler_options: str | Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
 
@@ -275,6 +230,9 @@ def make_train_step(
         the keyword arguments of ``metric.update``, called after every minibatch on this device's part, and communicates
         nothing. The step takes and returns the metric's ``Local`` state as its last: ``step(state, batch, rng, local)
         -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with ``make_log_step``.
+      accumulation: when gradients of minibatches are reduced; see ``accumulate_gradients``.
+      compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips,
+        which hide collectives behind computation. None: XLA's defaults.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and comes back with the sharding that ``create_train_state`` gave it; ``batch`` has global leaves [b,
@@ -288,9 +246,11 @@ def make_train_step(
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
     check_count(num_minibatches)
+    check_accumulation(accumulation)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
-    options = {"num_minibatches": num_minibatches, "has_aux": has_aux or metric is not None, "weighted": weighted}
+    options = {"num_minibatches": num_minibatches, "accumulation": accumulation, "weighted": weighted}
+    options["has_aux"] = has_aux or metric is not None
     loss_and_grads = _loss_and_grads_on(mesh, loss_fn, axes, check_vma, options, metric)
 
     def step(state, batch, rng, local=None):
@@ -300,13 +260,28 @@ def make_train_step(
         (loss, aux), grads = loss_and_grads(state.params, *rest)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
-        state = _apply_updates(state, grads, loss, value_fn, mesh)
+        state = apply_updates(state, grads, loss, value_fn, mesh)
         metrics |= skip_counts(state.opt_state)
         if metric is not None:
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
-    return jax.jit(step, donate_argnums=0 if metric is None else (0, 3))
+    return jax.jit(
+        step, donate_argnums=0 if metric is None else (0, 3), compiler_options=_options_of(mesh, compiler_options)
+    )
+
+
+def _options_of(mesh: Mesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if options is None or isinstance(options, Mapping):
+        return dict(options) if options else None
+    if options != "auto":
+        raise ValueError(f"compiler_options={options!r}: pass a dict of XLA's options, 'auto' or None.")
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "compiler_options='auto' needs devices, and this mesh is abstract. Pass "
+            "compiler_options(device_kind), or hand the options to forecast."
+        )
+    return compiler_options_of(mesh.devices.flat[0].device_kind) or None
 
 
 def _loss_and_grads_on(
@@ -375,8 +350,8 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any]) -> Callable
     """
 
     def both(params):
-        (loss, _), grads = loss_and_grads(_with_trainable(like, params))
-        return loss, _trainable(grads)
+        (loss, _), grads = loss_and_grads(with_trainable(like, params))
+        return loss, trainable(grads)
 
     @jax.custom_vjp
     def value(params):
@@ -384,16 +359,3 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any]) -> Callable
 
     value.defvjp(both, lambda grads, cotangent: (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads),))
     return value
-
-
-def _apply_updates(state: TrainState, grads: PyTree, loss: jax.Array, value_fn: Any, mesh: Mesh) -> TrainState:
-    """The optimizer's update on global arrays, put back into the places and boxes of the state."""
-    params, grads = _trainable(state.params), _trainable(grads)
-    tx = optax.with_extra_args_support(state.tx)
-    updates, opt_state = tx.update(grads, state.opt_state, params, value=loss, grad=grads, value_fn=value_fn)
-    new_params = _with_trainable(state.params, optax.apply_updates(params, updates))
-    return state.replace(
-        step=state.step + 1,
-        params=jax.lax.with_sharding_constraint(new_params, shardings(new_params, mesh)),
-        opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
-    )

@@ -1,0 +1,388 @@
+"""The life of a parameter inside ``shard_map``: split, gathered, its gradient scattered.
+
+  shard_params    W[d, f]       -->  W[d_fsdp, f]    each device keeps its slice, in a box with its names
+  gather_params   W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
+  its transpose   dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
+
+A box says how its leaf travels (``Wire``), so that a gather does the same wherever it is called. ``data_parallel`` puts
+all of it around modules.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed import collectives
+from xlstm_jax.distributed.partitioning import (
+    DEFAULT_MIN_WEIGHT_SIZE,
+    PLAIN_WIRE,
+    Part,
+    Replicas,
+    Sharded,
+    Wire,
+    as_axis_names,
+    axes_entry,
+    box_dim,
+    dtype_name,
+    entry_axes,
+    is_box,
+    is_prng_key,
+    leaf_names,
+    leaf_value,
+    leaves_with_path,
+    map_leaves_with_path,
+    true_sizes,
+    value_dtype,
+    wide_dtype,
+)
+from xlstm_jax.distributed.plan_boxes import Decision, Planned
+from xlstm_jax.distributed.shard_choice import UNEVEN, ShardChoice, balanced_orders, choose_shard_dim, padded_size
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+class ShardRule(NamedTuple):
+    """What a wrapper decides by: leaves from which size on, how they travel, and what to do where no dim divides."""
+
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
+    uneven: str = UNEVEN[0]
+    wire: Wire = PLAIN_WIRE
+
+    @classmethod
+    def of(
+        cls,
+        min_weight_size: int,
+        uneven: str = UNEVEN[0],
+        gather_dtype: Any = None,
+        grad_scatter_dtype: Any = None,
+        replicas: Replicas | None = None,
+    ) -> "ShardRule":
+        """The rule of these options of ``shard_module_params``.
+
+        Raises:
+          TypeError, ValueError: one of them is not what it must be.
+        """
+        if not isinstance(min_weight_size, int | np.integer):
+            raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values.")
+        if uneven not in UNEVEN:
+            raise ValueError(f"uneven={uneven!r} is none of {UNEVEN}.")
+        if not isinstance(replicas, Replicas | None):
+            raise TypeError(f"replicas={replicas!r}: pass Replicas({replicas!r}), with the axes of the copies.")
+        return cls(
+            int(min_weight_size), uneven, Wire(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas)
+        )
+
+
+def shard_params(
+    params: PyTree,
+    axis_name: AxisNames,
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
+    *,
+    uneven: str = UNEVEN[0],
+) -> PyTree:
+    """Splits parameters over a mesh axis: every device keeps its slice of each leaf that is large enough.
+
+    Call it inside ``shard_map``, on values that are equal on all devices of the axis. To initialise a model use
+    ``training.init_sharded``, which never holds the whole tree.
+
+    Args:
+      params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
+      axis_name: an axis or a tuple of axes; a dim is split over all of them. The order given is that of the largest
+        leaf, outermost first, and rotates from leaf to leaf, so that all axes carry the same load.
+      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
+      uneven: what happens to a leaf none of whose dims the axis divides; "replicate": it stays whole; "pad": it is
+        split along its largest dim, with zeros up to the next multiple of N.
+    Returns:
+      The tree, leaves split along the largest dim that the axis divides and no other axis has taken, as
+      ``nn.Partitioned`` with value [..., d / N, ...]. Leaves that are too small, that the axis does not divide, that
+      are split over it already, and PRNG keys come back as they are.
+    Raises:
+      ValueError: an axis is not bound; lists those that are.
+    """
+    axes = as_axis_names(axis_name)
+    collectives.check_bound(axes, caller="shard_params")
+    return box_slices(params, axes, ShardRule.of(min_weight_size, uneven))
+
+
+def box_slices(params: PyTree, axes: tuple[str, ...], rule: ShardRule) -> PyTree:
+    """``shard_params`` by a rule."""
+    return _box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, _own_slice)
+
+
+def box_whole(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
+    """What ``shard_params`` does, on global values: each keeps its (padded) whole value in the box."""
+    return _box_params(params, axis_sizes, rule, lambda value, dim, axes: value)
+
+
+def _box_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule, take: Callable[..., Any]) -> PyTree:
+    """Boxes the leaves that are to be split, with what ``take(value, dim, axes)`` makes of each."""
+    decided, parts = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
+
+    def box(path, leaf):
+        (dim, _), axes = decided[path]
+        if dim is None:
+            return leaf
+        value, true_size = _padded(leaf_value(leaf), dim, parts)
+        return box_dim(leaf, take(value, dim, axes), dim, axes, rule.wire, true_size)
+
+    return map_leaves_with_path(box, params)
+
+
+def _decisions(
+    params: PyTree, axis_sizes: dict[str, int], rule: ShardRule
+) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
+    """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
+    leaves = dict(leaves_with_path(params))
+    choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
+    split = [path for path, choice in choices.items() if choice.dim is not None]
+    orders = balanced_orders([_num_bytes(leaves[path]) for path in split], axis_sizes)
+    order_of = dict(zip(split, orders, strict=True))
+    return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
+
+
+def _choice(leaf: Any, axis_sizes: dict[str, int], rule: ShardRule) -> ShardChoice:
+    value = leaf_value(leaf)
+    if is_prng_key(value):
+        return ShardChoice(None, "holds PRNG keys, which are never split")
+    return choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, rule.min_weight_size, rule.uneven)
+
+
+def _num_bytes(leaf: Any) -> int:
+    value = leaf_value(leaf)
+    return math.prod(np.shape(value)) * value_dtype(value).itemsize
+
+
+def _padded(value: Any, dim: int, parts: int) -> tuple[Any, int | None]:
+    """The value with ``dim`` padded by zeros to a multiple of ``parts``, and its size before; None where that fits."""
+    size = value.shape[dim]
+    if size % parts == 0:
+        return value, None
+    widths = [(0, padded_size(size, parts) - size if d == dim else 0) for d in range(value.ndim)]
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: jnp.pad(x, widths), value), size
+    return jnp.pad(value, widths), size
+
+
+def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
+    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, in a box that says why.
+
+    Args:
+      params: leaves, bare or boxed.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      rule: by which it is decided.
+    Returns:
+      The tree with every leaf as ``Planned``.
+    Raises:
+      ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
+    """
+    decided, parts = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
+
+    def box(path, leaf):
+        value, (choice, axes) = leaf_value(leaf), decided[path]
+        shape, boxed, wire = np.shape(value), leaf, [str(value_dtype(value))] * 2
+        if choice.dim is not None:
+            padded, true_size = _padded(value, choice.dim, parts)
+            boxed = box_dim(leaf, padded, choice.dim, axes, rule.wire, true_size)
+            requested = {"gather_dtype": rule.wire.gather_dtype, "grad_scatter_dtype": rule.wire.grad_scatter_dtype}
+            wire = [str(wire_dtype(value, dtype, option, path)) for option, dtype in requested.items()]
+        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, shape, leaf_names(boxed), *wire))
+
+    return map_leaves_with_path(box, params)
+
+
+def _own_slice(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    parts = collectives.axis_size(axes)
+    if parts == 1:
+        return value
+    size = value.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(value, collectives.axis_index(axes) * size, size, dim)
+
+
+# --------------------------------------------------------------------------------------------------------- gathering
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Primal:
+    """What the backward pass must know of the value that was gathered: a residual without any array in it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]
+
+
+def gather_array_with_mean_grads(
+    x: jax.Array,
+    axis: int,
+    axis_name: AxisNames,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    replicas: Replicas | None = None,
+) -> jax.Array:
+    """All-gathers ``x`` along a dim; the gradient is reduce-scattered as the *mean* over the axis.
+
+    Args:
+      x: this device's piece, [..., d / N, ...]. Integers and PRNG keys are gathered too, never cast, without gradient.
+      axis: the dim d along which the pieces are concatenated.
+      axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
+      gather_dtype: dtype on the wire and of the result; None: x's own. Narrow it to the dtype that the module computes
+        in, so that nothing is left to cast (and to save for the backward pass).
+      grad_scatter_dtype: dtype in which the gradient is summed over the wire; None: x's own. It is divided by N before
+        the sum, in float32 or wider, so that a float16 sum of N gradients overflows only where their mean does.
+      replicas: other axes along which there are copies of ``x``; its gradient is then averaged over them too, after the
+        scatter.
+    Returns:
+      [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
+    Raises:
+      ValueError: an axis is not bound, or a dtype on the wire would change the kind of the numbers (float, complex).
+    """
+    axes = as_axis_names(axis_name)
+    collectives.check_bound(axes, caller="gather_array_with_mean_grads")
+    if replicas:
+        collectives.check_bound(replicas.axis_name, caller="gather_array_with_mean_grads, replicas")
+    wire_dtype(x, grad_scatter_dtype, "grad_scatter_dtype")
+    gathered_as = wire_dtype(x, gather_dtype, "gather_dtype")
+    return _gather(x, axis % x.ndim, axes, gathered_as, dtype_name(grad_scatter_dtype), replicas)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas):
+    return _gather_fwd(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas)[0]
+
+
+def _gather_fwd(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas):
+    del grad_scatter_dtype
+    primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x))
+    # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
+    # of whole gradients.
+    wire = collectives.to_varying(x, _spread(replicas))
+    wire = wire if is_prng_key(x) else wire.astype(gather_dtype)
+    return collectives.all_gather(wire, dim, axes), primal
+
+
+def _gather_bwd(dim, axes, gather_dtype, grad_scatter_dtype, replicas, primal, cotangent):
+    del gather_dtype
+    if cotangent.dtype == jax.dtypes.float0:
+        return (np.zeros(primal.shape, jax.dtypes.float0),)
+    wide = cotangent.astype(wide_dtype(cotangent.dtype))
+    mean = (wide / collectives.axis_size(axes)).astype(wire_dtype(primal, grad_scatter_dtype, "grad_scatter_dtype"))
+    grad = collectives.reduce_scatter(mean, dim, axes)
+    if replicas:
+        grad = collectives.to_varying(mean_over_replicas(grad, replicas), primal.varying)
+    return (grad.astype(primal.dtype),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def _spread(replicas: Replicas | None) -> list[str]:
+    """The axes of the copies along which there is more than one device."""
+    return [axis for axis in replicas.axis_name if collectives.axis_size((axis,)) > 1] if replicas else []
+
+
+def mean_over_replicas(grad: jax.Array, replicas: Replicas) -> jax.Array:
+    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen."""
+    wide = grad.astype(wide_dtype(grad.dtype))
+    dtype = wire_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
+    return collectives.all_reduce_sum(
+        (wide / collectives.axis_size(replicas.axis_name)).astype(dtype), _spread(replicas)
+    )
+
+
+def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -> Any:
+    """The dtype in which ``x`` travels when ``requested`` was asked for: its own where that is None or x is no float.
+
+    Raises:
+      ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.
+    """
+    dtype = value_dtype(x)
+    if requested is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    requested = jnp.dtype(requested)
+    kind = jnp.complexfloating if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.floating
+    if not jnp.issubdtype(requested, kind):
+        leaf = f"'{path}'" if path else "the value"
+        lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
+        raise ValueError(
+            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
+            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the "
+            f"module that owns it by itself, with {argument}=None."
+        )
+    return requested
+
+
+def gather_params(
+    params: PyTree, axis_name: AxisNames, gather_dtype: Any = None, grad_scatter_dtype: Any = None
+) -> PyTree:
+    """Undoes ``shard_params``: all-gathers every leaf that is boxed over the axis. Call it inside ``shard_map``.
+
+    Args:
+      params: the tree, boxed where it is split.
+      axis_name: an axis or a tuple of axes; where a leaf is split over only some of them, over those.
+      gather_dtype: see ``gather_array_with_mean_grads``; applies to the leaves that are gathered. None: what the box
+        says, which is the dtype that ``shard_module_params`` was given.
+      grad_scatter_dtype: likewise.
+    Returns:
+      The tree with whole values. A leaf that is still split over another axis stays boxed with the names that are left;
+      every other comes back as a plain array, without padding. Leaves that were not split are not touched, nor cast.
+
+      A dim split over ``("fsdp", "tp")``, gathered over "fsdp", yields the contiguous part that ``"tp"`` alone would
+      hold. Its pieces lie scattered over "tp" too, so both axes travel; with "fsdp" innermost, only "fsdp" does.
+    Raises:
+      ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
+    """
+    axes = as_axis_names(axis_name)
+    collectives.check_bound(axes, caller="gather_params")
+
+    def gather(path, leaf):
+        if not is_box(leaf):
+            return leaf
+        value, names, wire = leaf.value, list(leaf_names(leaf)), _wire_of(leaf, gather_dtype, grad_scatter_dtype)
+        for dim, entry in enumerate(names):
+            if set(entry_axes(entry)) & set(axes):
+                wire_dtype(value, wire.gather_dtype, "gather_dtype", path)
+                wire_dtype(value, wire.grad_scatter_dtype, "grad_scatter_dtype", path)
+                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, wire)
+                wire = wire._replace(replicas=None)  # once for each leaf
+        sizes = true_sizes(leaf)
+        whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
+        value = value[whole] if any(sizes) else value
+        return Part(value, tuple(names), wire=wire, true_sizes=leaf.true_sizes) if any(names) else value
+
+    with jax.named_scope("gather_params"):
+        return map_leaves_with_path(gather, params)
+
+
+def _wire_of(leaf: Any, gather_dtype: Any, grad_scatter_dtype: Any) -> Wire:
+    """What the box of a leaf says, with the dtypes that are given in place of its own."""
+    wire = leaf.wire if isinstance(leaf, Sharded) else PLAIN_WIRE
+    given = {"gather_dtype": dtype_name(gather_dtype), "grad_scatter_dtype": dtype_name(grad_scatter_dtype)}
+    return wire._replace(**{name: dtype for name, dtype in given.items() if dtype is not None})
+
+
+def _gather_dim(value, dim, held, axes, wire):
+    """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
+    first = next(i for i, axis in enumerate(held) if axis in axes)
+    outer, inner = held[:first], held[first:]
+    kept = tuple(axis for axis in inner if axis not in axes)
+    if not kept:
+        gather = gather_array_with_mean_grads
+        return gather(value, dim, inner, *wire[:2], replicas=wire.replicas), axes_entry(outer)
+    # An axis to keep lies inside one to gather. Its pieces are gathered as well (an all-gather whose transpose is a
+    # sum, as the pieces are parts and not replicas), and the part that it holds by itself is cut out.
+    for axis in reversed(inner):
+        if axis in axes:
+            value = gather_array_with_mean_grads(value, dim, axis, *wire[:2], replicas=wire.replicas)
+            wire = wire._replace(replicas=None)
+        else:
+            value = collectives.all_gather(value, dim, (axis,))
+    return _own_slice(value, dim, kept), axes_entry(outer + kept)

@@ -1,0 +1,109 @@
+"""What is kept for the backward pass: activations as one likes, gathered weights never.
+
+    jax.checkpoint(f, policy=remat_policy(base))        nn.remat(Block, policy=remat_policy(base))
+
+    "everything"  what is costly to compute again: matrix products, convolutions, reductions, kernels, collectives
+    "dots"        only matrix products without batch dims: projections, not attention scores
+    "nothing"     only the inputs; all is computed again
+    a policy      what that policy keeps
+
+A policy of JAX is asked about one operation at a time: which one, the types of its inputs, its parameters; not where
+its inputs come from. So it cannot know a weight. Nor does it help to name the output of a gather and to keep all but
+that name: the gather's own output in front of the name is kept then, or what is computed behind it. What helps is to
+refuse, wherever they occur,
+
+  1. the gathers themselves (``GATHERS``),
+  2. what moves or casts values, arithmetic on single elements, and random numbers (``RECOMPUTED``).
+
+What is made of a gathered weight by these (a cast, a transpose, a part, quantised values times their scales, an exp)
+is made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses
+them into the operations that read their results, and what stays is what they started from. In the compiled programs of
+docs/remat.md that takes less memory *and* fewer cycles than to keep their results, as fewer bytes are moved.
+
+What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
+of weights with weights, sorts, kernels and loops over them, which look like those over activations. Merge such weights
+outside of the rematerialised function, or keep "nothing".
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core.primitives import mul_p
+
+Policy = Callable[..., Any]
+
+GATHERS = frozenset(
+    {
+        "all_gather",
+        "all_gather_done",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "all_gather_reduced_start",
+        "all_gather_start",
+    }
+)
+_CASTS = (
+    "bitcast_convert_type convert_element_type layout_constraint preduced pvary reduce_precision reduced_vary_cast "
+    "reduced_vary_cast_p relayout reshard sharding_constraint stop_gradient vary_unreduced_cast vary_unreduced_cast_p"
+)
+_MOVES = (
+    "broadcast_in_dim broadcast_to concatenate copy dynamic_slice dynamic_update_slice iota optimization_barrier pad "
+    "reshape rev slice split squeeze stack tile transpose unstack"
+)
+_ARITHMETIC = (
+    "abs add add_any and cbrt ceil clamp complex conj cos div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag "
+    "integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or "
+    "polynomial pow real rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt "
+    "square sub tan tanh xor"
+)
+# Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
+_RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
+RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
+
+_BASES: dict[str, Policy] = {
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def remat_policy(base: str | Policy | None = None) -> Policy:
+    """A policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see the top of this file).
+
+    Args:
+      base: what is kept of the rest: "everything" (also None), "dots", "nothing", or a policy, as those of
+        ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
+        what it names, whatever that is.
+    Returns:
+      The same object for the same base: JAX compares policies by identity, and would trace again for another.
+    Raises:
+      ValueError: ``base`` is no such name.
+    """
+    if callable(base):
+        return _policy(base)
+    name = "everything" if base is None else base
+    if not isinstance(name, str) or name not in _BASES:
+        raise ValueError(f"base={base!r} is none of {', '.join(map(repr, _BASES))}, nor a policy; pass one of them.")
+    return _policy(_BASES[name])
+
+
+@functools.cache
+def _policy(base: Policy) -> Policy:
+    return functools.partial(_keep_but_weights, base)
+
+
+def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:
+    """The answer to JAX's question whether to keep the results of an operation, for a policy ``base``."""
+    if primitive.name in GATHERS or primitive.name in RECOMPUTED or _is_table(primitive, params):
+        return False
+    if primitive.name == "name" and base(mul_p, *inputs, *inputs):
+        return False  # it keeps all there is and has not chosen the name, which may be that of a weight
+    return base(primitive, *inputs, **params)
+
+
+def _is_table(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether single values are looked up, as those that quantised weights stand for; not rows, as of an embedding."""
+    return primitive.name == "gather" and math.prod(params["slice_sizes"]) == 1
