@@ -13,21 +13,20 @@ read together into one global array.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.agreement import assert_same_everywhere, compare, entries_of
-from xlstm_jax.distributed.mesh_shapes import crossing_sizes, filled_sizes
+from xlstm_jax.distributed.mesh_shapes import filled_sizes
 from xlstm_jax.distributed.partitioning import as_axis_names, leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.processes import available_devices, initialize_distributed, simulate_cpu_devices
+from xlstm_jax.distributed.torus_mesh import auto, fsdp_layout, mesh_by_topology
 
 __all__ = [
     "DeviceMeshManager",
@@ -264,8 +263,8 @@ class DeviceMeshManager:
         names = as_axis_names(tuple(name for name, _ in pairs))
         sizes = filled_sizes(dict(pairs), jax.device_count() if devices is None else len(devices))
         if devices is None:
-            return _mesh_by_topology(sizes, names, jax.devices())
-        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=_auto(names))
+            return mesh_by_topology(sizes, names, jax.devices())
+        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=auto(names))
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
@@ -289,6 +288,28 @@ class DeviceMeshManager:
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
     @staticmethod
+    def create_fsdp_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A mesh for sharding over all devices, with an axis along each kind of link: pass ``mesh.axis_names`` on.
+
+        Collectives then run axis by axis, each between neighbours. Over one axis of many TPU chips XLA turns a
+        reduce-scatter into a full-size all-reduce, which over several it does not.
+
+            one device, one host       fsdp                          TPU, one slice     fsdp_x, fsdp_y, fsdp_z
+            several hosts, processes   fsdp_host, fsdp_device        several slices     fsdp_slice, fsdp_x, ...
+
+        Axes of size 1 are left out, and one that is left is called "fsdp". The slowest links come first.
+
+        Args:
+          devices: in any order; by default all.
+        Returns:
+          A ``Mesh`` with axes of type ``Auto``; neighbours along an axis of a torus are neighbours on the torus.
+        Raises:
+          ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them.
+        """
+        array, names = fsdp_layout(jax.devices() if devices is None else devices)
+        return Mesh(array, names, axis_types=auto(names))
+
+    @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
         """A mesh without devices, to plan and forecast for machines that are not there.
 
@@ -299,7 +320,7 @@ class DeviceMeshManager:
         """
         if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
             raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
-        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=_auto(tuple(mesh_shape)))
+        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto(tuple(mesh_shape)))
 
     @staticmethod
     def get_mesh_info(mesh: Mesh) -> dict[str, Any]:
@@ -319,40 +340,6 @@ class DeviceMeshManager:
             "device_kind": mesh.devices.flat[0].device_kind,
             "axes_across_processes": [name for name, cross in zip(mesh.axis_names, crossing, strict=True) if cross],
         }
-
-
-def _auto(names: Sequence[str]) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(names)
-
-
-def _mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Any]) -> Mesh:
-    """The mesh over devices in the order that suits the links between them."""
-    units, by_process = _units(devices)
-    if len(units) == 1:
-        return jax.make_mesh(sizes, names, axis_types=_auto(names), devices=devices)
-    if len(set(units.values())) > 1:
-        raise ValueError(
-            f"{'processes' if by_process else 'slices'} have different numbers of devices: {dict(units)}. Pass the "
-            "devices in the order that you want, as devices=jax.devices()."
-        )
-    outer = crossing_sizes(sizes, len(units))
-    inner = tuple(size // part for size, part in zip(sizes, outer, strict=True))
-    ordered = mesh_utils.create_hybrid_device_mesh(
-        inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
-    )
-    return Mesh(ordered, names, axis_types=_auto(names))
-
-
-def _units(devices: Sequence[Any]) -> tuple[Counter, bool]:
-    """Units that slow links connect, with the number of devices in each; and whether they are processes.
-
-    JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of them behind one fast switch).
-    On one host, or where it knows of none, it is the processes; but a slice of a TPU is one torus across its hosts.
-    """
-    slices = Counter(getattr(device, "slice_index", 0) for device in devices)
-    if len(slices) > 1 or devices[0].platform == "tpu":
-        return slices, False
-    return Counter(device.process_index for device in devices), True
 
 
 def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
@@ -378,8 +365,8 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=_auto(mesh.axis_names))
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names))
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto(mesh.axis_names))
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=auto(mesh.axis_names))
 
 
 def check_no_explicit_mesh() -> None:

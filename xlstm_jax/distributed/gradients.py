@@ -37,6 +37,7 @@ from xlstm_jax.distributed.partitioning import (
     map_leaves,
     map_leaves_with_path,
     rebox,
+    reduced_axes,
     split_differentiable,
     wide_dtype,
 )
@@ -121,7 +122,7 @@ def _share(loss_fn, axes, has_aux, weighted, params, *args, **kwargs) -> _Share:
         _check_axes_complete(loss, axes)
         return loss, (aux, scale, weight)
 
-    live = collectives.to_varying(live, _spread(axes))
+    live = _varying(live, axes)
     (loss, (aux, scale, weight)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(live)
     return _Share(loss, grads, aux, scale, weight)
 
@@ -260,6 +261,16 @@ def accumulate_gradients(
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
 
+def _varying(live: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    """Leaves cast to varying over the axes, except over those of their copies: that cast stands within the gather."""
+
+    def cast(leaf):
+        copied = set(reduced_axes(leaf)) - set(leaf_axes(leaf))
+        return collectives.to_varying(leaf, [axis for axis in _spread(axes) if axis not in copied])
+
+    return [cast(leaf) for leaf in live]
+
+
 def _spread(axes: tuple[str, ...]) -> list[str]:
     """The axes along which there is more than one device."""
     return [axis for axis in axes if collectives.axis_size([axis]) > 1]
@@ -304,7 +315,7 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
                 "in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
             )
     used = gather_params(params, axes)
-    live = collectives.to_varying(split_differentiable(params)[0], _spread(axes))
+    live = _varying(split_differentiable(params)[0], axes)
     dtypes = [wide_dtype(leaf_value(leaf).dtype) for leaf in split_differentiable(used)[0]]
     wide = [_gathered_as(leaf, dtype) for leaf, dtype in zip(live, dtypes, strict=True)]
 
