@@ -108,3 +108,14 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         largest = scale if largest < 1e-6 * scale else largest
         worst = np.abs(g - w).max(initial=0)
         assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
+
+
+def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """All equations of a jaxpr and of those in its equations' parameters, each with the primitives that it is within."""
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found.append((within, eqn))
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
+                found += equations(param, (*within, eqn.primitive.name))
+    return found

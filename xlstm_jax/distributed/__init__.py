@@ -12,9 +12,10 @@ from xlstm_jax.distributed.data_parallel import (
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
 from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
-from xlstm_jax.distributed.partitioning import box_like, bytes_per_device, partition_specs, shardings, unbox
+from xlstm_jax.distributed.partitioning import Replicas, box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
 from xlstm_jax.distributed.processes import available_devices, initialize_distributed, simulate_cpu_devices
+from xlstm_jax.distributed.remat import remat_policy
 from xlstm_jax.distributed.resilience import (
     LoopGuard,
     NonFiniteError,
@@ -32,6 +33,7 @@ __all__ = [
     "LoopGuard",
     "NonFiniteError",
     "ReplicaError",
+    "Replicas",
     "ShardingPlan",
     "abstract_batch",
     "abstract_train_state",
@@ -55,6 +57,7 @@ __all__ = [
     "make_train_step",
     "partition_specs",
     "plan_sharding",
+    "remat_policy",
     "shard_batch",
     "shard_module_params",
     "shard_params",

@@ -27,7 +27,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import checkpoint_leaves
-from xlstm_jax.distributed.partitioning import map_leaves_with_path, rebox
+from xlstm_jax.distributed.partitioning import map_leaves_with_path
 from xlstm_jax.distributed.safetensors_files import export_safetensors, import_safetensors
 from xlstm_jax.distributed.votes import in_words, tell_all, together
 
@@ -337,7 +337,7 @@ class Checkpointer:
 
 
 def _boxed_as(state: PyTree, leaves: dict[str, Any]) -> PyTree:
-    return map_leaves_with_path(lambda path, like: rebox(like, leaves[path]), state)
+    return map_leaves_with_path(lambda path, like: checkpoint_leaves.boxed_as(like, leaves[path]), state)
 
 
 def _free_name(path: Any) -> Any:

@@ -5,9 +5,9 @@
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-No boxes are saved, and keys as their data. Paths are those of the plain model, so a state that was split in one way can
-be read into any other. The record is a JSON object with a digest of its own: a checksum that changed on disk is then
-damage like any other.
+No boxes are saved and no padding, and keys as their data. Paths are those of the plain model, so a state that was split
+in one way can be read into any other. The record is a JSON object with a digest of its own: a checksum that changed on
+disk is then damage like any other.
 
 Whole arrays. A leaf that is placed (a committed ``jax.Array``) is stored and read shard by shard. All others are local:
 Python numbers, NumPy arrays, ``jax.Array`` that were never placed, and, where there are several processes, arrays that
@@ -27,7 +27,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checksums import checksum
-from xlstm_jax.distributed.partitioning import is_prng_key, leaf_value, leaves_with_path
+from xlstm_jax.distributed.partitioning import (
+    is_padded,
+    is_prng_key,
+    leaf_value,
+    leaves_with_path,
+    rebox,
+    true_shape,
+    true_value,
+    with_padding,
+)
 
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum", and "impl" for keys
 Record = dict[str, Entry]
@@ -46,7 +55,7 @@ def bare_leaves(state: PyTree) -> dict[str, Any]:
     """
     leaves, taken = {}, {}
     for path, leaf in leaves_with_path(state):
-        leaves[path] = _checked(path, leaf_value(leaf))
+        leaves[path] = _checked(path, _unpadded(leaf))
         other = taken.setdefault(path.replace("/", "."), path)
         if len(leaves) > len(taken):
             raise ValueError(f"the leaves {other!r} and {path!r} would have one name on disk; rename one of them.")
@@ -55,6 +64,25 @@ def bare_leaves(state: PyTree) -> dict[str, Any]:
     if len(leaves) < len(leaves_with_path(state)):
         raise ValueError("two leaves of the state have the same path (the keys 0 and '0' of a dict, say); rename one.")
     return leaves
+
+
+def _unpadded(leaf: Any) -> Any:
+    """The value in its true shape. What was padded cannot be split in that shape: it is whole on every device."""
+    value = leaf_value(leaf)
+    if not is_padded(leaf):
+        return value
+    whole = NamedSharding(value.sharding.mesh, PartitionSpec()) if isinstance(value.sharding, NamedSharding) else None
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(true_shape(leaf), value.dtype, sharding=whole)
+    return jax.jit(true_value, out_shardings=whole)(leaf)
+
+
+def boxed_as(like: Any, value: Any) -> Any:
+    """The inverse for one leaf: ``value`` in the box of ``like``, padded and placed as it is there."""
+    if not is_padded(like):
+        return rebox(like, value)
+    place = leaf_value(like).sharding
+    return rebox(like, jax.jit(lambda value: with_padding(like, value), out_shardings=place)(value))
 
 
 def _checked(path: str, leaf: Any) -> Any:

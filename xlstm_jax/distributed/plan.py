@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.device_mesh import check_no_explicit_mesh
+from xlstm_jax.distributed.optimizer_state import optimizer_state_shardings, stored_state, trainable
 from xlstm_jax.distributed.parameters import ShardRule, plan_params
 from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
@@ -35,13 +36,12 @@ from xlstm_jax.distributed.partitioning import (
     leaves_with_path,
     owner_of_state,
     partition_specs,
-    split_differentiable,
+    true_shape,
     value_dtype,
 )
 from xlstm_jax.distributed.plan_boxes import Planned, planning_mesh
 from xlstm_jax.distributed.plan_leaves import OPTIMIZER, PARAMETERS, LeafPlan, Share, format_axes
 from xlstm_jax.distributed.sharding_plan import Difference, ShardingPlan
-from xlstm_jax.distributed.training import optimizer_state_shardings
 
 __all__ = ["Difference", "LeafPlan", "Share", "ShardingPlan", "plan_sharding"]
 
@@ -148,7 +148,7 @@ def _parameter_row(path: str, leaf: Any, optimizer: Share, sizes: dict[str, int]
     return LeafPlan(
         path=path,
         collection=PARAMETERS,
-        shape=tuple(value.shape),
+        shape=true_shape(leaf),
         dtype=str(value.dtype),
         names=names,
         parts=_parts(leaf_axes(leaf), sizes),
@@ -187,8 +187,9 @@ def _share(path: str, leaf: Any, sizes: dict[str, int]) -> Share:
                 f"'{path}' of shape {tuple(value.shape)} is boxed as {leaf_names(leaf)}: {parts} parts do not divide "
                 f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
             )
-    total = math.prod(value.shape) * value_dtype(value).itemsize
-    return Share(total, total // _parts(leaf_axes(leaf), sizes))
+    itemsize = value_dtype(value).itemsize
+    stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
+    return Share(math.prod(true_shape(leaf)) * itemsize, stored // _parts(leaf_axes(leaf), sizes))
 
 
 def _reason(leaf: Any) -> str:
@@ -235,14 +236,14 @@ def _optimizer_rows(
     """Bytes of the optimizer's state by the parameter that they belong to, and rows for what belongs to none."""
     if tx is None:
         return {}, []
-    leaves, put_back = split_differentiable(params)
-    opt_state = jax.eval_shape(tx.init, put_back(map(leaf_value, leaves), rest=lambda leaf: None))
+    opt_state = jax.eval_shape(lambda params: stored_state(tx.init(trainable(params)), params), params)
     places = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
     paths = {path: path for path, _ in leaves_with_path(params)}
     of_params, beside = {}, []
-    for path, value in leaves_with_path(opt_state):
-        total = math.prod(value.shape) * value.dtype.itemsize
-        share = Share(total, math.prod(places[path].shard_shape(value.shape)) * value.dtype.itemsize)
+    for path, leaf in leaves_with_path(opt_state):
+        value = leaf_value(leaf)
+        on_device = math.prod(places[path].shard_shape(value.shape))
+        share = Share(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
         owner = owner_of_state(path, paths)
         if owner is None:
             beside.append(_state_row(path, value, share))

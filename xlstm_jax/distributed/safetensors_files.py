@@ -28,8 +28,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint_leaves import bare_leaves, check_placed, is_local, listed
-from xlstm_jax.distributed.partitioning import map_leaves_with_path, rebox
+from xlstm_jax.distributed.checkpoint_leaves import bare_leaves, boxed_as, check_placed, is_local, listed
+from xlstm_jax.distributed.partitioning import map_leaves_with_path
 from xlstm_jax.distributed.votes import together
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
@@ -240,7 +240,7 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     tensors = _tensors(_target(path))
     _check_fits(tensors, likes, path)
     values = {name: _placed(tensors[name].values(), like) for name, like in likes.items()}
-    return map_leaves_with_path(lambda name, like: rebox(like, values[name]), abstract_params)
+    return map_leaves_with_path(lambda name, like: boxed_as(like, values[name]), abstract_params)
 
 
 def _tensors(target: Path) -> dict[str, _Tensor]:

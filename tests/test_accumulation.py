@@ -1,0 +1,102 @@
+"""Three ways to accumulate: the same gradients, different traffic."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, weighted_loss
+from xlstm_jax.distributed import Replicas, create_train_state, make_train_step
+from xlstm_jax.distributed.gradients import ACCUMULATION
+from xlstm_jax.distributed.partitioning import leaf_axes, leaves_with_path, map_leaves
+
+AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
+TX = optax.sgd(1.0)  # the parameters after a step are those before, less the gradient
+
+
+@cache
+def start(mesh, wrap_options):
+    wrap = fsdp(**dict(wrap_options)) if wrap_options else lambda module: module
+    return create_train_state(Model(wrap), TX, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+
+
+def step_on(mesh, wrap_options, **options):
+    state = start(mesh, wrap_options)
+    step = make_train_step(weighted_loss, mesh, AXES, weighted=True, **options)
+    return step, jax.tree.map(jnp.copy, state)
+
+
+WRAP = (("replicas", Replicas("dp")),)
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
+    """Weights are uneven between devices and minibatches."""
+    step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation=accumulation, check_vma=check_vma)
+    after, metrics = step(state, BATCH, jax.random.key(0))
+    plain, state = step_on(mesh_of(1, 1), ())
+    want, want_metrics = plain(state, BATCH, jax.random.key(0))
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=2e-6)
+    assert_same_params(after.params, want.params)
+    before = start(mesh_of(1, 1), ()).params
+    with pytest.raises(AssertionError):
+        assert_same_params(after.params, before, tolerance=1e-2)  # guard: there is a gradient
+
+
+def collectives(**options):
+    """How often each collective runs on more than a scalar, by name and axes: in the loop over minibatches, and not."""
+    step, state = step_on(mesh_of(2, 4), WRAP, **options)
+    found = equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(0)))
+    count = {}
+    for within, eqn in found:
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        name, depth = eqn.primitive.name.removesuffix("_invariant"), within.count("scan")
+        large = [v for v in eqn.invars if hasattr(v, "aval") and np.prod(v.aval.shape) >= 32]
+        if name in ("all_gather", "reduce_scatter") or (name.startswith("psum") and large):
+            key = (name, axes if isinstance(axes, str) else axes[0], depth)
+            count[key] = count.get(key, 0) + 1
+    return count
+
+
+def test_when_the_collectives_run():
+    each = collectives(num_minibatches=2)
+    assert each["reduce_scatter", "fsdp", 2] == 3  # depth: the loop over minibatches, and that over layers
+    assert [key for key in each if key[0].startswith("psum") and key[2] == 2]
+    once = collectives(num_minibatches=2, accumulation="reduce_once")
+    assert {depth for _, _, depth in once} == {0}
+    last = collectives(num_minibatches=2, accumulation="reduce_replicas_once")
+    assert last["reduce_scatter", "fsdp", 2] == 3
+    assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
+
+
+@pytest.mark.parametrize("options", [{"gather_dtype": jnp.bfloat16}, {"uneven": "pad", "gather_dtype": jnp.bfloat16}])
+def test_gathered_once_is_gathered_as_the_modules_would(options):
+    """In bfloat16 the modules see the same rounded weights; gradients are summed in float32 and scattered as that."""
+    wrap = (*WRAP, *options.items())
+    results = []
+    for accumulation in ("reduce_each", "reduce_once"):
+        step, state = step_on(mesh_of(2, 4), wrap, num_minibatches=4, accumulation=accumulation)
+        results.append(step(state, BATCH, jax.random.key(0)))
+    (each, each_metrics), (once, once_metrics) = results
+    np.testing.assert_array_equal(each_metrics["loss"], once_metrics["loss"])
+    assert_same_params(once.params, each.params)
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = mesh_of(2, 4)
+    with pytest.raises(ValueError, match="accumulation='all' is none of"):
+        make_train_step(weighted_loss, mesh, AXES, accumulation="all")
+    step, state = step_on(mesh, (("axis_name", "fsdp"),), num_minibatches=2, accumulation="reduce_replicas_once")
+    with pytest.raises(ValueError, match="no parameter has copies"):
+        step(state, BATCH, jax.random.key(0))
+    from flax import linen as nn
+
+    step, state = step_on(mesh, WRAP, num_minibatches=2, accumulation="reduce_once")
+    foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if leaf_axes(leaf) else leaf, state.params)
+    with pytest.raises(ValueError, match="gathers 'Dense_0/kernel' itself"):
+        step(state.replace(params=foreign), BATCH, jax.random.key(0))
+    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(state.params))

@@ -1,0 +1,107 @@
+"""Hybrid sharding: shards on the fast axes, copies on the slow ones, reduced within the layer's backward pass."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import Replicas, bytes_per_device, create_train_state, make_train_step, shard_module_params
+from xlstm_jax.distributed.partitioning import leaf_axes, leaf_value, leaves_with_path
+
+AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def wrapped(**options):
+    return fsdp(replicas=Replicas("dp", **options))
+
+
+def state_of(wrap, mesh):
+    return create_train_state(Model(wrap), TX, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+
+
+@cache
+def one_device():
+    mesh = mesh_of(1, 1)
+    step = make_train_step(mean_loss, mesh, AXES)
+    return trained(step, create_train_state(Model(), TX, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES))
+
+
+def trained(step, state):
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = step(state, BATCH, jax.random.key(0))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def programme(wrap, **options):
+    """The equations of a step on a 2 x 4 mesh."""
+    mesh = mesh_of(2, 4)
+    state = jax.eval_shape(lambda: state_of(wrap, mesh))
+    step = make_train_step(mean_loss, mesh, AXES, **options)
+    return equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(0)))
+
+
+def reductions(found, axis="dp"):
+    """(shape, dtype, what it is within) of all sums over an axis of more than a scalar."""
+    sums = [(w, e) for w, e in found if e.primitive.name.startswith("psum") and axis in e.params["axes"]]
+    return [(v.aval.shape, str(v.aval.dtype), within) for within, e in sums for v in e.invars if v.aval.shape]
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dp, shards", [(2, 4), (4, 2)])
+def test_it_trains_as_one_device_does(dp, shards, check_vma, zero1):
+    mesh = mesh_of(dp, shards)
+    step = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)
+    losses, state = trained(step, state_of(wrapped(shard_optimizer_state=zero1), mesh))
+    want, reference = one_device()
+    np.testing.assert_allclose(losses, want, rtol=2e-6)
+    assert_same_params(state.params, reference.params, tolerance=1e-4)
+    assert not np.allclose(losses[0], losses[-1], rtol=0.1)  # guard: something was learned
+    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(state.params))
+
+
+def test_the_copies_are_reduced_within_the_layers_backward_and_in_the_chosen_dtype():
+    found = reductions(programme(wrapped(reduce_dtype=jnp.bfloat16)))
+    blocks = [(shape, dtype) for shape, dtype, within in found if "scan" in within]
+    # A quarter of each leaf of one block; never a whole or a stacked one.
+    assert sorted(blocks) == [((8,), "bfloat16"), ((8, 16), "bfloat16"), ((16, 8), "bfloat16")]
+    without = reductions(programme(fsdp()))
+    assert not [within for _, _, within in without if "scan" in within]  # guard: it is the option that does it
+    assert {dtype for _, dtype, _ in without} == {"float32"}
+
+
+def test_nothing_that_was_reduced_there_is_reduced_again():
+    values = sum(
+        np.prod(shape) * (3 if "scan" in within else 1) for shape, _, within in reductions(programme(wrapped()))
+    )
+    on_device = bytes_per_device(state_of(wrapped(), mesh_of(2, 4)).params) // 4
+    assert values == on_device  # each value once, 3 being the number of layers
+
+
+def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
+    plain, zero1 = (state_of(wrapped(shard_optimizer_state=on), mesh_of(4, 2)) for on in (False, True))
+    whole = sum(leaf_value(leaf).nbytes for _, leaf in leaves_with_path(plain.params) if not leaf_axes(leaf))
+    moments = 2 * (bytes_per_device(plain.params) - whole)
+    assert bytes_per_device(plain.opt_state) - bytes_per_device(zero1.opt_state) == moments * 3 // 4
+    assert bytes_per_device(plain.params) == bytes_per_device(zero1.params)
+
+
+def test_an_axis_splits_or_copies_and_must_be_there():
+    with pytest.raises(ValueError, match="'dp' is in axis_name"):
+        shard_module_params(Model, AXES, replicas=Replicas("dp"))
+    with pytest.raises(TypeError, match=r"pass Replicas\('dp'\)"):
+        shard_module_params(Model, "fsdp", replicas="dp")
+    with pytest.raises(TypeError, match="nonsense"):
+        Replicas("dp", reduce_dtype="nonsense")
+    mesh = mesh_of(2, 4)
+    wrap = fsdp(replicas=Replicas("slow"))
+    step = make_train_step(mean_loss, mesh, AXES)
+    with pytest.raises(ValueError, match="'slow' is not a bound mesh axis"):
+        step(state_of(wrap, mesh), BATCH, jax.random.key(0))

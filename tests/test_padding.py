@@ -1,0 +1,177 @@
+"""``uneven="pad"``: dims that the devices do not divide are stored with zeros, which nobody else sees."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from tests.support import assert_same_params, fsdp
+from xlstm_jax.distributed import (
+    Checkpointer,
+    DeviceMeshManager,
+    create_train_state,
+    export_safetensors,
+    import_safetensors,
+    make_train_step,
+    plan_sharding,
+    shard_module_params,
+)
+from xlstm_jax.distributed.partitioning import is_padded, leaf_value, leaves_with_path, map_leaves, true_value
+from xlstm_jax.distributed.training import abstract_train_state
+
+FEATURES, WIDTH, CLASSES = 5, 7, 3
+TX = {
+    "adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(1e-2),
+}
+
+
+class Odd(nn.Module):
+    """No dim of it is a multiple of 2, 4 or 8; its hidden layers are scanned."""
+
+    wrap: object = lambda module: module
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(self.wrap(nn.Dense)(WIDTH, name="first")(x))
+        layer = nn.scan(Hidden, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = layer(self.wrap, name="layers")(x, None)
+        return self.wrap(nn.Dense)(CLASSES, name="last")(x)
+
+
+class Hidden(nn.Module):
+    wrap: object
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.tanh(self.wrap(nn.Dense)(WIDTH, name="dense")(x)), None
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+@cache
+def batch():
+    return {
+        "x": jax.random.normal(jax.random.key(1), (24, FEATURES)),
+        "y": jax.random.normal(jax.random.key(2), (24, CLASSES)),
+    }
+
+
+def mesh_of(devices):
+    return DeviceMeshManager.create_device_mesh({"fsdp": devices}, jax.devices()[:devices])
+
+
+PADDED = fsdp(uneven="pad", min_weight_size=1)
+
+
+def start(devices, tx="adamw", wrap=PADDED):
+    key = jax.random.key(0)
+    return create_train_state(Odd(wrap), TX[tx], mesh_of(devices), key, batch()["x"], batch_axes="fsdp")
+
+
+def trained(devices, tx="adamw", wrap=PADDED, steps=3, **options):
+    state, step = start(devices, tx, wrap), make_train_step(loss_fn, mesh_of(devices), "fsdp", **options)
+    for _ in range(steps):
+        state, metrics = step(state, batch(), jax.random.key(0))
+    return state, metrics
+
+
+def true_tree(tree):
+    return jax.device_get(map_leaves(true_value, tree))
+
+
+def padding_of(tree):
+    """The values of all padding, by path."""
+    found = {}
+    for path, leaf in leaves_with_path(tree):
+        if is_padded(leaf):
+            value = np.asarray(leaf_value(leaf))
+            inside = np.zeros(value.shape, bool)
+            inside[tuple(slice(n) for n in true_value(leaf).shape)] = True
+            found[path] = value[~inside]
+    return found
+
+
+@pytest.mark.parametrize("tx", list(TX))
+@pytest.mark.parametrize("devices, check_vma", [(8, True), (8, False), (4, True)])
+def test_it_trains_as_one_device_does(devices, check_vma, tx):
+    """Adafactor and LAMB look across a leaf: with the padding in their means they would be wrong."""
+    state, metrics = trained(devices, tx, check_vma=check_vma)
+    want, want_metrics = trained(1, tx, wrap=lambda module: module)
+    assert_same_params(true_tree(state.params), true_tree(want.params), tolerance=1e-4)
+    np.testing.assert_allclose(metrics["grad_norm"], want_metrics["grad_norm"], rtol=1e-5)
+    assert all(is_padded(leaf) for _, leaf in leaves_with_path(state.params))  # guard: that is what was tested
+
+
+def test_stored_evenly_with_zeros_that_stay_zero():
+    state, _ = trained(8)
+    shapes = {path: leaf_value(leaf).shape for path, leaf in leaves_with_path(state.params)}
+    assert shapes["first/kernel"] == (FEATURES, 8) and shapes["layers/dense/kernel"] == (3, WIDTH, 8)
+    for tree in (state.params, state.opt_state):
+        padding = padding_of(tree)
+        assert padding and all(values.size and not values.any() for values in padding.values())
+    for _, leaf in leaves_with_path(state.params):
+        assert leaf_value(leaf).addressable_shards[0].data.size == leaf_value(leaf).size // 8
+    mu = next(leaf for path, leaf in leaves_with_path(state.opt_state) if path.endswith("mu/layers/dense/kernel"))
+    assert leaf_value(mu).addressable_shards[0].data.size == 3 * WIDTH
+
+
+def test_initial_values_are_those_of_the_plain_model():
+    want = jax.jit(Odd().init)(jax.random.key(0), batch()["x"])["params"]
+    jax.tree.map(np.testing.assert_array_equal, true_tree(start(8).params), jax.device_get(want))
+
+
+def test_by_default_such_a_leaf_stays_whole_and_the_plan_says_both():
+    x = batch()["x"]
+    whole = plan_sharding(Odd(fsdp(min_weight_size=1)), {"fsdp": 8}, x, tx=TX["adamw"])
+    padded = plan_sharding(Odd(PADDED), {"fsdp": 8}, x, tx=TX["adamw"])
+    path = "layers/dense/kernel"
+    assert whole.row(path).parts == 1 and "8 divides no free dim" in whole.explain(path)
+    assert padded.row(path).parts == 8 and "padded to 8" in padded.explain(path)
+    assert padded.row(path).shape == (3, WIDTH, WIDTH)
+    total = 3 * WIDTH * WIDTH * 4
+    assert tuple(padded.row(path).parameters) == (total, 3 * WIDTH * 4)
+    assert tuple(padded.row(path).optimizer) == (2 * total, 2 * 3 * WIDTH * 4)
+    assert tuple(whole.row(path).parameters) == (total, total)
+    with pytest.raises(ValueError, match="uneven='cut' is none of"):
+        shard_module_params(nn.Dense, "fsdp", uneven="cut")
+
+
+def test_checkpoints_hold_the_true_shape_and_fit_any_number_of_devices(tmp_path):
+    state, _ = trained(8)
+    want = true_tree((state.params, state.opt_state))
+    for index, devices in enumerate((8, 4, 1, 3, 8)):
+        with Checkpointer(tmp_path / str(index)) as checkpointer:
+            checkpointer.save(1, state, force=True)
+            checkpointer.wait()
+            target = abstract_train_state(
+                Odd(PADDED), TX["adamw"], mesh_of(devices), jax.random.key(0), batch()["x"], batch_axes="fsdp"
+            )
+            state = checkpointer.restore(target)
+        jax.tree.map(np.testing.assert_array_equal, true_tree((state.params, state.opt_state)), want)
+        widths = {leaf_value(leaf).shape[-1] for path, leaf in leaves_with_path(state.params) if "dense/kernel" in path}
+        assert widths == {-(-WIDTH // devices) * devices}
+        assert not any(values.any() for values in padding_of((state.params, state.opt_state)).values())
+    again, _ = make_train_step(loss_fn, mesh_of(8), "fsdp")(state, batch(), jax.random.key(0))
+    further, _ = trained(8, steps=4)
+    jax.tree.map(np.testing.assert_array_equal, true_tree(again.params), true_tree(further.params))
+
+
+def test_a_plain_model_reads_what_a_padded_one_exports(tmp_path):
+    state, _ = trained(8)
+    export_safetensors(state.params, tmp_path)
+    plain = jax.eval_shape(Odd().init, jax.random.key(0), batch()["x"])["params"]
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), plain)
+    jax.tree.map(np.testing.assert_array_equal, import_safetensors(tmp_path, plain), true_tree(state.params))
+    back = import_safetensors(tmp_path, state.params)
+    jax.tree.map(np.testing.assert_array_equal, true_tree(back), true_tree(state.params))
+    assert padding_of(back).keys() == padding_of(state.params).keys()

@@ -1,0 +1,149 @@
+"""Over several axes a leaf is gathered and scattered in stages, in an order that keeps all axes equally busy."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.support import equations, on_mesh
+from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
+from xlstm_jax.distributed.partitioning import leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.shard_choice import balanced_orders
+
+AXES = ("x", "y", "z")
+TREE = {
+    "a": jax.random.normal(jax.random.key(0), (16, 24)),
+    "b": jax.random.normal(jax.random.key(1), (24, 3)),
+    "c": jax.random.normal(jax.random.key(2), (5, 40)),
+    "whole": jax.random.normal(jax.random.key(3), (5,)),
+}
+TRANSFORMER = {"query_key_value": 3, "out": 1, "up": 6, "down": 3}  # in d^2 values
+
+
+def mesh():
+    return DeviceMeshManager.create_device_mesh(dict.fromkeys(AXES, 2), jax.devices()[:8])
+
+
+def busiest(sizes, orders, axis_sizes):
+    """Bytes over the busiest axis, by walking through the stages of each gather, and over all axes."""
+    load = dict.fromkeys(axis_sizes, 0.0)
+    for size, order in zip(sizes, orders, strict=True):
+        piece = size / math.prod(axis_sizes.values())
+        for axis in reversed(order):
+            load[axis] += piece * (axis_sizes[axis] - 1)
+            piece *= axis_sizes[axis]
+    return max(load.values()), sum(load.values())
+
+
+@pytest.mark.parametrize(
+    "axis_sizes, at_most",
+    [({"x": 16, "y": 16}, 0.6), ({"x": 4, "y": 4, "z": 8}, 0.7), ({"z": 8, "x": 4, "y": 4}, 0.7)],
+    ids=str,
+)
+def test_the_busiest_axis_carries_a_bounded_share_of_what_it_would(axis_sizes, at_most):
+    sizes = list(TRANSFORMER.values())
+    orders = balanced_orders(sizes, axis_sizes)
+    rotated, total = busiest(sizes, orders, axis_sizes)
+    as_given, unrotated_total = busiest(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes)
+    assert rotated <= at_most * as_given
+    assert total == pytest.approx(unrotated_total)  # the bytes are the same in every order
+
+
+def test_the_largest_leaf_has_the_order_that_was_asked_for_and_others_rotate():
+    assert balanced_orders([1, 5, 1, 1], {"x": 4, "y": 4})[1] == ("x", "y")
+    assert set(balanced_orders([1] * 6, dict.fromkeys(AXES, 2))) == {("x", "y", "z"), ("y", "z", "x"), ("z", "x", "y")}
+    assert balanced_orders([3], {"x": 4}) == [("x",)]
+    assert balanced_orders([], {"x": 4}) == []
+
+
+def test_axes_over_slow_links_stay_innermost():
+    orders = balanced_orders([1] * 4, {"fsdp_host": 4, "x": 2, "y": 2})
+    assert {order[-1] for order in orders} == {"fsdp_host"} and {order[0] for order in orders} == {"x", "y"}
+    assert balanced_orders([1, 1], {"fsdp_host": 4, "fsdp_device": 8}) == [("fsdp_device", "fsdp_host")] * 2
+    assert balanced_orders([1], {"fsdp_host": 4}) == [("fsdp_host",)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
+def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
+    outermost = set()
+
+    def there_and_back(tree):
+        boxed = shard_params(tree, AXES, min_weight_size=8)
+        outermost.update(leaf_axes(leaf)[0] for _, leaf in leaves_with_path(boxed) if leaf_axes(leaf))
+        whole = gather_params(boxed, AXES, gather_dtype=dtype)
+        return jax.tree.map(lambda x: x[None], whole), jax.tree.map(lambda x: x[None], unbox(boxed))
+
+    gathered, slices = on_mesh(there_and_back, mesh(), check_vma, P(), P(AXES))(TREE)
+    for name, value in TREE.items():
+        cast = value if name == "whole" else value.astype(dtype or value.dtype)
+        np.testing.assert_array_equal(gathered[name], np.broadcast_to(cast, (8, *value.shape)))
+    assert len(outermost) > 1  # guard: the orders do differ
+    assert math.prod(slices["a"].shape[1:]) == TREE["a"].size // 8  # guard: there was something to gather
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_staged_scatter_is_the_mean_to_rounding(check_vma):
+    """Three stages of two float32 terms round three times, as any order of the sum does."""
+    weights = jax.random.normal(jax.random.key(9), (8,)) * 2.0 ** jnp.arange(8)
+
+    def gradient(tree, weight):
+        def loss(boxed):
+            return weight[0] * sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(gather_params(boxed, AXES)))
+
+        boxed = shard_params({k: v for k, v in tree.items() if k != "whole"}, AXES, min_weight_size=8)
+        grads = jax.grad(loss)(boxed)
+        whole = gather_params(grads, AXES)
+        return jax.tree.map(lambda x: x[None], whole)
+
+    got = on_mesh(gradient, mesh(), check_vma, (P(), P(AXES)), P(AXES))(TREE, weights)
+    for name, found in got.items():
+        want = np.cos(np.asarray(TREE[name], np.float64)) * np.mean(np.asarray(weights, np.float64))
+        np.testing.assert_allclose(found[0], want, rtol=2e-6, atol=2e-6 * np.abs(weights).max() / 8)
+        np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
+    assert not np.allclose(np.mean(weights), weights[0], rtol=0.1)  # guard: the devices do differ
+
+
+def test_one_collective_for_each_axis_innermost_first_and_back_outermost_first():
+    def gradient(tree):
+        boxed = shard_params({"a": tree["a"]}, AXES, min_weight_size=8)
+        return jax.grad(lambda boxed: jnp.sum(jnp.sin(gather_params(boxed, AXES)["a"])))(boxed)
+
+    traced = jax.make_jaxpr(
+        jax.shard_map(lambda t: leaf_value(gradient(t)["a"])[None], mesh=mesh(), in_specs=P(), out_specs=P(AXES))
+    )(TREE)
+    found = [(e.primitive.name, e.params["axis_name"]) for _, e in equations(traced) if "axis_name" in e.params]
+    order = [(name, axis if isinstance(axis, str) else axis[0]) for name, axis in found]
+    assert [axis for name, axis in order if name == "all_gather"] == ["z", "y", "x"]
+    assert [axis for name, axis in order if name == "reduce_scatter"] == ["x", "y", "z"]
+
+
+def test_the_same_tree_is_split_the_same_way_inside_and_outside_of_shard_map():
+    from flax import linen as nn
+
+    from xlstm_jax.distributed import init_sharded, plan_sharding, shard_module_params
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="second")(nn.Dense(24, name="first")(x))
+
+    x = jnp.ones((8, 8))
+    model = shard_module_params(Two, AXES, min_weight_size=8)()
+    outside = init_sharded(model, mesh(), jax.random.key(0), x, batch_axes=AXES)
+    seen = {}
+
+    def init(x):
+        inside = model.init(jax.random.key(0), x)
+        seen.update({path: leaf.names for path, leaf in leaves_with_path(inside)})
+        return jax.tree.map(lambda v: v[None], unbox(inside))
+
+    on_mesh(partial(init), mesh(), False, P(AXES), P(AXES)).lower(x)
+    names = {path: leaf.names for path, leaf in leaves_with_path(outside)}
+    plan = plan_sharding(model, dict.fromkeys(AXES, 2), x)
+    assert names == seen == {f"params/{row.path}": row.names for row in plan.rows}
+    assert len({leaf_axes(leaf)[0] for _, leaf in leaves_with_path(outside)}) > 1  # guard: they do rotate
