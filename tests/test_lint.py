@@ -275,7 +275,7 @@ def test_large_leaves_that_stay_whole():
         "replicated-leaf",
         "bare/kernel",
     )
-    assert odd.cure == "Pad its dim of size 1022 to 1024, which 4 divides."
+    assert odd.cure == "Pass uneven='pad', or give its dim of 1022 the size 1024, which 4 divides."
     assert odd.bytes == 2 * 1022 * 1021 * 4 and "on each of 8 devices (4 divides no free dim" in odd.text
     assert bare.bytes == 2 * 1021 * 2 * WIDTH * 4 and "shard_module_params around the module" in bare.cure
 
@@ -350,7 +350,9 @@ def test_a_forecast_that_was_stored_has_the_same_findings():
 
 def test_raise_if_lists_all_findings():
     findings, _ = kept_findings()
-    with pytest.raises(LintError, match=r"(?s)2 findings\nkept-gathered: blocks/\w+/kernel: .*Put nn.remat") as raised:
+    with pytest.raises(
+        LintError, match=r"(?s)2 findings\nkept-gathered: blocks/\w+/kernel: .*or put nn.remat"
+    ) as raised:
         lint.raise_if(findings)
     assert raised.value.findings == tuple(findings) and isinstance(raised.value, ValueError)
     assert all(str(finding) in str(raised.value) for finding in findings)

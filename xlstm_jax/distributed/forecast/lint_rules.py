@@ -79,8 +79,8 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     if not any(row.uses for row in rows):
         return "By the plan it stays whole: make the plan of the model that the step trains."
     return (
-        "Call the module once in a step, put only one nn.remat around it, or wrap the loop around it rather than its "
-        f"body; if the step goes through more than {num_minibatches} minibatches, tell lint, as num_minibatches."
+        "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), or wrap "
+        f"the loop around it rather than its body; if the step goes through more than {num_minibatches} minibatches, tell lint, as num_minibatches."
     )
 
 
@@ -157,9 +157,10 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
                 name,
                 f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
                 f"live from one to the other: {format_bytes(kept)} per device.",
-                "Put nn.remat around the wrapped module, nn.remat(shard_module_params(Block, axis_name)): its default "
-                "policy, and those that save only the results of products, gather again. Where memory is there and "
-                "the wire is short, pass keep_gathered=True to lint.",
+                "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the "
+                "wrapped module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), "
+                "which keeps no gathered weight. Where memory is there and the wire is short, pass keep_gathered=True "
+                "to lint.",
                 kept,
             )
 
@@ -216,7 +217,9 @@ def _replicated_leaves(step: Step) -> Iterator[Finding]:
 def _replication_cure(row: LeafPlan) -> str:
     if parts := _DIVIDES_NOT.search(row.reason):
         size, count = max(row.use_shape), int(parts[1])
-        return f"Pad its dim of size {size} to {-(-size // count) * count}, which {count} divides."
+        return (
+            f"Pass uneven='pad', or give its dim of {size} the size {-(-size // count) * count}, which {count} divides."
+        )
     if _TOO_SMALL.search(row.reason):
         return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
     if row.reason == _UNWRAPPED:
@@ -324,10 +327,10 @@ def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
 
 def _overlap_cure(chip: str, kind: str) -> str:
     more = "More tokens per device make it a smaller part of the step."
-    if chip in SPARSECORE_CHIPS:
-        return f"Offload collectives to the SparseCore, a set of compiler options. {more}"
-    if chip == "v5e" and kind == "all-gather":
-        return f"Compile with xla_tpu_enable_ici_ag_pipelining. {more}"
+    if chip in SPARSECORE_CHIPS or (chip == "v5e" and kind == "all-gather"):
+        return (
+            f"Compile with compiler_options(device_kind), as make_train_step does for compiler_options='auto'. {more}"
+        )
     return more
 
 
