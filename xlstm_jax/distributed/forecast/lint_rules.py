@@ -80,7 +80,8 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
         return "By the plan it stays whole: make the plan of the model that the step trains."
     return (
         "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), or wrap "
-        f"the loop around it rather than its body; if the step goes through more than {num_minibatches} minibatches, tell lint, as num_minibatches."
+        "the loop around it rather than its body; if the step goes through more than "
+        f"{num_minibatches} minibatches, tell lint, as num_minibatches."
     )
 
 
