@@ -2,6 +2,8 @@
 
 from xlstm_jax.distributed.agreement import assert_same_everywhere
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
+from xlstm_jax.distributed.compiler_options import compiler_options
+from xlstm_jax.distributed.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.data_parallel import (
     gather_array_with_mean_grads,
     gather_params,
@@ -30,11 +32,13 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DeviceMeshManager",
+    "LMHead",
     "LoopGuard",
     "NonFiniteError",
     "ReplicaError",
     "Replicas",
     "ShardingPlan",
+    "TokenLosses",
     "abstract_batch",
     "abstract_train_state",
     "accumulate_gradients",
@@ -43,7 +47,9 @@ __all__ = [
     "box_like",
     "bytes_per_device",
     "check_replicas",
+    "chunked_cross_entropy",
     "clip_by_global_norm",
+    "compiler_options",
     "create_train_state",
     "elementwise_only",
     "export_safetensors",

@@ -13,7 +13,8 @@ that name: the gather's own output in front of the name is kept then, or what is
 refuse, wherever they occur,
 
   1. the gathers themselves (``GATHERS``),
-  2. what moves or casts values, arithmetic on single elements, and random numbers (``RECOMPUTED``).
+  2. what moves or casts values, arithmetic on single elements, and random numbers (``RECOMPUTED``), also where a
+     function with a derivative of its own consists of nothing else.
 
 What is made of a gathered weight by these (a cast, a transpose, a part, quantised values times their scales, an exp)
 is made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses
@@ -63,6 +64,8 @@ _ARITHMETIC = (
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
 RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
 
+_FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
+
 _BASES: dict[str, Policy] = {
     "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -97,13 +100,28 @@ def _policy(base: Policy) -> Policy:
 
 def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:
     """The answer to JAX's question whether to keep the results of an operation, for a policy ``base``."""
-    if primitive.name in GATHERS or primitive.name in RECOMPUTED or _is_table(primitive, params):
+    name = primitive.name
+    if name in GATHERS or name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
         return False
-    if primitive.name == "name" and base(mul_p, *inputs, *inputs):
+    if name == "name" and base(mul_p, *inputs, *inputs):
         return False  # it keeps all there is and has not chosen the name, which may be that of a weight
     return base(primitive, *inputs, **params)
 
 
-def _is_table(primitive: Any, params: dict[str, Any]) -> bool:
+def _is_table(name: str, params: dict[str, Any]) -> bool:
     """Whether single values are looked up, as those that quantised weights stand for; not rows, as of an embedding."""
-    return primitive.name == "gather" and math.prod(params["slice_sizes"]) == 1
+    return name == "gather" and math.prod(params["slice_sizes"]) == 1
+
+
+def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
+    """Whether a function has nothing in it to keep.
+
+    JAX looks into most functions itself. But one with a derivative of its own stays whole where it is of values that
+    are not differentiated, and so does the gather of frozen weights.
+    """
+    if name not in _FUNCTIONS:
+        return False
+    body = params.get("call_jaxpr") or params["jaxpr"]
+    return not any(
+        _keep_but_weights(base, eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params) for eqn in body.eqns
+    )

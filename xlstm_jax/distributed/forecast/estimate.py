@@ -19,9 +19,19 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.compiler_options import compiler_options as options_of_kind
 from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.buffers import Argument, Memory, Moment, Temporary, memory, operation_names
-from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Links, Roofline, Topology, chip_of, roofline
+from xlstm_jax.distributed.forecast.chips import (
+    CHIPS,
+    Chip,
+    Links,
+    Roofline,
+    Topology,
+    chip_of,
+    parse_topology,
+    roofline,
+)
 from xlstm_jax.distributed.forecast.cycles import Cycles, HbmBytes, cycles, hbm_bytes
 from xlstm_jax.distributed.forecast.flops import Flops, Work, count_flops
 from xlstm_jax.distributed.forecast.hlo import Program, parse
@@ -216,7 +226,7 @@ def forecast(
     topology: str | Mesh | None = None,
     kwargs: Mapping[str, PyTree] | None = None,
     tokens: int | None = None,
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: dict[str, Any] | str | None = None,
 ) -> Forecast:
     """Compiles a training step and reads what it will cost each device.
 
@@ -229,7 +239,9 @@ def forecast(
         or None: the devices at hand that the arguments lie on.
       kwargs: what the step takes by keyword, as ``{"train": True}``.
       tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
-      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``.
+      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of
+        ``compiler_options(device_kind)``. (What the step itself asks for, with ``make_train_step(...,
+        compiler_options=...)``, is for the devices of its own mesh and not taken.)
     Raises:
       ValueError: an unknown topology, or it has other than the mesh's number of devices; the arguments lie on no mesh
         or on several; a step for a topology calls back into Python (``jax.debug.print``).
@@ -238,6 +250,11 @@ def forecast(
       CompileError: the compiler refuses the step, for another reason than memory.
     """
     traced = trace(step, args, kwargs)
+    if compiler_options == "auto":
+        here = (
+            parse_topology(topology).chip.device_kinds if isinstance(topology, str) else [jax.devices()[0].device_kind]
+        )
+        compiler_options = options_of_kind(here[0])
     options = {"kwargs": kwargs, "compiler_options": compiler_options}
     if isinstance(topology, str):
         compiled = compile_for_topology(step, *args, topology=topology, **options)
