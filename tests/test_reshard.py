@@ -88,6 +88,26 @@ def test_flags_keywords_dropout_and_other_methods_work_as_they_do_without():
     assert np.ptp(np.asarray(outputs[0][0]), axis=0).max() > 0  # guard: rows are equal but for what dropout took
 
 
+def test_a_module_that_reads_its_parameters_in_setup_works_too():
+    mesh, tokens = mesh_of(1, 8), jnp.arange(16) % 8
+    gradients = []
+    for wrap in (fsdp(), fsdp(reshard_after_forward=True)):
+        model = wrap(nn.Embed)(32, 16)
+        variables = init_sharded(model, mesh, jax.random.key(0), tokens, batch_axes=AXES)
+        specs = partition_specs(variables, mesh)
+
+        def fn(variables, tokens, model=model):
+            def loss(variables):
+                x = jnp.sin(model.apply(variables, tokens))
+                return jnp.mean(model.apply(variables, x, method="attend") ** 2)
+
+            return value_and_grad(loss, AXES)(variables)
+
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=(P(), specs))
+        gradients.append(jax.jit(mapped)(variables, tokens)[1])
+    assert_same_params(*gradients, tolerance=1e-6)
+
+
 def test_on_one_device_and_outside_of_shard_map_there_is_nothing_to_drop():
     one = mesh_of(1, 1)
     plain, dropping = (loss_and_gradients(Model(fsdp(reshard_after_forward=on)), one) for on in (False, True))

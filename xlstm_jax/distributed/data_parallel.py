@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import linen as nn
+from flax.core import lift
+from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import AxisNames, Parameter, PyTree
 from xlstm_jax.distributed import collectives
@@ -172,39 +174,37 @@ def _lift(
 ) -> Target:
     """``nn.map_variables`` on "params" around every public method, under the target's own name."""
     cls = target.func if isinstance(target, functools.partial) else target
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        return _dropping_gathered(nn.map_variables(target, "params", gather, shard, mutable=True), reshard_over)
-    methods = _public_methods(cls)
+    methods = _public_methods(cls) if isinstance(cls, type) and issubclass(cls, nn.Module) else None
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
+    if reshard_over:
+        lifted = lift_transform(_dropping_gathered, lifted, reshard_over, methods=methods)
+    if methods is None:
+        return lifted
     lifted_cls = lifted.func if isinstance(target, functools.partial) else lifted
     for name in methods:
-        method = _dropping_gathered(getattr(lifted_cls, name), reshard_over)
-        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), method))
+        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), getattr(lifted_cls, name)))
     # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     lifted_cls.__name__, lifted_cls.__qualname__, lifted_cls.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return lifted
 
 
-def _dropping_gathered(lifted: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
-    """``lifted``, its parameters gathered again over ``axes`` for the backward pass; itself where there are none."""
-    if not axes:
-        return lifted
+def _dropping_gathered(method: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """A lifted transformation: what ``method`` gathers over ``axes`` is gathered again for the backward pass."""
 
-    @functools.wraps(lifted)
-    def method(module, *args, **kwargs):
+    def dropping(scopes, *args, **kwargs):
         if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
-            return lifted(module, *args, **kwargs)
+            return method(scopes, *args, **kwargs)
         # Arguments that are no arrays (a flag, a module) stay what they are.
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
 
-        def run(module, arrays):
+        def run(scopes, arrays):
             args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-            return lifted(module, *args, **kwargs)
+            return method(scopes, *args, **kwargs)
 
-        return nn.remat(run, policy=remat_policy("everything"))(module, arrays)
+        return lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
 
-    return method
+    return dropping
 
 
 def _public_methods(cls: type[nn.Module]) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
