@@ -117,8 +117,19 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     """Sums over devices and leaves each its piece of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
     for axis in axes:
         if lax.axis_size(axis) > 1:
-            value = lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
+            value = _scatter_stage(value, dim, axis)
     return value
+
+
+def _scatter_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Sums over one axis and leaves each device its piece of ``dim``.
+
+    The pieces become a leading dim, which is scattered. Scattered along ``dim`` itself, pieces that do not fill the
+    tiles in which a TPU lays out an array make XLA all-reduce the whole of it and slice: twice the bytes.
+    """
+    size, n = value.shape[dim], lax.axis_size(axis)
+    pieces = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), axis, scatter_dimension=0, tiled=False)
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
