@@ -408,6 +408,20 @@ def test_a_gather_on_the_sparsecore_runs_beside_the_schedule(nameless):
     assert (c.overlapped.modules, c.overlapped.instructions, c.overlapped.cycles) == (("blocks/down",), 1, 45110)
 
 
+def test_a_gather_that_the_sparsecore_calls_counts_once():
+    """What runs there may itself call the computation that holds the collective."""
+    wrapped = """
+%wrapped.1 (param_0.280: bf16[1,1024,64], param_1.288: token[]) -> bf16[1,1024,256] {
+  %param_1.288 = token[] parameter(1)
+  %param_0.280 = bf16[1,1024,64]{1,2,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.55.cloned.1 = bf16[1,1024,256]{1,2,0:T(8,128)(2,1)} call(%param_0.280, %param_1.288), to_apply=%called_computation.3
+}, execution_thread="sparsecore"
+"""
+    entry = SPARSECORE_ENTRY.replace("to_apply=%called_computation.3", "to_apply=%wrapped.1")
+    (c,) = rows(tpu(SPARSECORE + wrapped, entry))
+    assert (c.kind, c.count, c.asynchronous) == ("all-gather", 1, True)
+
+
 def test_work_that_is_started_without_operands_leads_nowhere_and_is_no_error():
     """After code generation a program may start what it offloads so, as here the lookup of an embedding."""
     computation = """

@@ -124,13 +124,12 @@ class Program:
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of computations that an async-start (or call-start) runs beside the schedule of its caller."""
-        return frozenset(
-            name
-            for computation in self.computations.values()
-            for instruction in computation.instructions
-            if instruction.opcode.endswith("-start")
-            for name in _executed_callees(instruction)
-        )
+        inside = set()
+        for computation in self._callers_first:
+            for instruction in computation.instructions:
+                if instruction.opcode.endswith("-start") or computation.name in inside:
+                    inside.update(_executed_callees(instruction))
+        return frozenset(inside)
 
     @cached_property
     def in_loops(self) -> frozenset[str]:
