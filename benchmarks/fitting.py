@@ -85,13 +85,13 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def byte_losses(
-    apply_fn: Callable[..., jax.Array], params: Any, windows: jax.Array, **kwargs: Any
+    apply_fn: Callable[..., Any], params: Any, windows: jax.Array, **kwargs: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
     likeliest."""
     windows = windows.astype(jnp.int32)
-    logits, bytes_ = apply_fn({"params": params}, windows[:, :-1], **kwargs), windows[:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, bytes_), jnp.argmax(logits, axis=-1) == bytes_
+    found = apply_fn({"params": params}, windows[:, :-1], windows[:, 1:], method="losses", **kwargs)
+    return found.loss, found.correct
 
 
 def train_metric() -> Compose:
@@ -101,7 +101,7 @@ def train_metric() -> Compose:
 
 
 def loss_fn(
-    params: Any, apply_fn: Callable[..., jax.Array], batch: jax.Array, rng: jax.Array
+    params: Any, apply_fn: Callable[..., Any], batch: jax.Array, rng: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
     losses, right = byte_losses(apply_fn, params, batch, train=True, rngs={"dropout": rng})
     return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
@@ -133,7 +133,7 @@ def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
     return evaluate
 
 
-def _batch(job: Job, index: int) -> jax.Array:
+def draw_batch(job: Job, index: int) -> jax.Array:
     config = job.config
     return _place(job, random_windows(job.text.train, config.batch_size, config.context, (config.seed, index)))
 
@@ -200,7 +200,7 @@ def compile_programs(job: Job, run: Run) -> Programs:
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, metric=metric)
     sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
     evaluate = make_evaluate(job, run.state)
-    compiled = step.lower(run.state, _batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()
+    compiled = step.lower(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()
     evaluate(run.state.params).block_until_ready()
     return Programs(compiled, make_log_step(metric, mesh, axes), jax.jit(sync), evaluate)
 
@@ -223,7 +223,7 @@ def fit(
             "training", total=config.steps, completed=position, loss=math.nan, speed=math.nan, held_out=math.nan
         )
         while position < config.steps:
-            state, metrics, local = programs.step(state, _batch(job, position), run.rng, local)
+            state, metrics, local = programs.step(state, draw_batch(job, position), run.rng, local)
             position += 1
             progress.update(task, advance=1)
             guard.step_done(position, metrics)

@@ -1,64 +1,57 @@
-"""What the 1.3B and 7B models would cost on TPUs that are not here: bytes per device and bytes sent, in four layouts.
+"""Forecasts of the steps under comparison on TPUs that are not here: compiled once, kept, and read by the benchmarks.
 
-    python -m benchmarks.forecasts                       both models, v5e:16x16 and v5p:4x4x8; some fifteen minutes
-    python -m benchmarks.forecasts --sizes 1.3B --topologies v5e:2x4
-    python -m benchmarks.forecasts --redraw              the pictures and tables from the JSON that is there
+    python -m benchmarks.forecasts                       the large models, v5e:16x16 and v5p:4x4x8; some fifteen minutes
+    python -m benchmarks.forecasts --sizes small --topologies v5e:2x4
+    python -m benchmarks.forecasts --redraw              pictures and tables of what is kept; nothing is compiled
 
-For each model and topology it writes ``<out>/<size>_<topology>.json``, with the versions that it was made with, and for
-each model a picture ``<out>/<size>.png``. Every number is read from a compiled program or counted in a jaxpr; the times
-are estimates. The layouts:
+    size, case, topology --build, compile--> Forecast --summary--> <kept>/<size>_<topology>.json
 
-  replicated        every device holds everything
-  FSDP              one flat axis; gathered in bfloat16, scattered in float32; gathered weights are kept for backward
-  FSDP, remat       the same; blocks are computed, and their weights gathered, again in backward
-  FSDP, staged      remat; scattered in bfloat16, over one mesh axis for each dim of the torus
+Bytes, collectives and what is asynchronous are read from the compiled program, FLOP are counted in the jaxpr; times
+are estimates. What is kept of a step is used again as long as it would be the same: the same program, compiler options
+and versions. ``memory`` and ``traffic`` look at the same files, so what one has compiled the other finds. The picture
+here is the overview: what fits, what travels.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.large_models import SIZES, Size, language_model
-from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
-from xlstm_jax.distributed.forecast.planner import default_meshes
+from benchmarks.cases import CASES, SIZES, Case, build, options_of
+from benchmarks.large_models import SIZES as LARGE_SIZES
+from benchmarks.large_models import Size
+from benchmarks.options import add_forecast_options
+from benchmarks.report import clean, key_below, save
+from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
+from xlstm_jax.distributed.forecast.buffers import Memory
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.plan_leaves import format_bytes
 
+FORMAT = 2  # of what is kept
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")
+OVERVIEW = ("replicated", "flat, no remat", "flat", "ours")
 OUT = Path(__file__).parent / "results" / "forecasts"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicated": {},
-    "FSDP": {"sharded": True},
-    "FSDP, remat": {"sharded": True, "remat": True},
-    "FSDP, staged": {"sharded": True, "remat": True, "staged": True, "grad_scatter_dtype": jnp.bfloat16},
-}
 GIB = 2**30
 
+Results = dict[str, dict[str, dict[str, Any]]]  # size -> topology -> case -> what is kept
 
-def layout_forecast(
-    size: Size, topology: str, *, sharded: bool = False, staged: bool = False, **options: Any
-) -> Forecast:
-    """One model in one layout on one topology."""
-    place = parse_topology(topology)
-    mesh = default_meshes(place.shape)[0] if staged else {"fsdp": place.num_devices}
-    shard_axes = tuple(mesh) if sharded else ()
-    workload = language_model(size, devices=place.num_devices, shard_axes=shard_axes, **options)
-    step, args = workload.build_step(mesh)
-    return forecast(step, *args, topology=topology, tokens=workload.tokens)
+
+# ------------------------------------------------------------------------------------------------- what is kept of one
 
 
 def summary(found: Forecast) -> dict[str, Any]:
-    """What is kept of a forecast: sizes in bytes, times in seconds, per device and step."""
+    """Sizes in bytes, times in seconds, per device and step."""
     memory, roofline = found.memory, found.roofline
     return {
         "mesh": found.axis_sizes,
@@ -71,11 +64,9 @@ def summary(found: Forecast) -> dict[str, Any]:
             "constants and program": memory.constant_bytes + found.code_bytes,
             "total": found.total_bytes,
         },
-        "wire_bytes": {
-            "total": found.wire_bytes,
-            "asynchronous": found.wire_bytes * found.asynchronous_fraction,
-            **{", ".join(key): sent for key, sent in found.wire_bytes_by("kind", "direction").items()},
-        },
+        "live_temporary_bytes": phases(memory),
+        "wire_bytes": {"total": found.wire_bytes, "asynchronous": found.wire_bytes * found.asynchronous_fraction},
+        "collectives": collectives(found),
         "flops": found.flops.by_direction(),
         "hbm_bytes": found.hbm_bytes.total,
         "seconds": {
@@ -94,21 +85,147 @@ def summary(found: Forecast) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def phases(memory: Memory) -> dict[str, int]:
+    """The most bytes of temporaries that are live at once in each phase of the step.
+
+    What lies behind the last operation of a module is the optimizer; before it, an operation without a direction goes
+    with the one before.
+    """
+    last = max((i for i, moment in enumerate(memory.timeline) if moment.direction != "other"), default=-1)
+    found, phase = dict.fromkeys(("forward", "backward", "optimizer"), 0), "forward"
+    for i, moment in enumerate(memory.timeline):
+        phase = {"forward": "forward", "other": phase}.get(moment.direction, "backward")
+        name = "optimizer" if i > last else phase
+        found[name] = max(found[name], moment.live_bytes)
+    return found
+
+
+def collectives(found: Forecast) -> list[dict[str, Any]]:
+    """The collectives of a step, those that differ in nothing but module and name as one; the largest first."""
+    groups = defaultdict(list)
+    for one in found.collectives:
+        groups[one.kind, one.stands_for, one.dtype, one.axes, one.direction, one.asynchronous].append(one)
+    names = ("kind", "stands_for", "dtype", "axes", "direction", "asynchronous")
+    rows = [
+        dict(zip(names, key, strict=True))
+        | {"instructions": len(members), "executions": sum(one.count for one in members)}
+        | {"payload_bytes": sum(one.count * one.payload_bytes for one in members)}
+        | {"wire_bytes": sum(one.wire_bytes_per_step for one in members)}
+        for key, members in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row["wire_bytes"])
+
+
+# ----------------------------------------------------------------------------------------------------- compile or reuse
+
+
+def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is kept of a case: ``known``, where that is of the same program, else made by compiling."""
+    place = parse_topology(topology)
+    step, args = build(size, case, place.shape)
+    options = options_of(case, place.chip.device_kinds[0])
+    program = fingerprint(step, args, place, options)
+    if known is not None and known["program"] == program:
+        return known
+    try:
+        found = forecast(step, *args, topology=topology, tokens=tokens_of(args), compiler_options=options)
+    except CompileError as error:  # what is too large by far, the compiler may not finish
+        return {"program": program, "problem": str(error).splitlines()[0]}
+    return {"program": program, "compiler_options": options} | summary(found)
+
+
+def tokens_of(args: tuple[Any, ...]) -> int:
+    """In the batch of all devices: rows of inputs and the next token."""
+    rows, columns = args[1].shape
+    return rows * (columns - 1)
+
+
+def fingerprint(step: Any, args: tuple[Any, ...], place: Topology, options: dict[str, Any] | None) -> str:
+    """The same for what the same compiler would compile to the same program."""
+    text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    told = [FORMAT, place.name, sorted((options or {}).items()), installed_versions(), text]
+    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+
+
+def installed_versions() -> dict[str, str]:
+    """Of what decides about compiled programs; libtpu's where it is installed."""
+
+    def of(name):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {name: of(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")}
+
+
+def path_of(kept: Path, name: str, topology: str) -> Path:
+    return kept / f"{name}_{topology.replace(':', '_')}.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What is kept, by case; what was kept in another format is left out."""
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    return {case: found for case, found in entries.items() if "program" in found}
+
+
+def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str], kept: Path, progress: Any) -> None:
+    """Makes the forecasts that are not kept yet; each is written as soon as it is there.
+
+    Raises:
+      ValueError: an unknown topology.
+      ImportError: libtpu is not installed, or flatbuffers.
+    """
+    kept.mkdir(parents=True, exist_ok=True)
+    task = progress.add_task("", total=len(sizes) * len(topologies) * len(cases))
+    for name, topology, case in ((n, t, c) for n in sizes for t in topologies for c in cases):
+        progress.update(task, description=f"{name} on {topology}: {case}")
+        path = path_of(kept, name, topology)
+        found = forecast_case(SIZES[name], CASES[case], topology, read(path).get(case))
+        path.write_text(json.dumps(read(path) | {case: found}, indent=1) + "\n")
+        progress.advance(task)
+
+
+def results(options: argparse.Namespace, console: Console) -> Results:
+    """What the command line asks for, compiled with a progress bar where it is not kept yet.
+
+    Raises:
+      ValueError, ImportError: see ``compute``.
+    """
+    if not options.redraw:
+        columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            compute(options.sizes, options.topologies, options.cases, options.kept, progress)
+    return {name: dict(_of_size(name, options)) for name in options.sizes}
+
+
+def _of_size(name: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    for topology in options.topologies:
+        found = read(path_of(options.kept, name, topology))
+        if there := {case: found[case] for case in options.cases if case in found}:
+            yield topology, there
+
+
+def compiled(cases: dict[str, Any]) -> dict[str, Any]:
+    """Those that the compiler finished."""
+    return {case: found for case, found in cases.items() if "problem" not in found}
+
+
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 
-def table(name: str, topology: str, layouts: dict[str, Any]) -> Any:
-    """Layouts as rows."""
-    columns = ["layout", "fits", "per device", "sent", "async", "step", "bound by"]
-    return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in layouts.items()])
+def table(name: str, topology: str, cases: dict[str, Any]) -> Any:
+    """Cases as rows."""
+    columns = ["case", "fits", "per device", "sent", "async", "step", "bound by"]
+    return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in cases.items()])
 
 
-def _row(layout: str, found: dict[str, Any]) -> list[str]:
+def _row(case: str, found: dict[str, Any]) -> list[str]:
     if "problem" in found:
-        return [layout, "no", "", "", "", "", found["problem"]]
+        return [case, "no", "", "", "", "", found["problem"]]
     wire, seconds = found["wire_bytes"], found["seconds"]
     return [
-        layout,
+        case,
         "yes" if found["fits"] else "no",
         format_bytes(found["bytes"]["total"]),
         format_bytes(wire["total"]),
@@ -118,89 +235,54 @@ def _row(layout: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw(path: Path, name: str, results: dict[str, dict[str, Any]]) -> None:
+def draw(path: Path, name: str, topologies: dict[str, dict[str, Any]]) -> None:
     """Bytes per device and bytes sent per step: a row of two plots for each topology."""
-    figure = Figure(figsize=(11, 3.1 * len(results)), dpi=130, layout="constrained")
-    rows = figure.subplots(len(results), 2, squeeze=False)
-    for (memory, wire), (topology, layouts) in zip(rows, results.items(), strict=True):
-        there = {layout: found for layout, found in layouts.items() if "problem" not in found}
-        _draw_memory(memory, topology, there)
-        _draw_wire(wire, topology, there)
+    figure = Figure(figsize=(11, 3.1 * len(topologies)), dpi=130, layout="constrained")
+    rows = figure.subplots(len(topologies), 2, squeeze=False)
+    for (memory, wire), (topology, cases) in zip(rows, topologies.items(), strict=True):
+        _draw_memory(memory, topology, compiled(cases))
+        _draw_wire(wire, topology, compiled(cases))
     figure.suptitle(f"{name}, 2048 tokens per device: forecast per device", x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path)
+    save(figure, path)
 
 
-def _draw_memory(axes: Any, topology: str, layouts: dict[str, Any]) -> None:
+def _draw_memory(axes: Any, topology: str, cases: dict[str, Any]) -> None:
     parts = {"arguments": "#1f4e79", "outputs": "#5b9bd5", "temporaries": "#f2a65a", "constants and program": "#b9b9b9"}
-    left = np.zeros(len(layouts))
+    left = np.zeros(len(cases))
     for part, color in parts.items():
-        width = np.array([found["bytes"][part] / GIB for found in layouts.values()])
-        bars = axes.barh(list(layouts), width, left=left, color=color, label=part)
+        width = np.array([found["bytes"][part] / GIB for found in cases.values()])
+        bars = axes.barh(list(cases), width, left=left, color=color, label=part)
         left += width
     axes.bar_label(bars, [f"{total:.3g}" for total in left], padding=3, fontsize=8)
-    available = next(iter(layouts.values()))["available_bytes"] / GIB
+    available = next(iter(cases.values()))["available_bytes"] / GIB
     axes.axvline(available, color="#d1495b", linestyle="--", linewidth=1.2, label="available")
-    _finish(axes, f"{topology}: memory at the peak, GiB", max(available, *left))
+    clean(axes, f"{topology}: memory at the peak, GiB", max(available, *left))
+    key_below(axes)
 
 
-def _draw_wire(axes: Any, topology: str, layouts: dict[str, Any]) -> None:
-    total = np.array([found["wire_bytes"]["total"] / GIB for found in layouts.values()])
-    hidden = np.array([found["wire_bytes"]["asynchronous"] / GIB for found in layouts.values()])
-    axes.barh(list(layouts), hidden, color="#5b9bd5", label="asynchronous")
-    bars = axes.barh(list(layouts), total - hidden, left=hidden, color="#d1495b", label="waited for")
+def _draw_wire(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+    total = np.array([found["wire_bytes"]["total"] / GIB for found in cases.values()])
+    hidden = np.array([found["wire_bytes"]["asynchronous"] / GIB for found in cases.values()])
+    axes.barh(list(cases), hidden, color="#5b9bd5", label="asynchronous")
+    bars = axes.barh(list(cases), total - hidden, left=hidden, color="#d1495b", label="waited for")
     axes.bar_label(bars, [f"{sent:.3g}" for sent in total], padding=3, fontsize=8)
-    _finish(axes, f"{topology}: sent per step, GiB", max(total))
-
-
-def _finish(axes: Any, title: str, largest: float) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.14 * largest)  # room for the number behind the longest bar
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.legend(fontsize=7, frameon=False, loc="best")
+    clean(axes, f"{topology}: sent per step, GiB", max(total))
+    key_below(axes)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
-def path_of(out: Path, name: str, topology: str) -> Path:
-    return out / f"{name}_{topology.replace(':', '_')}.json"
-
-
-def compute(sizes: Sequence[str], topologies: Sequence[str], out: Path, progress: Progress) -> None:
-    """Makes the forecasts, each file as soon as it is complete."""
-    task = progress.add_task("", total=len(sizes) * len(topologies) * len(LAYOUTS))
-    for name in sizes:
-        for topology in topologies:
-            found = {}
-            for layout, options in LAYOUTS.items():
-                progress.update(task, description=f"{name} on {topology}: {layout}")
-                found[layout] = _summary_or_problem(SIZES[name], topology, options)
-                progress.advance(task)
-            path_of(out, name, topology).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _summary_or_problem(size: Size, topology: str, options: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return summary(layout_forecast(size, topology, **options))
-    except CompileError as error:  # what is too large by far, the compiler may not finish
-        return {"problem": str(error).splitlines()[0]}
-
-
-def read(sizes: Sequence[str], topologies: Sequence[str], out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each size what is there, by topology."""
-    for name in sizes:
-        paths = {topology: path_of(out, name, topology) for topology in topologies}
-        yield name, {topology: json.loads(path.read_text()) for topology, path in paths.items() if path.exists()}
-
-
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("forecasts", description="Forecasts of large models on TPUs that are not here.")
-    new.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    new.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
-    new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON files and pictures")
-    new.add_argument("--redraw", action="store_true", help="compile nothing; tables and pictures of what is there")
+    options = {
+        "sizes": SIZES,
+        "models": list(LARGE_SIZES),
+        "topologies": TOPOLOGIES,
+        "cases": CASES,
+        "chosen": OVERVIEW,
+    }
+    add_forecast_options(new, **options, out=OUT, kept=OUT)
     return new
 
 
@@ -208,18 +290,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console, start = Console(), time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.redraw:
-        columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            try:
-                compute(options.sizes, options.topologies, options.out, progress)
-            except (ValueError, ImportError) as error:
-                Console(stderr=True).print(f"forecasts: error: {error}", highlight=False)
-                return 2
-    for name, results in read(options.sizes, options.topologies, options.out):
-        for topology, layouts in results.items():
-            console.print(table(name, topology, layouts))
-        draw(options.out / f"{name}.png", name, results)
+    try:
+        found = results(options, console)
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(f"forecasts: error: {error}", highlight=False)
+        return 2
+    for name, topologies in found.items():
+        for topology, cases in topologies.items():
+            console.print(table(name, topology, cases))
+        if topologies:
+            draw(options.out / f"{name}.png", name, topologies)
     console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
     return 0
 

@@ -8,14 +8,16 @@ Decoder-only Transformers of ``models``, 2048 tokens per sequence and one sequen
 float32 parameters and AdamW. The layers are one ``nn.scan``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import LanguageModel
+from benchmarks.models import LanguageModel, RematPolicy
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
 
@@ -36,10 +38,16 @@ SIZES = {"1.3B": Size(2048, 24, 16, 32_768), "7B": Size(4096, 32, 32, 50_176)}
 
 
 def next_token_loss(params, apply_fn, tokens, rng):
-    """Mean cross-entropy of each token given those before it."""
+    """Mean cross-entropy of each token given those before it, from all logits."""
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def chunked_next_token_loss(params, apply_fn, tokens, rng):
+    """The same, without ever holding the logits."""
+    del rng
+    return apply_fn({"params": params}, tokens[:, :-1], tokens[:, 1:], method="losses").loss.mean()
 
 
 def language_model(
@@ -47,27 +55,34 @@ def language_model(
     *,
     devices: int,
     shard_axes: tuple[str, ...] = (),
-    remat: bool = False,
-    grad_scatter_dtype=None,
+    remat: bool | RematPolicy = False,
+    chunked_head: bool = False,
+    constrain: Callable[[jax.Array], jax.Array] | None = None,
     min_weight_size: int = 2**18,
+    **sharding: Any,
 ) -> Workload:
-    """A configuration as a workload; without ``shard_axes`` it is replicated."""
-    wrap = partial(
-        shard_module_params,
-        axis_name=shard_axes,
-        min_weight_size=min_weight_size,
-        gather_dtype=jnp.bfloat16,
-        grad_scatter_dtype=grad_scatter_dtype,
-    )
+    """A configuration as a workload; without ``shard_axes`` nothing is wrapped: replicated, or for ``jit`` to split.
+
+    Args:
+      size: see ``SIZES``.
+      devices: so many sequences are the batch.
+      shard_axes: the ``axis_name`` of ``shard_module_params``.
+      remat, constrain: of ``LanguageModel``.
+      chunked_head: whether the loss is taken chunk by chunk of the vocabulary, or from all logits.
+      min_weight_size, **sharding: further options of ``shard_module_params``; gathered in bfloat16 unless they differ.
+    """
+    sharding = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
     model = LanguageModel(
         "transformer",
         size.dim,
         size.layers,
         size.heads,
         remat=remat,
-        wrap=wrap if shard_axes else None,
+        wrap=partial(shard_module_params, axis_name=shard_axes, **sharding) if shard_axes else None,
         dtype=jnp.bfloat16,
         vocab_size=size.vocab_size,
+        constrain=constrain,
     )
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)
-    return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)
+    loss = chunked_next_token_loss if chunked_head else next_token_loss
+    return Workload(model, optax.adamw(3e-4), tokens, loss)

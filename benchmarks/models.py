@@ -15,6 +15,9 @@ input gate exp(i) and a forget gate f = sigmoid(f~), a step is
     h_t = C_t^T q_t / max(|n_t^T q_t|, 1)                  output[e]
 
 ``chunkwise_mlstm`` computes it for whole chunks with matrix products and passes only (C, n) from one chunk to the next.
+
+What grows with the square of the sequence, or with the sequence times the vocabulary, is never held: attention goes by
+blocks of queries, losses (``LanguageModel.losses``) by chunks of the vocabulary, and both compute again in backward.
 """
 
 from collections.abc import Callable
@@ -25,12 +28,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from xlstm_jax.distributed.cross_entropy import LMHead, TokenLosses
+
 VOCAB_SIZE = 256
 CHUNK_SIZE = 64
+QUERY_BLOCK_SIZE = 256
 CONV_WIDTH = 4
 ROTARY_BASE = 10_000.0
 
 ModuleWrapper = Callable[[type[nn.Module]], type[nn.Module]]
+RematPolicy = Callable[..., Any]
 
 
 def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
@@ -47,8 +54,7 @@ def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
     wide = jnp.promote_types(dtype, jnp.float32)
     inputs = [_chunks(x.astype(wide), chunk_size) for x in (q, k, v, i_gate, log_f)]
     _, h = jax.lax.scan(_mlstm_chunk, _empty_state(*inputs), tuple(inputs))
-    h = jnp.moveaxis(h, 0, 2)
-    return h.reshape(*h.shape[:2], -1, h.shape[-1])[:, :, :length].astype(dtype)
+    return _joined(h, length).astype(dtype)
 
 
 def _chunks(x, chunk_size: int):
@@ -115,13 +121,68 @@ def rotary(x, base: float = ROTARY_BASE):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def causal_attention(q, k, v):
-    """Softmax attention over earlier steps, ``[b, h, t, d]`` each; the softmax is in float32 or wider."""
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def causal_attention(q, k, v, block_size: int = QUERY_BLOCK_SIZE):
+    """Softmax attention over earlier steps, ``[b, h, t, d]`` each; the softmax is in float32 or wider.
+
+    Scores exist for ``block_size`` queries at a time, [b, h, block_size, t], which need not divide t, and are computed
+    again in backward. (A rule of its own, as the policy of an enclosing ``remat`` overrides a ``jax.checkpoint``.)
+    """
+    return _attention_fwd(q, k, v, block_size)[0]
+
+
+def _attention_fwd(q, k, v, block_size):
+    def attend(_, block):
+        start, q = block
+        weights = _attention_weights(q, k, start).astype(v.dtype)
+        return None, jnp.einsum("bhts,bhsd->bhtd", weights, v)
+
+    _, out = jax.lax.scan(attend, None, _query_blocks(block_size, q))
+    return _joined(out, q.shape[2]), (q, k, v)
+
+
+def _attention_bwd(block_size, kept, d_out):
+    q, k, v = kept
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+
+    def add(carry, block):
+        (d_k, d_v), (start, q, d_out) = carry, block
+        weights = _attention_weights(q, k, start)
+        d_weights = product("bhtd,bhsd->bhts", d_out, v)
+        d_scores = weights * (d_weights - jnp.sum(weights * d_weights, axis=-1, keepdims=True))
+        d_scores = (d_scores * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_v += product("bhts,bhtd->bhsd", weights.astype(v.dtype), d_out)
+        d_k += product("bhts,bhtd->bhsd", d_scores, q)
+        return (d_k, d_v), jnp.einsum("bhts,bhsd->bhtd", d_scores, k)
+
+    carry = jnp.zeros_like(k, wide), jnp.zeros_like(v, wide)
+    (d_k, d_v), d_q = jax.lax.scan(add, carry, _query_blocks(block_size, q, d_out))
+    return _joined(d_q, q.shape[2]), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+causal_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _query_blocks(block_size: int, *arrays):
+    """The first step of each block, and the arrays [b, h, t, d] as blocks; those padded at the end are zeros."""
+    size = min(block_size, arrays[0].shape[2])
+    blocks = [_chunks(x, size) for x in arrays]
+    return jnp.arange(len(blocks[0])) * size, *blocks
+
+
+def _joined(blocks, length: int):
+    """[blocks, b, h, c, d] -> [b, h, length, d]"""
+    blocks = jnp.moveaxis(blocks, 0, 2)
+    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])[:, :, :length]
+
+
+def _attention_weights(q, k, start):
+    """[b, h, c, d], [b, h, t, d] -> [b, h, c, t]: each row a mean over steps up to its own; q begins at ``start``."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bhsd->bhtd", weights.astype(v.dtype), v)
+    causal = start + jnp.arange(q.shape[2])[:, None] >= jnp.arange(k.shape[2])
+    return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
 
 
 def _split_heads(x, num_heads: int):
@@ -151,6 +212,7 @@ class Block(nn.Module):
     dropout: float = 0.0
     deterministic: bool = True
     dtype: Any = jnp.float32
+    constrain: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def dtypes(self):
@@ -166,7 +228,8 @@ class Block(nn.Module):
         """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
         start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
         x = nn.Dense(residual.shape[-1], use_bias=False, **self.dtypes, kernel_init=start, name=name)(x)
-        return residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
+        x = residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
+        return self.constrain(x) if self.constrain else x
 
 
 def _forget_bias(key, shape, dtype=jnp.float32):
@@ -225,9 +288,13 @@ BLOCKS: dict[str, type[Block]] = {"xlstm": XLSTMBlock, "transformer": Transforme
 class LanguageModel(nn.Module):
     """Logits of the next token for ``tokens[b, t]``: float32 ``[b, t, vocab_size]``; tokens are bytes by default.
 
+    ``losses`` gives the losses of labels instead, without ever holding the logits: to train on.
+
     ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the
-    classes of the embedding, the block and the head; with ``remat`` a block's activations, gathered weights among
-    them, are computed again in the backward pass. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
+    classes of the embedding, the block and the head. With ``remat=True`` a block's activations, gathered weights among
+    them, are computed again in the backward pass; with a policy of ``nn.remat``, those that it does not save.
+    ``constrain`` is applied to the residual stream, for ``jit`` without ``shard_map``, which must be told how it is
+    split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
     """
 
     block: str
@@ -235,31 +302,44 @@ class LanguageModel(nn.Module):
     num_layers: int
     num_heads: int
     dropout: float = 0.0
-    remat: bool = False
+    remat: bool | RematPolicy = False
     wrap: ModuleWrapper | None = None
     dtype: Any = jnp.float32
     vocab_size: int = VOCAB_SIZE
+    constrain: Callable[[jax.Array], jax.Array] | None = None
+
+    def __call__(self, tokens, *, train: bool = False):
+        x, head = self._hidden_and_head(tokens, train)
+        return head(x).astype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def losses(self, tokens, labels, *, train: bool = False) -> TokenLosses:
+        """Of ``labels[b, t]``, each the token after ``tokens[b, t]``."""
+        x, head = self._hidden_and_head(tokens, train)
+        return head.losses(x, labels)
 
     @nn.compact
-    def __call__(self, tokens, *, train: bool = False):
+    def _hidden_and_head(self, tokens, train: bool):
         wrap = self.wrap or (lambda module: module)
         x = wrap(nn.Embed)(self.vocab_size, self.dim, **dtypes(self.dtype), name="embed")(tokens)
+        x = self.constrain(x) if self.constrain else x
         x, _ = self.blocks(wrap, deterministic=not train)(x)
         x = nn.RMSNorm(**dtypes(self.dtype), name="final_norm")(x)
         start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln(vocab_size) nats
-        head = wrap(nn.Dense)(self.vocab_size, use_bias=False, **dtypes(self.dtype), kernel_init=start, name="head")
-        logits = head(x)
-        return logits.astype(jnp.promote_types(self.dtype, jnp.float32))
+        return x, wrap(LMHead)(self.vocab_size, **dtypes(self.dtype), kernel_init=start, name="head")
 
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
         """All layers as one module; the parameters of layer l are index l of every leaf."""
         block = wrap(BLOCKS[self.block])
         if self.remat:
-            block = nn.remat(block, prevent_cse=False)  # within a scan nothing can be merged across iterations
+            policy = None if self.remat is True else self.remat
+            # Within a scan nothing can be merged across iterations.
+            block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
         )
-        return layers(self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, name="blocks")
+        return layers(
+            self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, self.constrain, name="blocks"
+        )

@@ -1,6 +1,8 @@
 """Types of command-line options that several programs take."""
 
 import argparse
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 
 def positive(text: str) -> int:
@@ -12,3 +14,31 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer.")
     return int(text)
+
+
+def add_forecast_options(
+    parser: argparse.ArgumentParser,
+    *,
+    sizes: Collection[str],
+    models: Sequence[str],
+    topologies: Sequence[str],
+    cases: Collection[str],
+    chosen: Sequence[str],
+    out: Path,
+    kept: Path,
+) -> None:
+    """What every benchmark takes that compares steps compiled for TPUs.
+
+    Args:
+      sizes, cases: that there are.
+      models, topologies, chosen: sizes, topologies and cases that are taken by default.
+      out: where results go by default.
+      kept: where forecasts are kept by default.
+    """
+    default = f"default: {' '.join(models)}"
+    parser.add_argument("--sizes", nargs="+", choices=sizes, default=list(models), help=f"models ({default})")
+    parser.add_argument("--topologies", nargs="+", default=list(topologies), help="as v5e:16x16")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(chosen), help="see benchmarks/cases.py")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the JSON files and pictures")
+    parser.add_argument("--kept", type=Path, default=kept, help="folder in which forecasts are kept and looked up")
+    parser.add_argument("--redraw", action="store_true", help="compile nothing; tables and pictures of what is kept")

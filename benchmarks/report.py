@@ -89,3 +89,31 @@ def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
     axes.grid(axis="y", color="#e5e5e5", lw=0.8)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+# ------------------------------------------------------------------------------------------------ bars of several cases
+
+
+def clean(axes: Any, title: str, largest: float) -> None:
+    """Horizontal bars, the first at the top, with room for the number behind the longest; no frame."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.16 * largest)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+def key_below(axes: Any) -> None:
+    """The legend in a row under the plot, where no bar is."""
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5, columnspacing=1.2)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def ratio(value: float, base: float | None) -> str:
+    """Two numbers as a quotient for a table, "" where there is nothing to divide by."""
+    return f"{value / base:.2f}" if base else ""

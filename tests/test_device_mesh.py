@@ -95,10 +95,10 @@ TWO_SLICES = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 from jax.experimental import topologies
-from xlstm_jax.distributed.device_mesh import _mesh_by_topology
+from xlstm_jax.distributed.torus_mesh import mesh_by_topology
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices
 for sizes in ((2, 8), (8, 2), (1, 16)):
-    mesh = _mesh_by_topology(sizes, ("dp", "fsdp"), devices[::-1])
+    mesh = mesh_by_topology(sizes, ("dp", "fsdp"), devices[::-1])
     print([[device.slice_index for device in row] for row in mesh.devices])
 """
 

@@ -10,13 +10,13 @@ PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 
 LAYERS = [
     {"common_types"},
-    {"partitioning", "chips", "cross_entropy", "names", "device_groups", "compile_child"},
+    {"partitioning", "chips", "names", "device_groups", "compile_child"},
     {"agreement", "flops", "hlo_instruction", "mesh_shapes", "processes", "remat", "shard_choice"},
     {"torus_mesh"},
     {"checksums", "collectives", "device_mesh", "hlo", "log_files", "plan_boxes", "plan_leaves", "votes", "watchdog"}
     | {"topology"},
     {"monoids", "parameters", "packing", "plan_table", "reductions", "logger", "replicas", "checkpoint_leaves"}
-    | {"collective_sites", "cycles", "dataflow", "report"},
+    | {"collective_sites", "cross_entropy", "cycles", "dataflow", "report"},
     {"buffers", "compiler_options", "data_parallel", "distributed_metrics", "safetensors_files", "traffic"}
     | {"sharding_plan", "states"},
     {"aggregation", "checkpoint", "optimizer_state", "estimate", "mesh_state"},

@@ -1,0 +1,170 @@
+"""What the library is measured against, written as one would write it without the library.
+
+  jit_step     ``jax.jit`` with ``NamedSharding``: the plain model on global arrays, each parameter split along its
+               largest dim over one flat axis, activations held to the batch's sharding; XLA places the collectives
+  plain_step   fully sharded data parallelism by hand, in ``shard_map`` over one flat axis: ``all_gather`` in bfloat16
+               before a module runs, ``psum_scatter`` in float32 behind it, the optimizer on each device's slices
+
+Both take the model, loss, optimizer and batch of a ``Workload`` whose modules are not wrapped, and give what
+``Workload.build_step`` gives: the step and its abstract arguments.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed import abstract_batch
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.partitioning import Sharded, leaf_axes, leaf_value, map_leaves, partition_specs, rebox
+
+
+def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:
+    """The largest dim that ``parts`` divides; None where there is none or the array is small."""
+    dims = [dim for dim, size in enumerate(shape) if size % parts == 0]
+    large = int(np.prod(shape)) >= min_weight_size
+    return max(dims, key=lambda dim: shape[dim]) if dims and large else None
+
+
+def remodelled(workload: Workload, **fields: Any) -> Workload:
+    """The same training of the model with other fields."""
+    return dataclasses.replace(workload, model=workload.model.clone(**fields))
+
+
+# ---------------------------------------------------------------------------------------------------- jit and shardings
+
+
+def jit_step(workload: Workload, mesh: Any, min_weight_size: int) -> tuple[Any, tuple[PyTree, ...]]:
+    """The step of a trainer on global arrays; ``mesh`` has one axis."""
+    (axis,), parts = mesh.axis_names, mesh.size
+    # Without the constraint XLA splits activations as it splits the weights, and holds those of the whole batch.
+    split = NamedSharding(mesh, P(axis))
+    workload = remodelled(workload, constrain=lambda x: lax.with_sharding_constraint(x, split))
+
+    def place(leaf):
+        dim = split_dim(leaf.shape, parts, min_weight_size)
+        spec = P() if dim is None else P(*[None] * dim, axis)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.tree.map(place, jax.eval_shape(functools.partial(_init, workload), jax.random.key(0)))
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+    def step(state, batch, rng):
+        loss, grads = jax.value_and_grad(workload.loss_fn)(state.params, state.apply_fn, batch, rng)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, NamedSharding(mesh, P())))
+    return jitted, (state, abstract_batch(workload.batch, mesh, (axis,)), _abstract_key())
+
+
+def _init(workload: Workload, rng: jax.Array) -> TrainState:
+    inputs = (jnp.zeros(x.shape, x.dtype) for x in workload.init_inputs)
+    params = workload.model.init(rng, *inputs)["params"]
+    return TrainState.create(apply_fn=workload.model.apply, params=params, tx=workload.tx)
+
+
+def _abstract_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+# ------------------------------------------------------------------------------------------------ the plain algorithm
+
+
+def plain_step(
+    workload: Workload, mesh: Any, min_weight_size: int, *, axis: str = "fsdp"
+) -> tuple[Any, tuple[PyTree, ...]]:
+    """The step by hand: parameters split over ``axis``, copies along the other axes of the mesh."""
+    axes, workload = mesh.axis_names, plainly_wrapped(workload, min_weight_size, axis)
+    state, specs = plain_state(workload, mesh)
+
+    def per_device(state, batch, rng):
+        loss, grads = jax.value_and_grad(workload.loss_fn)(state.params, state.apply_fn, batch, rng)
+        grads = map_leaves(lambda leaf: rebox(leaf, _mean_of_copies(leaf, axes)), grads)
+        return state.apply_gradients(grads=grads), {"loss": lax.pmean(loss, axes)}
+
+    places = {"in_specs": (specs, P(axes), P()), "out_specs": (specs, P())}
+    step = jax.jit(jax.shard_map(per_device, mesh=mesh, check_vma=False, **places), donate_argnums=0)
+    return step, (state, abstract_batch(workload.batch, mesh, axes), _abstract_key())
+
+
+def plainly_wrapped(workload: Workload, min_weight_size: int, axis: str = "fsdp") -> Workload:
+    """The training of the model wrapped by hand; initialised on one row of the batch."""
+    wrap = functools.partial(plain_shard_module, axis=axis, min_weight_size=min_weight_size)
+    row = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in workload.init_inputs)
+    return dataclasses.replace(remodelled(workload, wrap=wrap), inputs=row)
+
+
+def plain_state(workload: Workload, mesh: Any) -> tuple[PyTree, PyTree]:
+    """The abstract state of a training that is wrapped by hand, and its specs."""
+    local = jax.eval_shape(plain_init(workload, mesh, P()), _abstract_key())
+    specs = partition_specs(local, mesh)
+    whole = jax.eval_shape(plain_init(workload, mesh, specs), _abstract_key())
+
+    def placed(leaf, spec):
+        return rebox(leaf, _abstract(leaf_value(leaf), NamedSharding(mesh, spec)))
+
+    return map_leaves(placed, whole, specs), specs
+
+
+def plain_init(workload: Workload, mesh: Any, specs: PyTree) -> Any:
+    """The state as a function of a key: every device initialises all of it, and keeps its slices."""
+    init = functools.partial(_init, workload)
+    return jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
+
+
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _mean_of_copies(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
+    over = tuple(axis for axis in axes if axis not in leaf_axes(leaf))
+    return lax.pmean(leaf_value(leaf), over) if over else leaf_value(leaf)
+
+
+def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int) -> type[nn.Module]:
+    """Parameters of the module are gathered in front of it, and sliced after its initialisation."""
+    gather = functools.partial(map_leaves, functools.partial(_gather_leaf, axis=axis))
+    split = functools.partial(map_leaves, functools.partial(_split_leaf, axis=axis, min_weight_size=min_weight_size))
+    return nn.map_variables(cls, "params", gather, split, mutable=True)
+
+
+def _split_leaf(leaf: Any, axis: str, min_weight_size: int) -> Any:
+    parts = lax.axis_size(axis)
+    dim = None if leaf_axes(leaf) else split_dim(leaf.shape, parts, min_weight_size)
+    if dim is None:
+        return leaf
+    size = leaf.shape[dim] // parts
+    value = lax.dynamic_slice_in_dim(leaf, lax.axis_index(axis) * size, size, dim)
+    return Sharded(value, tuple(axis if d == dim else None for d in range(leaf.ndim)))
+
+
+def _gather_leaf(leaf: Any, axis: str) -> Any:
+    if axis not in leaf_axes(leaf):
+        return leaf
+    return _gather(leaf.value, leaf.names.index(axis), axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    return lax.all_gather(x.astype(jnp.bfloat16), axis, axis=dim, tiled=True)
+
+
+def _gather_fwd(x, dim, axis):
+    return _gather(x, dim, axis), None
+
+
+def _gather_bwd(dim, axis, _, cotangent):
+    summed = lax.psum_scatter(cotangent.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
+    return (summed / lax.axis_size(axis),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)

@@ -1,0 +1,240 @@
+"""The steps that the benchmarks compare, and how each is built and compiled.
+
+    build(size, CASES["staged"], place) -> step, (state, batch, rng)          for a topology, or for devices at hand
+
+A case is a line of ``CASES``: whose algorithm it is, the mesh that it runs on, whether XLA gets the options of
+``compiler_options``, and the options of the model. The algorithms:
+
+  replicated   every device holds everything
+  jit          ``baselines.jit_step``: jit and NamedSharding, what a user would pick instead
+  flat         ``baselines.plain_step``: FSDP by hand over one flat axis, gradients scattered in float32
+  ours         this library
+
+and the meshes, on a torus of dims (x, y, ...):
+
+  flat         one axis of all devices
+  staged       one axis for each dim
+  hybrid       parameters split over all dims but the first, copies along that (HSDP)
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from benchmarks import baselines, limits
+from benchmarks.large_models import SIZES as LARGE_SIZES
+from benchmarks.large_models import Size, language_model
+from benchmarks.limits import Counts
+from benchmarks.models import BLOCKS, LanguageModel
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.forecast.planner import default_meshes
+from xlstm_jax.distributed.partitioning import (
+    DEFAULT_MIN_WEIGHT_SIZE,
+    Replicas,
+    axes_entry,
+    entry_axes,
+    is_box,
+    leaf_names,
+    leaf_value,
+    leaves_with_path,
+    map_leaves,
+    rebox,
+    shardings,
+)
+from xlstm_jax.distributed.remat import remat_policy
+from xlstm_jax.distributed.training import optimizer_state_shardings
+
+# For trying things out, and for tests.
+SIZES = LARGE_SIZES | {"small": Size(256, 2, 2, 2048)}
+REPLICA_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to build and compile a step.
+
+    Attributes:
+      algorithm: "replicated", "jit", "flat" or "ours".
+      mesh: "flat", "staged" or "hybrid".
+      tuned: whether it is compiled with ``compiler_options``.
+      options: of ``language_model``.
+      one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
+    """
+
+    algorithm: str
+    mesh: str = "flat"
+    tuned: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    one_order: bool = False
+
+
+REMAT = {"remat": True}
+OURS = {"remat": True, "grad_scatter_dtype": jnp.bfloat16}  # everything is computed again, all travels in bfloat16
+COPIES = Replicas(REPLICA_AXIS, reduce_dtype=jnp.bfloat16)
+ZERO_1 = dataclasses.replace(COPIES, shard_optimizer_state=True)
+CASES: dict[str, Case] = {
+    "replicated": Case("replicated"),
+    "jit": Case("jit", options=REMAT),
+    "jit, options": Case("jit", tuned=True, options=REMAT),
+    "jit, no remat": Case("jit"),
+    "flat": Case("flat", options=REMAT),
+    "flat, no remat": Case("flat"),
+    "flat, HSDP": Case("flat", "hybrid", options=REMAT),
+    "ours": Case("ours", "staged", options=OURS),
+    "ours, options": Case("ours", "staged", tuned=True, options=OURS),
+    "ours, one order": Case("ours", "staged", options=OURS, one_order=True),
+    "ours, float32": Case("ours", "staged", options=REMAT),
+    "ours, chunked head": Case("ours", "staged", options=OURS | {"chunked_head": True}),
+    "ours, dots": Case("ours", "staged", options=OURS | {"remat": remat_policy("dots")}),
+    "ours, gathered again": Case("ours", "staged", options=OURS | {"remat": False, "reshard_after_forward": True}),
+    "ours, no remat": Case("ours", "staged", options=OURS | {"remat": False}),
+    "ours, HSDP": Case("ours", "hybrid", options=OURS | {"replicas": COPIES}),
+    "ours, ZeRO-1": Case("ours", "hybrid", options=OURS | {"replicas": ZERO_1}),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- building
+
+
+def mesh_axes(case: Case, shape: Sequence[int]) -> dict[str, int]:
+    """The mesh of a case on a torus of this shape: sizes by axis, outermost first.
+
+    Raises:
+      ValueError: a torus of one dim has no room for copies.
+    """
+    staged, *others = default_meshes(shape)
+    if case.mesh != "hybrid":
+        return others[0] if others and case.mesh == "flat" else staged
+    if not others:
+        raise ValueError(f"copies along one dim, parameters split over the others: shape={tuple(shape)} has only one.")
+    flat, hybrid = others
+    if case.algorithm != "flat":
+        return hybrid
+    copies = hybrid[REPLICA_AXIS]
+    return {REPLICA_AXIS: copies} | {axis: devices // copies for axis, devices in flat.items()}
+
+
+def build(
+    size: Size,
+    case: Case,
+    shape: Sequence[int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    loop: bool = False,
+) -> tuple[Any, tuple[PyTree, ...]]:
+    """The step of a case and its abstract arguments.
+
+    Args:
+      size: of the model.
+      case: see ``CASES``.
+      shape: of the torus.
+      devices: those at hand to run on, as many as the torus has; None: a mesh without devices, to be compiled for a
+        topology.
+      loop: layers in a Python loop, not in ``nn.scan``.
+    """
+    sizes = mesh_axes(case, shape)
+    options = {"devices": math.prod(shape), "min_weight_size": threshold(size), **case.options}
+    if case.algorithm == "ours":
+        options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
+    workload, mesh = language_model(size, **options), mesh_of(sizes, devices)
+    workload = in_a_loop(workload) if loop else workload
+    if case.algorithm in ("ours", "replicated"):
+        step, (state, *rest) = workload.build_step(mesh if devices else sizes)
+        return step, (_in_one_order(state, mesh) if case.one_order else state, *rest)
+    step = {"jit": baselines.jit_step, "flat": baselines.plain_step}[case.algorithm]
+    return step(workload, mesh, threshold(size))
+
+
+def _in_one_order(state: TrainState, mesh: Any) -> TrainState:
+    """The state with each leaf split in the order of the mesh's axes; leaves are gathered as their boxes say."""
+
+    def reorder(leaf):
+        if not is_box(leaf):
+            return leaf
+        ordered = [axes_entry(tuple(a for a in mesh.axis_names if a in entry_axes(e))) for e in leaf_names(leaf)]
+        return leaf.replace(names=tuple(ordered))
+
+    def placed(leaf, place):
+        value = leaf_value(leaf)
+        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+
+    params = map_leaves(reorder, state.params)
+    places = optimizer_state_shardings(state.opt_state, params, mesh)
+    return state.replace(
+        params=map_leaves(placed, params, shardings(params, mesh)),
+        opt_state=map_leaves(placed, state.opt_state, places),
+    )
+
+
+class LoopedModel(LanguageModel):
+    """The model with its layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
+
+    def blocks(self, wrap, deterministic):
+        block = wrap(BLOCKS[self.block])
+        block = nn.remat(block, policy=None if self.remat is True else self.remat) if self.remat else block
+        fields = (self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, self.constrain)
+        layers = [block(*fields, name=f"blocks_{i}") for i in range(self.num_layers)]
+        return lambda x: (functools.reduce(lambda x, layer: layer(x)[0], layers, x), None)
+
+
+def in_a_loop(workload: Workload) -> Workload:
+    """The same training with the layers in a Python loop."""
+    model = workload.model
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name not in ("parent", "name")}
+    return dataclasses.replace(workload, model=LoopedModel(**fields))
+
+
+def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
+    """A mesh of devices at hand, or, without any, an abstract one."""
+    if devices is None:
+        return DeviceMeshManager.create_abstract_mesh(sizes)
+    return DeviceMeshManager.create_device_mesh(dict(sizes), devices=list(devices))
+
+
+def threshold(size: Size) -> int:
+    """``min_weight_size``: the default, or for a model of small matrices one that splits them."""
+    return min(DEFAULT_MIN_WEIGHT_SIZE, size.dim**2)
+
+
+def options_of(case: Case, device_kind: str) -> dict[str, Any] | None:
+    """XLA's options for a case."""
+    if not case.tuned:
+        return None
+    from xlstm_jax.distributed.compiler_options import compiler_options
+
+    return compiler_options(device_kind)
+
+
+@functools.cache
+def counts(size: Size) -> Counts:
+    """How many parameters the model has, by when they are needed."""
+    model, (tokens,) = (workload := language_model(size, devices=1)).model, workload.init_inputs
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    found = dict.fromkeys(("blocks", "embed", "head", "small"), 0)
+    for path, leaf in leaves_with_path(shapes):
+        part = path.split("/")[0]
+        # Layers are stacked, and each of them is split by itself.
+        each = leaf.size // size.layers if part == "blocks" else leaf.size
+        found[part if each >= threshold(size) else "small"] += leaf.size
+    blocks, embedding, head, small = found.values()
+    return Counts(blocks, embedding, head, small, size.layers, size.dim, size.vocab_size)
+
+
+def limit(size: Size, devices: int) -> limits.Wire:
+    """The fewest bytes that FSDP over so many devices sends in a step, in bfloat16: what all cases are measured by."""
+    return limits.wire_bytes(counts(size), devices)
+
+
+def device_shape(devices: int) -> tuple[int, ...]:
+    """Devices at hand as a torus of two dims, where there are enough; one tells nothing of how they are joined."""
+    return (2, devices // 2) if devices > 2 and devices % 2 == 0 else (devices,)

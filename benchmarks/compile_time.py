@@ -1,0 +1,239 @@
+"""How long a step takes to trace and to compile: layers in a scan or in a loop, from 8 to 512 chips.
+
+    python -m benchmarks.compile_time                            some twenty minutes
+    python -m benchmarks.compile_time --size small --layers 2 --chips 8 --rounds 5
+
+  tracing      ``step.trace(*args)`` of a step that is built anew each time: of the wrapped model, in ``shard_map``,
+               over that of the same model without a wrapper, replicated. The two take turns, so what else the machine
+               does meets both alike; the ratio is the median over rounds.
+  compiling    for TPUs, ahead of time, in a process of its own, once each; the time of XLA without the process's start
+
+Times are those of this machine, and of what else runs on it; the size of the program and the ratio of tracing are not.
+Results go to ``<out>/<size>.json`` and ``<out>/<size>.png``. Aim: tracing at most 1.3 x the model without a wrapper.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks.cases import CASES, SIZES, build
+from benchmarks.forecasts import installed_versions
+from benchmarks.large_models import Size
+from benchmarks.options import positive
+from benchmarks.report import ACCENT, QUIET, STRONG, save
+from xlstm_jax.distributed.forecast import CompileError, parse_topology
+from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.forecast.topology import compile_for_topology
+from xlstm_jax.distributed.plan_leaves import format_bytes
+
+OUT = Path(__file__).parent / "results" / "compile_time"
+CHIPS = {8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16", 512: "v5p:8x8x8"}
+LAYERS = (4, 12, 24)
+LARGEST_LOOP = 12  # layers; each takes some 5 s
+ROUNDS = 15
+TRACING_AIM = 1.3
+WRAPPED, PLAIN = "ours, no remat", "replicated"  # they differ in the wrapper alone
+
+
+# -------------------------------------------------------------------------------------------------------------- tracing
+
+
+def trace_seconds(builds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of ``step.trace(*args)``, each time of a new step, by name and round; all take turns.
+
+    The first turn is not counted: it traces the functions of ``jax.numpy``, which JAX keeps.
+    """
+    found: dict[str, list[float]] = {name: [] for name in builds}
+    for _ in range(rounds + 1):
+        for name, make in builds.items():
+            step, args = make()
+            start = time.perf_counter()
+            step.trace(*args)
+            found[name].append(time.perf_counter() - start)
+    return {name: np.array(seconds[1:]) for name, seconds in found.items()}
+
+
+def tracing(size: Size, chips: int, loop: bool, rounds: int) -> dict[str, Any]:
+    """Tracing the wrapped model beside the plain one: medians, and the median of their ratio in each round."""
+    shape = parse_topology(CHIPS[chips]).shape
+    builds = {name: lambda case=CASES[name]: build(size, case, shape, loop=loop) for name in (WRAPPED, PLAIN)}
+    seconds = trace_seconds(builds, rounds)
+    ratio = float(np.median(seconds[WRAPPED] / seconds[PLAIN]))
+    return {"ratio": ratio, "seconds": {name: float(np.median(values)) for name, values in seconds.items()}}
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+
+
+def compiling(size: Size, chips: int, loop: bool, case: str) -> dict[str, Any]:
+    """One compilation."""
+    topology = CHIPS[chips]
+    step, args = build(size, CASES[case], parse_topology(topology).shape, loop=loop)
+    start = time.perf_counter()
+    step.trace(*args)
+    traced = time.perf_counter() - start
+    try:
+        compiled = compile_for_topology(step, *args, topology=topology)
+    except (CompileError, TimeoutError) as error:
+        return {"problem": str(error).splitlines()[0]}
+    code = (compiled.memory or {}).get("generated_code", 0)
+    return {
+        "trace_seconds": traced,
+        "compile_seconds": compiled.seconds,
+        "program_bytes": code,
+        "versions": compiled.versions,
+    }
+
+
+def plan(layers: Sequence[int], chips: Sequence[int], loops: bool) -> list[dict[str, Any]]:
+    """What is compiled: all depths on the fewest chips, all chips at the middle depth; in a scan, and in a loop."""
+    middle = sorted(layers)[len(layers) // 2]
+    points = [(depth, min(chips)) for depth in layers] + [(middle, n) for n in chips if n != min(chips)]
+    scans = [{"layers": depth, "chips": n, "loop": False} for depth, n in points]
+    shallow = [depth for depth in layers if depth <= LARGEST_LOOP]
+    return scans + [{"layers": depth, "chips": min(chips), "loop": True} for depth in shallow if loops]
+
+
+def compute(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Everything that the command line asks for."""
+    size, found = SIZES[options.size], {"versions": installed_versions(), "tracing": [], "compiling": []}
+    points = plan(options.layers, options.chips, not options.no_loops)
+    task = progress.add_task("", total=len(points) * (1 + len(options.cases)))
+    for point in points:
+        sized = dataclasses.replace(size, layers=point["layers"])
+        where = {"chips": point["chips"], "loop": point["loop"]}
+        progress.update(task, description=f"tracing {_words(point)}")
+        found["tracing"].append(point | tracing(sized, rounds=options.rounds, **where))
+        progress.advance(task)
+        for case in options.cases:
+            progress.update(task, description=f"compiling {_words(point)}: {case}")
+            found["compiling"].append(point | {"case": case} | compiling(sized, case=case, **where))
+            progress.advance(task)
+    return found
+
+
+def _words(point: dict[str, Any]) -> str:
+    return f"{point['layers']} layers in a {'loop' if point['loop'] else 'scan'}, {point['chips']} chips"
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def tracing_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
+    """The ratio first."""
+    cells = [
+        [_words(row), f"{row['ratio']:.2f}", *(f"{row['seconds'][case] * 1e3:,.0f} ms" for case in (WRAPPED, PLAIN))]
+        for row in rows
+    ]
+    title = f"{name}: tracing a step; aim: at most {TRACING_AIM} x"
+    return rich_table(title, ["", "ratio", "wrapped", "not wrapped"], cells)
+
+
+def compiling_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
+    """The time over that of jit where it is there."""
+    of_jit = {_words(row): row.get("compile_seconds") for row in rows if row["case"] == "jit"}
+    cells = []
+    for row in rows:
+        if "problem" in row:
+            cells.append([_words(row), row["case"], "", "", "", row["problem"]])
+            continue
+        base = of_jit.get(_words(row))
+        over = f"{row['compile_seconds'] / base:.2f}" if base else ""
+        times = f"{row['trace_seconds']:.2f} s", f"{row['compile_seconds']:.1f} s"
+        cells.append([_words(row), row["case"], over, *times, format_bytes(row["program_bytes"])])
+    columns = ["", "case", "of jit", "tracing", "compiling", "program"]
+    return rich_table(f"{name}: compiling a step", columns, cells, left=2)
+
+
+def draw(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Seconds of compilation by depth and by chips, and the ratio of tracing."""
+    figure = Figure(figsize=(12, 3.6), dpi=130, layout="constrained")
+    depth, chips, ratio = figure.subplots(1, 3)
+    rows = [row for row in found["compiling"] if "problem" not in row]
+    few = min(row["chips"] for row in found["tracing"])
+    middle = sorted(row["layers"] for row in found["tracing"])[len(found["tracing"]) // 2]
+    middle = next((row["layers"] for row in found["tracing"] if row["chips"] != few), middle)
+    _lines(depth, [row for row in rows if row["chips"] == few], "layers", f"compiling for {few} chips, s")
+    same = [row for row in rows if row["layers"] == middle and not row["loop"]]
+    _lines(chips, same, "chips", f"compiling {middle} layers, s")
+    labels = [_words(row) for row in found["tracing"]]
+    bars = ratio.barh(labels, [row["ratio"] for row in found["tracing"]], color=QUIET)
+    ratio.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    ratio.axvline(TRACING_AIM, color=ACCENT, ls="--", lw=1.2)
+    ratio.invert_yaxis()
+    ratio.margins(x=0.15)
+    _frame(ratio, "tracing, over the model without wrapper")
+    figure.suptitle(f"{name}: time to trace and compile a step", x=0.01, ha="left", fontweight="bold")
+    save(figure, path)
+
+
+def _lines(axes: Any, rows: Sequence[dict[str, Any]], by: str, title: str) -> None:
+    colors = dict(zip(dict.fromkeys(row["case"] for row in rows), (STRONG, ACCENT, "#f2a65a", "#54a24b"), strict=False))
+    for case, loop in dict.fromkeys((row["case"], row["loop"]) for row in rows):
+        points = sorted((row[by], row["compile_seconds"]) for row in rows if (row["case"], row["loop"]) == (case, loop))
+        style = {"color": colors[case], "ls": ":" if loop else "-", "marker": "o", "ms": 4}
+        axes.plot(*zip(*points, strict=True), label=f"{case}, {'loop' if loop else 'scan'}", **style)
+    ticks = sorted({row[by] for row in rows})
+    if by == "chips" and len(ticks) > 1:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_ylim(0, None)
+    axes.set_xlabel(by, fontsize=8)
+    if rows:
+        axes.legend(frameon=False, fontsize=7)
+    _frame(axes, title)
+
+
+def _frame(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("compile_time", description="Time to trace and to compile a step.")
+    new.add_argument("--size", choices=SIZES, default="1.3B", help="width of the model (default: 1.3B)")
+    new.add_argument("--layers", nargs="+", type=positive, default=list(LAYERS), help="default: 4 12 24")
+    new.add_argument("--chips", nargs="+", type=int, choices=CHIPS, default=list(CHIPS), help="default: 8 64 256 512")
+    new.add_argument("--cases", nargs="*", choices=CASES, default=["jit", "ours"], help="those that are compiled")
+    new.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of tracing (default: {ROUNDS})")
+    new.add_argument("--no-loops", action="store_true", help="leave out layers in a loop, which take minutes")
+    new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    console, start = Console(), time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        try:
+            found = compute(options, progress)
+        except (ValueError, ImportError) as error:
+            Console(stderr=True).print(f"compile_time: error: {error}", highlight=False)
+            return 2
+    console.print(tracing_table(options.size, found["tracing"]))
+    if found["compiling"]:
+        console.print(compiling_table(options.size, found["compiling"]))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.size}.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(options.out / f"{options.size}.png", options.size, found)
+    console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What a step takes of each device's memory, by phase: every case, ahead of time for TPUs, beside the least possible.
+
+    python -m benchmarks.memory                                  1.3B on three topologies, all cases
+    python -m benchmarks.memory --sizes small --topologies v5e:2x4 --cases jit flat ours
+    python -m benchmarks.memory --devices --sizes small          also on the accelerators at hand: their own count
+
+For each model it writes ``<out>/<size>.json`` and, with one row of plots for each topology, ``<out>/<size>.png``. Read
+from XLA's buffer assignment and live ranges (``forecasts``):
+
+  arguments     parameters, optimizer state, batch; outputs take their place
+  temporaries   the allocation in which all of them live, and how much of it is in use at most in the forward pass, the
+                backward pass and the optimizer
+
+The floor is the formula of ``limits.temporary_bytes``: with everything computed again, weights and gradients of one
+part at a time, in bfloat16. Cases that keep activations have none of their own and are put beside the same one.
+
+On accelerators every case runs two steps in a process of its own, as the peak cannot be reset.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks import forecasts
+from benchmarks.cases import CASES, SIZES, build, counts, device_shape
+from benchmarks.forecasts import GIB, compiled, installed_versions
+from benchmarks.limits import persistent_bytes, temporary_bytes
+from benchmarks.options import add_forecast_options
+from benchmarks.report import ACCENT, clean, key_below, ratio, save
+from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.plan_leaves import format_bytes
+
+MODELS = ("1.3B",)
+TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")
+OUT = Path(__file__).parent / "results" / "memory"
+PHASES = {"forward": "#5b9bd5", "backward": "#e45756", "optimizer": "#9d9da1"}
+CHILD_TIMEOUT_S = 1200
+NO_COUNT = "the devices at hand, {kind}, do not count their memory; this needs GPUs or TPUs."
+
+
+def measured(name: str, topology: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """What of the kept forecasts is about memory, with ratios: by case, in bytes per device."""
+    size, devices = SIZES[name], parse_topology(topology).num_devices
+    tokens = next((found["tokens_per_device"] for found in compiled(cases).values()), 0)
+    floor = temporary_bytes(counts(size), tokens)
+    rows = {case: _of_case(found, compiled(cases), floor) for case, found in compiled(cases).items()}
+    problems = {case: {"problem": found["problem"]} for case, found in cases.items() if "problem" in found}
+    least = {"temporaries": floor, "arguments": persistent_bytes(counts(size), devices)}
+    return {"limit_bytes": least, "cases": rows | problems}
+
+
+def _of_case(found: dict[str, Any], cases: dict[str, Any], floor: float) -> dict[str, Any]:
+    total = found["bytes"]["total"]
+    others = {other: cases[other]["bytes"]["total"] for other in ("jit", "jit, options", "flat") if other in cases}
+    return {
+        "ratios": {f"total over {other}": total / theirs for other, theirs in others.items()}
+        | {"temporaries over the floor": found["bytes"]["temporaries"] / floor},
+        "bytes": found["bytes"],
+        "live_temporary_bytes": found["live_temporary_bytes"],
+        "fits": found["fits"],
+        "available_bytes": found["available_bytes"],
+        "versions": found["versions"],
+    }
+
+
+# ------------------------------------------------------------------------------------------------- devices at hand
+
+
+def on_devices(names: Sequence[str], cases: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
+    """Each case on the accelerators at hand, in a process of its own: by size and case.
+
+    Raises:
+      ValueError: the devices do not count their memory.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for case in cases:
+            with console.status(f"{name} on the devices at hand: {case}"):
+                found.setdefault(name, {})[case] = _run_child(name, case)
+    return found
+
+
+def _run_child(name: str, case: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--measure", name, case]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
+    if done.returncode:
+        return {"problem": next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}")}
+    result = json.loads(done.stdout.splitlines()[-1])
+    if "error" in result:
+        raise ValueError(result["error"])
+    return result
+
+
+def measure(name: str, case: str) -> dict[str, Any]:
+    """Two steps on all devices at hand; their own count of bytes, the largest of all devices.
+
+    Raises:
+      ValueError: the devices do not count; or the case has no mesh of so many devices.
+    """
+    devices = jax.devices()
+    if not (devices[0].memory_stats() or {}).get("peak_bytes_in_use"):
+        raise ValueError(NO_COUNT.format(kind=f"{len(devices)} x {devices[0].device_kind}"))
+    step, (state, batch, _) = build(SIZES[name], CASES[case], device_shape(len(devices)), devices)
+    state, batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), (state, batch))
+    before = max(device.memory_stats()["bytes_in_use"] for device in devices)
+    for _ in range(2):
+        state, _ = jax.block_until_ready(step(state, batch, jax.random.key(0)))
+    peak = max(device.memory_stats()["peak_bytes_in_use"] for device in devices)
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    return {"devices": kind, "between_steps_bytes": before, "peak_bytes": peak, "versions": installed_versions()}
+
+
+def devices_table(name: str, cases: dict[str, Any]) -> Any:
+    """The accelerators' own count."""
+    kinds = {found["devices"] for found in cases.values() if "devices" in found}
+    rows = []
+    for case, found in cases.items():
+        if "problem" in found:
+            rows.append([case, "", "", "", found["problem"]])
+            continue
+        of = [ratio(found["peak_bytes"], cases.get(other, {}).get("peak_bytes")) for other in ("jit", "flat")]
+        rows.append([case, *of, format_bytes(found["between_steps_bytes"]), format_bytes(found["peak_bytes"])])
+    columns = ["case", "of jit", "of flat", "between steps", "at the peak"]
+    return rich_table(f"{name} on {', '.join(kinds) or 'the devices at hand'}: counted there", columns, rows)
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def table(name: str, topology: str, found: dict[str, Any]) -> Any:
+    """Ratios first: total over jit and over the flat algorithm, temporaries over the floor."""
+    floor = format_bytes(found["limit_bytes"]["temporaries"])
+    title = f"{name} on {topology}: bytes per device; floor of the temporaries {floor}"
+    columns = ["case", "of jit", "of flat", "of floor", "total", "temporaries", "fits"]
+    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()])
+
+
+def _row(case: str, found: dict[str, Any]) -> list[str]:
+    if "problem" in found:
+        return [case, *[""] * 5, found["problem"]]
+    ratios, sizes = found["ratios"], found["bytes"]
+    shown = [ratios.get(f"total over {other}") for other in ("jit", "flat")] + [ratios["temporaries over the floor"]]
+    return [
+        case,
+        *("" if value is None else f"{value:.2f}" for value in shown),
+        *(format_bytes(sizes[part]) for part in ("total", "temporaries")),
+        "yes" if found["fits"] else "no",
+    ]
+
+
+def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
+    """What each phase has in use at most, beside what is there all the time."""
+    rows = [
+        [case, *(format_bytes(size) for size in (one["bytes"]["arguments"], *one["live_temporary_bytes"].values()))]
+        for case, one in compiled(found["cases"]).items()
+    ]
+    title = f"{name} on {topology}: arguments, and temporaries in use at most in each phase"
+    return rich_table(title, ["case", "arguments", *PHASES], rows)
+
+
+def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
+    """A row for each topology: all bytes on the left, temporaries by phase beside their floor on the right."""
+    cases = max(len(found["cases"]) for found in topologies.values())
+    figure = Figure(figsize=(12, (0.8 + 0.28 * cases) * len(topologies)), dpi=130, layout="constrained")
+    rows = figure.subplots(len(topologies), 2, squeeze=False)
+    for (left, right), (topology, found) in zip(rows, topologies.items(), strict=True):
+        there = compiled(found["cases"])
+        _draw_total(left, topology, there)
+        _draw_phases(right, topology, there, found["limit_bytes"]["temporaries"] / GIB)
+    figure.suptitle(f"{name}: memory of one device in a step, GiB", x=0.01, ha="left", fontweight="bold")
+    save(figure, path)
+
+
+def _draw_total(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+    parts = {"arguments": "#1f4e79", "temporaries": "#f2a65a"}
+    rest = [(f["bytes"]["total"] - sum(f["bytes"][p] for p in parts)) / GIB for f in cases.values()]
+    series = {part: [f["bytes"][part] / GIB for f in cases.values()] for part in parts} | {"outputs, program": rest}
+    left, limit = np.zeros(len(cases)), _cut([f["bytes"]["total"] / GIB for f in cases.values()])
+    for (part, widths), color in zip(series.items(), [*parts.values(), "#b9b9b9"], strict=True):
+        axes.barh(list(cases), widths, left=left, color=color, label=part)
+        left += widths
+    _number(axes, left, limit)
+    clean(axes, f"{topology}: all", limit)
+    available = next(iter(cases.values()))["available_bytes"] / GIB
+    if available < limit:
+        axes.axvline(available, color=ACCENT, linestyle="--", linewidth=1.2, label="available")
+    key_below(axes)
+
+
+def _draw_phases(axes: Any, topology: str, cases: dict[str, Any], floor: float) -> None:
+    height = 0.8 / len(PHASES)
+    limit = _cut([max(f["live_temporary_bytes"].values()) / GIB for f in cases.values()])
+    for number, (phase, color) in enumerate(PHASES.items()):
+        widths = [f["live_temporary_bytes"][phase] / GIB for f in cases.values()]
+        places = np.arange(len(cases)) + (number - 1) * height
+        axes.barh(places, widths, height, color=color, label=phase)
+    axes.set_yticks(range(len(cases)), list(cases))
+    _number(axes, [max(f["live_temporary_bytes"].values()) / GIB for f in cases.values()], limit)
+    clean(axes, f"{topology}: temporaries in use at most, by phase", limit)
+    axes.axvline(floor, color=ACCENT, linestyle="--", linewidth=1.2, label="floor")
+    key_below(axes)
+
+
+def _cut(values: Sequence[float]) -> float:
+    """Where the axis ends: four times the middle value, so that one huge bar does not make the others invisible."""
+    return min(max(values), 4 * float(np.median(values)))
+
+
+def _number(axes: Any, values: Sequence[float], limit: float) -> None:
+    for place, value in enumerate(values):
+        beyond = value > limit
+        text = f"{value:.3g} ▸" if beyond else f"{value:.3g}"
+        options = {"color": "white", "ha": "right"} if beyond else {"ha": "left"}
+        x, shift = (1.16 * limit, -4) if beyond else (value, 3)
+        axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", va="center", fontsize=8, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("memory", description="Bytes per device of a step, by phase, for every case.")
+    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES, "chosen": list(CASES)}
+    add_forecast_options(new, **options, out=OUT, kept=forecasts.OUT)
+    new.add_argument("--devices", action="store_true", help="also run each case on the accelerators at hand")
+    new.add_argument("--measure", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)  # in a process of its own
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.measure:
+        return _measure(*options.measure)
+    console, start = Console(), time.monotonic()
+    try:
+        counted = on_devices(options.sizes, options.cases, console) if options.devices else {}
+        found = forecasts.results(options, console)
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(f"memory: error: {error}", highlight=False)
+        return 2
+    for name, topologies in found.items():
+        rows = {topology: measured(name, topology, cases) for topology, cases in topologies.items()}
+        write(options.out, name, rows, counted.get(name), console)
+    console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
+    return 0
+
+
+def write(out: Path, name: str, topologies: dict[str, Any], counted: dict[str, Any] | None, console: Console) -> None:
+    """Tables on the console, JSON and a picture in the folder."""
+    for topology, found in topologies.items():
+        console.print(table(name, topology, found))
+        console.print(phases_table(name, topology, found))
+    if counted:
+        console.print(devices_table(name, counted))
+    out.mkdir(parents=True, exist_ok=True)
+    kept = {"topologies": topologies} | ({"devices": counted} if counted else {})
+    (out / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    if topologies:
+        draw(out / f"{name}.png", name, topologies)
+
+
+def _measure(name: str, case: str) -> int:
+    try:
+        found = measure(name, case)
+    except ValueError as error:
+        found = {"error": str(error)}
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""How long a training step takes on the devices at hand: the library beside ``jit``, plain FSDP and PyTorch's FSDP2.
+
+    python -m benchmarks.step_time                               some four minutes on two cores
+    python -m benchmarks.step_time --model tiny --rounds 5 --cases jit ours
+    python -m benchmarks.step_time --redraw                      table and picture of what was measured last
+
+Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes of one thread
+each, which talk by gloo. All cases begin with the same parameters and train on the same batch; their losses before and
+after the first step must agree, or nothing is timed. Then they take turns, so that what else the machine does meets
+all alike: in each round every case takes a few steps, each round another one begins, and every other round they go
+backwards. A case that waits takes no time from the others.
+
+  of X          the median over rounds of a case's time over that of X in the same round
+  tokens/s      of all devices together, from the median time
+
+Results go to ``<out>/<model>.json`` and ``<out>/<model>.png``. The aim, on simulated devices: at most 0.9 x the time of
+``jit``, which gathers weights again in the backward pass, as "ours, gathered again" does.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks.forecasts import installed_versions
+from benchmarks.options import positive
+from benchmarks.report import ACCENT, QUIET, STRONG, save
+from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started
+from benchmarks.torch_processes import MISSING, is_installed, torch_processes
+from xlstm_jax.distributed import available_devices
+from xlstm_jax.distributed.forecast.report import rich_table
+
+OUT = Path(__file__).parent / "results" / "step_time"
+SIMULATED_DEVICES = 8
+TORCH_CASES = ("FSDP2", "FSDP2, weights kept")
+BASES = ("jit", "replicated", "FSDP2")  # what the others are measured by
+SHORT = {"replicated": "repl."}  # for 80 columns
+AIM, AIM_OF = 0.9, "jit"
+ROUNDS, STEPS = 15, 2
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the losses of two steps, relative
+CUT = 4  # times the middle bar, where the axis of a plot ends, so that one long bar does not hide the others
+QUARTILES = (0.25, 0.5, 0.75)
+
+Run = Callable[[int], float]
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(
+    model: Model, cases: Sequence[str], rounds: int, steps: int, progress: Progress, *, devices: Any = None
+) -> dict[str, Any]:
+    """Builds the cases, checks that they do the same, and times them in turn.
+
+    Args:
+      model: what is trained.
+      cases: names of ``CASES`` and ``TORCH_CASES``.
+      rounds, steps: turns of every case, and its steps in a turn.
+      progress: shows one task.
+      devices: to run on; None: those at hand.
+    Returns:
+      What the JSON file holds.
+    Raises:
+      ValueError: the losses of cases differ, or none is left.
+      RuntimeError, TimeoutError: a process of PyTorch has ended, or does not answer.
+    """
+    devices, load = list(devices or available_devices(SIMULATED_DEVICES)), os.getloadavg()[0]
+    start, left_out = start_of(model, len(devices)), {}
+    task = progress.add_task("", total=len(cases) * (1 + rounds))
+
+    def tell(what, done=1):
+        progress.update(task, description=what, advance=done)
+
+    with contextlib.ExitStack() as stack:
+        runs = dict(_runs(model, cases, devices, start, stack, left_out, tell))
+        losses = {case: [run(1), run(1)] for case, run in runs.items()}
+        check_same_losses(losses, TOLERANCE[np.dtype(model.dtype).name])
+        seconds = take_turns(runs, rounds, steps, tell)
+    tokens = start.tokens.shape[0] * model.context
+    return {
+        "versions": installed_versions() | ({"torch": version("torch")} if runs.keys() & set(TORCH_CASES) else {}),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "cores": os.cpu_count(),
+        "load_before": load,
+        "model": _described(model, start),
+        "rounds": rounds,
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "cases": {case: _of_case(case, seconds, tokens) | {"losses": losses[case]} for case in runs},
+        "left_out": left_out,
+    }
+
+
+def _runs(
+    model: Model,
+    cases: Sequence[str],
+    devices: Sequence[Any],
+    start: Start,
+    stack: contextlib.ExitStack,
+    left_out: dict[str, str],
+    tell: Callable[..., None],
+) -> Iterator[tuple[str, Run]]:
+    """The cases that can run here; why not, of the others."""
+    for case in (case for case in cases if case in CASES):
+        tell(f"compiling {case}")
+        try:
+            yield case, started(model, CASES[case], devices, start)
+        except ValueError as error:
+            left_out[case] = " ".join(str(error).split())
+    if not (chosen := [case for case in cases if case in TORCH_CASES]):
+        return
+    tell("starting PyTorch", len(chosen))
+    if devices[0].platform != "cpu" or not is_installed():
+        others = f"its processes run on the CPU, the other cases on {devices[0].device_kind}"
+        left_out |= dict.fromkeys(chosen, MISSING if devices[0].platform == "cpu" else others)
+        return
+    arguments = (len(devices), start.params, model.size.heads, start.tokens)
+    run, _ = stack.enter_context(torch_processes(*arguments))
+    yield from ((case, lambda steps, case=case: run(case, steps)) for case in chosen)
+
+
+def check_same_losses(losses: dict[str, list[float]], tolerance: float) -> None:
+    """Raises a ``ValueError`` where cases do not do the same: losses before and after the first step."""
+    if not losses:
+        raise ValueError("no case is left to run.")
+    first, expected = next(iter(losses.items()))
+    for case, found in losses.items():
+        if not np.allclose(found, expected, rtol=tolerance):
+            raise ValueError(
+                f"{case} does other work than {first}: its losses before and after the first step are {found}, those "
+                f"of {first} are {expected}; they may differ by {tolerance:g} of them."
+            )
+
+
+def take_turns(runs: dict[str, Run], rounds: int, steps: int, tell: Callable[..., None]) -> dict[str, np.ndarray]:
+    """Seconds per step of each case, by round."""
+    names, seconds = list(runs), {case: np.zeros(rounds) for case in runs}
+    for number in range(rounds):
+        begin = number % len(names)
+        order = names[begin:] + names[:begin]
+        for case in order if number % 2 == 0 else reversed(order):
+            tell(f"round {number + 1} of {rounds}: {case}")
+            before = time.perf_counter()
+            runs[case](steps)
+            seconds[case][number] = (time.perf_counter() - before) / steps
+    return seconds
+
+
+def _of_case(case: str, seconds: dict[str, np.ndarray], tokens: int) -> dict[str, Any]:
+    mine = seconds[case]
+    return {
+        "ratios": {f"time over {base}": _quartiles(mine / seconds[base]) for base in BASES if base in seconds},
+        "tokens_per_second": tokens / float(np.median(mine)),
+        "seconds_per_step": _quartiles(mine) | {"rounds": mine.tolist()},
+    }
+
+
+def _quartiles(values: np.ndarray) -> dict[str, float]:
+    return dict(zip(("low", "median", "high"), map(float, np.quantile(values, QUARTILES)), strict=True))
+
+
+def _described(model: Model, start: Start) -> dict[str, Any]:
+    sizes = vars(model.size) | {"context": model.context, "sequences_per_device": model.rows}
+    return sizes | {
+        "dtype": np.dtype(model.dtype).name,
+        "parameters": sum(leaf.size for leaf in start.params.values()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def title_of(name: str, found: dict[str, Any]) -> str:
+    """Model, devices, and how it was measured, in a line."""
+    sizes = found["model"]
+    return (
+        f"{name}, {sizes['parameters'] / 1e6:.3g}M parameters, {found['tokens_per_step']:,} tokens a step, "
+        f"{sizes['dtype']}, on {found['devices']} ({found['cores']} cores)"
+    )
+
+
+def table(name: str, found: dict[str, Any]) -> Any:
+    """Ratios of times first; quartiles of the first ratio, which are those of the machine's moods."""
+    bases = [base for base in BASES if base in found["cases"]]
+    rows = [[case, *_cells(one, bases)] for case, one in found["cases"].items()]
+    columns = ["case", *(f"of {SHORT.get(base, base)}" for base in bases), "tokens/s", "ms"]
+    columns[2:2] = ["quartiles"] * bool(bases)
+    return rich_table(title_of(name, found), columns, rows)
+
+
+def _cells(one: dict[str, Any], bases: Sequence[str]) -> list[str]:
+    ratios = [one["ratios"][f"time over {base}"] for base in bases]
+    cells = [f"{ratio['median']:.2f}" for ratio in ratios]
+    cells[1:1] = [f"{ratio['low']:.2f}-{ratio['high']:.2f}" for ratio in ratios[:1]]
+    return [*cells, f"{one['tokens_per_second']:,.0f}", f"{one['seconds_per_step']['median'] * 1e3:,.1f}"]
+
+
+def remarks(found: dict[str, Any]) -> list[str]:
+    """Which cases meet the aim, and what is left out and why."""
+    lines = [f"{case} is left out: {why}" for case, why in found["left_out"].items()]
+    ours = {case: one["ratios"] for case, one in found["cases"].items() if case.startswith("ours")}
+    if not ours or AIM_OF not in found["cases"]:
+        return lines
+    times = {case: ratios[f"time over {AIM_OF}"]["median"] for case, ratios in ours.items()}
+    told = "; ".join(f"{case}: {time:.2f}, {'met' if time <= AIM else 'not met'}" for case, time in times.items())
+    return [f"aim, at most {AIM} x the time of {AIM_OF}: {told}", *lines]
+
+
+def draw(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Left: time over that of jit with its quartiles. Right: tokens per second."""
+    cases = found["cases"]
+    figure = Figure(figsize=(11, 1.3 + 0.36 * len(cases)), dpi=130, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.3, 1))
+    base = next((base for base in BASES if base in cases), None)
+    if base:
+        _bars(left, cases, [one["ratios"][f"time over {base}"] for one in cases.values()], "{:.2f}")
+        left.axvline(1, color="#888888", lw=1)
+        left.set_title(f"time of a step, over that of {base}", loc="left", fontsize=10)
+    if base == AIM_OF:
+        left.axvline(AIM, color=ACCENT, ls="--", lw=1.2, label=f"aim {AIM}")
+        left.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.08))
+    tokens = [{"median": one["tokens_per_second"]} for one in cases.values()]
+    _bars(right, cases, tokens, "{:,.0f}")
+    right.set_title("tokens per second", loc="left", fontsize=10)
+    left.invert_yaxis()
+    figure.suptitle(title_of(name, found), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    save(figure, path)
+
+
+def _bars(axes: Any, cases: dict[str, Any], values: Sequence[dict[str, float]], form: str) -> None:
+    middle = np.array([value["median"] for value in values])
+    around = [np.abs([value.get(end, value["median"]) for value in values] - middle) for end in ("low", "high")]
+    colors = [STRONG if case.startswith("ours") else "#f2a65a" if case in TORCH_CASES else QUIET for case in cases]
+    axes.barh(list(cases), middle, color=colors, xerr=around, error_kw={"ecolor": "#555555", "elinewidth": 1})
+    limit = min(max(middle), CUT * float(np.median(middle)))
+    for place, (value, low, high) in enumerate(zip(middle, middle - around[0], middle + around[1], strict=True)):
+        beyond = low > limit
+        options = {"color": "white", "ha": "right"} if beyond else {"ha": "left"}
+        x, shift = (1.2 * limit, -4) if beyond else (min(high, 1.08 * limit), 4)
+        text = form.format(value) + " ▸" * beyond
+        axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", va="center", fontsize=8, **options)
+    axes.set_xlim(0, 1.2 * limit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("step_time", description="Time of a training step on the devices at hand.")
+    all_cases = [*CASES, *TORCH_CASES]
+    new.add_argument("--model", choices=MODELS, help="default: small on CPU devices, medium on accelerators")
+    new.add_argument("--cases", nargs="+", choices=all_cases, default=all_cases, help="see step_time_variants.py")
+    new.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of every case (default: {ROUNDS})")
+    new.add_argument("--steps", type=positive, default=STEPS, help=f"steps in a turn (default: {STEPS})")
+    new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
+    new.add_argument("--redraw", action="store_true", help="run nothing; table and picture of what is kept")
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    console, start = Console(), time.monotonic()
+    name = options.model or ("small" if available_devices(SIMULATED_DEVICES)[0].platform == "cpu" else "medium")
+    kept = options.out / f"{name}.json"
+    try:
+        found = _kept(kept) if options.redraw else _measured(name, options, console)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        Console(stderr=True).print(f"step_time: error: {error}", highlight=False)
+        return 2
+    console.print(table(name, found))
+    for line in remarks(found):
+        console.print(line, highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(found, indent=1) + "\n")
+    draw(kept.with_suffix(".png"), name, found)
+    console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
+    return 0
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ValueError(f"--redraw: there is no {path}; run without it first.")
+    return json.loads(path.read_text())
+
+
+def _measured(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        return measure(MODELS[name], options.cases, options.rounds, options.steps, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The steps that ``step_time`` runs: how each is built for the devices at hand, and started from the same parameters.
+
+    started(model, CASES["jit"], devices, start) -> run            run(3) takes three steps and returns the last loss
+
+The cases are those of ``cases``, with two differences. Everything is computed, gathered and scattered in the dtype of
+the ``Model``: float32 on CPU devices, which have nothing narrower that is fast. And parameters are split over one axis,
+as links of simulated devices and of the GPUs of one host have no shape that several axes would follow; but for HSDP.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import baselines
+from benchmarks.cases import REPLICA_AXIS, Case, device_shape, mesh_axes, mesh_of, threshold
+from benchmarks.large_models import Size, language_model
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed import Replicas, abstract_batch
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.partitioning import Sharded, leaf_axes, leaf_value, leaves_with_path, map_leaves, rebox
+
+REMAT = {"remat": True}
+RESHARD = {"reshard_after_forward": True}
+CASES: dict[str, Case] = {
+    "replicated": Case("replicated"),
+    "jit": Case("jit"),
+    "jit, remat": Case("jit", options=REMAT),
+    "flat": Case("flat"),
+    "flat, remat": Case("flat", options=REMAT),
+    "ours": Case("ours"),
+    "ours, gathered again": Case("ours", options=RESHARD),
+    "ours, remat": Case("ours", options=REMAT),
+    "ours, HSDP": Case("ours", "hybrid", options={"replicas": Replicas(REPLICA_AXIS)}),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: sizes, tokens in a sequence, sequences for each device, dtype of computation and wire."""
+
+    size: Size
+    context: int
+    rows: int
+    dtype: Any = jnp.float32
+
+
+MODELS = {
+    "tiny": Model(Size(64, 2, 2, 256), 32, 1),
+    "small": Model(Size(256, 4, 4, 2048), 128, 1),
+    "medium": Model(Size(1024, 12, 16, 32_768), 2048, 1, jnp.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What all cases begin with: the parameters, path -> array, of the model without sharding, and a batch."""
+
+    params: dict[str, np.ndarray]
+    tokens: np.ndarray
+
+
+def start_of(model: Model, devices: int) -> Start:
+    """The same for every call."""
+    plain = workload(model, devices).model
+    example = jnp.zeros((1, model.context), jnp.int32)
+    params = jax.jit(plain.init)(jax.random.key(0), example)["params"]
+    rows, vocab_size = model.rows * devices, model.size.vocab_size
+    tokens = np.random.default_rng(0).integers(vocab_size, size=(rows, model.context + 1), dtype=np.int32)
+    return Start({path: np.asarray(leaf) for path, leaf in leaves_with_path(params)}, tokens)
+
+
+def workload(model: Model, devices: int, **options: Any) -> Workload:
+    """The training of the model; ``options`` are those of ``language_model``."""
+    options = {"min_weight_size": threshold(model.size), "gather_dtype": model.dtype} | options
+    large = language_model(model.size, devices=devices, **options)
+    tokens = jax.ShapeDtypeStruct((model.rows * devices, model.context + 1), jnp.int32)
+    return dataclasses.replace(large, model=large.model.clone(dtype=model.dtype), batch=tokens)
+
+
+def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any, tuple[PyTree, ...]]:
+    """The step of a case and its abstract arguments.
+
+    Raises:
+      ValueError: the case has no mesh of so many devices.
+    """
+    sizes = mesh_axes(case, device_shape(len(devices)))
+    mesh, options = mesh_of(sizes, devices), dict(case.options)
+    if case.algorithm == "ours":
+        options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
+    training = workload(model, len(devices), **options)
+    if case.algorithm in ("ours", "replicated"):
+        return training.build_step(mesh)
+    if case.algorithm == "jit":
+        return baselines.jit_step(training, mesh, threshold(model.size))
+    return plain_step(training, mesh, threshold(model.size), model.dtype)
+
+
+def started(model: Model, case: Case, devices: Sequence[jax.Device], start: Start) -> Callable[[int], float]:
+    """The case compiled, with its state on the devices: a function that takes steps and waits for them.
+
+    Raises:
+      ValueError: see ``build``.
+    """
+    step, (state, batch, _) = build(model, case, devices)
+    state, batch = state_of(state, start.params), jax.device_put(start.tokens, batch.sharding)
+    rng = jax.random.key(0)
+    compiled = step.lower(state, batch, rng).compile()
+
+    def run(steps):
+        nonlocal state
+        for _ in range(steps):
+            state, metrics = compiled(state, batch, rng)
+        jax.block_until_ready((state, metrics))
+        return float(metrics["loss"])
+
+    return run
+
+
+def state_of(abstract: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
+    """The abstract state with these parameters and zeros for the rest, which is what AdamW begins with."""
+
+    def placed(leaf, value):
+        like = leaf_value(leaf)
+        return rebox(leaf, jax.device_put(np.asarray(value, like.dtype), like.sharding))
+
+    def zeros(leaf):
+        return placed(leaf, np.zeros(leaf_value(leaf).shape))
+
+    values = iter([params[path] for path, _ in leaves_with_path(abstract.params)])
+    return abstract.replace(
+        step=zeros(abstract.step),
+        params=map_leaves(lambda leaf: placed(leaf, next(values)), abstract.params),
+        opt_state=map_leaves(zeros, abstract.opt_state),
+    )
+
+
+# ------------------------------------------------------------------------------------- the plain algorithm in any dtype
+
+
+def plain_step(training: Workload, mesh: Any, min_weight_size: int, dtype: Any) -> tuple[Any, tuple[PyTree, ...]]:
+    """``baselines.plain_step`` over one axis, which gathers in this dtype and not in bfloat16."""
+    (axis,) = mesh.axis_names
+    row = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in training.init_inputs)
+    wrap = functools.partial(_plainly_wrapped, axis=axis, min_weight_size=min_weight_size, dtype=dtype)
+    training = dataclasses.replace(baselines.remodelled(training, wrap=wrap), inputs=row)
+    state, specs = baselines.plain_state(training, mesh)
+
+    def per_device(state, batch, rng):
+        loss, grads = jax.value_and_grad(training.loss_fn)(state.params, state.apply_fn, batch, rng)
+        grads = map_leaves(lambda leaf: leaf if leaf_axes(leaf) else lax.pmean(leaf, axis), grads)
+        return state.apply_gradients(grads=grads), {"loss": lax.pmean(loss, axis)}
+
+    places = {"in_specs": (specs, P(axis), P()), "out_specs": (specs, P())}
+    step = jax.jit(jax.shard_map(per_device, mesh=mesh, check_vma=False, **places), donate_argnums=0)
+    return step, (state, abstract_batch(training.batch, mesh, axis), None)
+
+
+def _plainly_wrapped(cls: type[nn.Module], axis: str, min_weight_size: int, dtype: Any) -> type[nn.Module]:
+    def gather(leaf):
+        return _gather(leaf.value, leaf.names.index(axis), axis, dtype) if leaf_axes(leaf) else leaf
+
+    def split(leaf):
+        parts = lax.axis_size(axis)
+        dim = None if leaf_axes(leaf) else baselines.split_dim(leaf.shape, parts, min_weight_size)
+        if dim is None:
+            return leaf
+        size = leaf.shape[dim] // parts
+        value = lax.dynamic_slice_in_dim(leaf, lax.axis_index(axis) * size, size, dim)
+        return Sharded(value, tuple(axis if d == dim else None for d in range(leaf.ndim)))
+
+    map_each = functools.partial(functools.partial, map_leaves)
+    return nn.map_variables(cls, "params", map_each(gather), map_each(split), mutable=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, dim: int, axis: str, dtype: Any) -> jax.Array:
+    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _gather_fwd(x, dim, axis, dtype):
+    return _gather(x, dim, axis, dtype), None
+
+
+def _gather_bwd(dim, axis, dtype, _, cotangent):
+    del dtype
+    summed = lax.psum_scatter(cotangent.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
+    return (summed / lax.axis_size(axis),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)

@@ -1,0 +1,234 @@
+"""What a step sends over the links: every case, compiled for TPUs, beside the least that FSDP must send.
+
+    python -m benchmarks.traffic                                 1.3B on three topologies, all cases
+    python -m benchmarks.traffic --sizes small --topologies v5e:4x4 --cases jit flat ours --detail ours
+
+For each model it writes ``<out>/<size>.json`` and ``<out>/<size>.png``. All of it is read from the scheduled program
+(``forecasts``): each collective with its kind, dtype, mesh axes, how often it runs with loops multiplied out, the bytes
+that each device sends by the ring algorithm, and whether the schedule goes on meanwhile. Nothing comes from
+``cost_analysis()``, which counts the body of a loop once.
+
+  limit          ``limits.wire_bytes`` in bfloat16: blocks gathered twice, gradients scattered once
+  all-reduced    the share of the bytes that all-reduces send: above what small parameters and copies need, they stand
+                 in for a gather or a scatter, and send twice its bytes
+  busiest axis   what each device sends along the mesh axis with the most; what runs over several axes at once counts
+                 in equal parts for each. One flat axis has no parts to tell.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks import forecasts
+from benchmarks.cases import CASES, SIZES, limit
+from benchmarks.forecasts import GIB, compiled
+from benchmarks.options import add_forecast_options
+from benchmarks.report import ACCENT, clean, key_below, save
+from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.plan_leaves import format_bytes
+
+MODELS = ("1.3B",)
+TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")
+OUT = Path(__file__).parent / "results" / "traffic"
+OTHERS = ("jit", "jit, options", "flat", "flat, HSDP")
+UNROTATED = "ours, one order"
+KINDS = {"all-gather": "#5b9bd5", "reduce-scatter": "#1f4e79", "all-reduce": "#d1495b", "other": "#b9b9b9"}
+
+
+def measured(name: str, topology: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """What of the kept forecasts is about traffic, with ratios: by case, in bytes per device and step."""
+    least = limit(SIZES[name], parse_topology(topology).num_devices)
+    there = compiled(cases)
+    rows = {case: _of_case(found, there, least.total) for case, found in there.items()}
+    problems = {case: {"problem": found["problem"]} for case, found in cases.items() if "problem" in found}
+    return {"limit_bytes": vars(least) | {"total": least.total}, "cases": rows | problems}
+
+
+def _of_case(found: dict[str, Any], cases: dict[str, Any], least: float) -> dict[str, Any]:
+    total = found["wire_bytes"]["total"]
+    others = {other: cases[other]["wire_bytes"]["total"] for other in OTHERS if other in cases}
+    loads = axis_loads(found)
+    unrotated = axis_loads(cases[UNROTATED]) if UNROTATED in cases else {}
+    same_mesh = unrotated.keys() == loads.keys()
+    return {
+        "ratios": {f"sent over {other}": total / theirs for other, theirs in others.items()}
+        | {"sent over the limit": total / least}
+        | ({"busiest axis over one order": max(loads.values()) / max(unrotated.values())} if same_mesh else {}),
+        "wire_bytes": total,
+        "asynchronous_share": found["wire_bytes"]["asynchronous"] / total if total else 0.0,
+        "all_reduced_share": all_reduced_share(found),
+        "wire_bytes_by_axis": loads,
+        "executions": sum(one["executions"] for one in found["collectives"]),
+        "collectives": found["collectives"],
+        "compiler_options": found["compiler_options"],
+        "versions": found["versions"],
+    }
+
+
+def axis_loads(found: dict[str, Any]) -> dict[str, float]:
+    """What each device sends along each axis of the mesh."""
+    loads = dict.fromkeys(found["mesh"], 0.0)
+    for one in found["collectives"]:
+        over = loads if one["axes"] is None else one["axes"]
+        for axis in over:
+            loads[axis] += one["wire_bytes"] / len(over)
+    return loads
+
+
+def all_reduced_share(found: dict[str, Any]) -> float:
+    """The share of the bytes that all-reduces send."""
+    total = found["wire_bytes"]["total"]
+    reduced = sum(one["wire_bytes"] for one in found["collectives"] if one["kind"] == "all-reduce")
+    return reduced / total if total else 0.0
+
+
+def by_kind(found: dict[str, Any]) -> dict[str, float]:
+    """Bytes sent by the kind of collective, those of other kinds as one."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for one in found["collectives"]:
+        sums[one["kind"] if one["kind"] in sums else "other"] += one["wire_bytes"]
+    return sums
+
+
+def by_dtype(found: dict[str, Any]) -> dict[str, float]:
+    """Bytes sent by dtype, the largest first."""
+    sums: dict[str, float] = defaultdict(float)
+    for one in found["collectives"]:
+        sums[one["dtype"]] += one["wire_bytes"]
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def table(name: str, topology: str, found: dict[str, Any]) -> Any:
+    """Ratios first."""
+    columns = ["case", "of jit", "of flat", "of limit", "sent", "async", "all-reduced", "busiest axis"]
+    title = f"{name} on {topology}: sent per device and step; limit {format_bytes(found['limit_bytes']['total'])}"
+    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()])
+
+
+def _row(case: str, found: dict[str, Any]) -> list[str]:
+    if "problem" in found:
+        return [case, *[""] * 6, found["problem"]]
+    ratios = [found["ratios"].get(f"sent over {other}") for other in ("jit", "flat", "the limit")]
+    loads = found["wire_bytes_by_axis"]
+    return [
+        case,
+        *("" if value is None else f"{value:.2f}" for value in ratios),
+        format_bytes(found["wire_bytes"]),
+        f"{found['asynchronous_share']:.0%}",
+        f"{found['all_reduced_share']:.1%}",
+        format_bytes(max(loads.values())) if len(loads) > 1 else "",
+    ]
+
+
+def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> Any:
+    """Every kind of collective of one case."""
+    rows = [
+        [
+            one["kind"] + (f" (for {one['stands_for']})" if one["stands_for"] else ""),
+            one["direction"],
+            "?" if one["axes"] is None else "+".join(one["axes"]),
+            one["dtype"],
+            "yes" if one["asynchronous"] else "no",
+            f"{one['executions']:,}",
+            format_bytes(one["wire_bytes"]),
+        ]
+        for one in found["collectives"]
+    ]
+    columns = ["collective", "direction", "axes", "dtype", "async", "executed", "sent"]
+    return rich_table(f"{name} on {topology}: {case}", columns, rows, left=3)
+
+
+def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
+    """A row for each topology: bytes by kind beside the limit on the left, how much is asynchronous on the right."""
+    cases = max(len(found["cases"]) for found in topologies.values())
+    figure = Figure(figsize=(12, (0.9 + 0.26 * cases) * len(topologies)), dpi=130, layout="constrained")
+    rows = figure.subplots(len(topologies), 2, squeeze=False, width_ratios=(3, 2))
+    for (left, right), (topology, found) in zip(rows, topologies.items(), strict=True):
+        there = compiled(found["cases"])
+        _draw_kinds(left, topology, there, found["limit_bytes"]["total"] / GIB)
+        _draw_asynchronous(right, topology, there)
+    figure.suptitle(f"{name}: what each device sends in a step", x=0.01, ha="left", fontweight="bold")
+    save(figure, path)
+
+
+def _draw_kinds(axes: Any, topology: str, cases: dict[str, Any], least: float) -> None:
+    left = np.zeros(len(cases))
+    for kind, color in KINDS.items():
+        widths = np.array([by_kind(found)[kind] / GIB for found in cases.values()])
+        if widths.any():
+            axes.barh(list(cases), widths, left=left, color=color, label=kind)
+        left += widths
+    texts = [
+        f"{total:.3g} = {found['ratios']['sent over the limit']:.2f} x"
+        for total, found in zip(left, cases.values(), strict=True)
+    ]
+    for place, (total, text) in enumerate(zip(left, texts, strict=True)):
+        axes.annotate(text, (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.axvline(least, color="black", linestyle="--", linewidth=1, label="limit")
+    clean(axes, f"{topology}: GiB, and in units of the limit", max(left))
+    key_below(axes)
+
+
+def _draw_asynchronous(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+    shares = np.array([100 * found["asynchronous_share"] for found in cases.values()])
+    axes.barh(list(cases), shares, color="#5b9bd5", label="asynchronous")
+    bars = axes.barh(list(cases), 100 - shares, left=shares, color=ACCENT, alpha=0.35, label="waited for")
+    axes.bar_label(bars, [f"{value:.0f}" for value in shares], padding=3, fontsize=8)
+    clean(axes, f"{topology}: % of the bytes", 100)
+    axes.set_yticklabels([])
+    key_below(axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("traffic", description="What a step sends, for every case.")
+    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES, "chosen": list(CASES)}
+    add_forecast_options(new, **options, out=OUT, kept=forecasts.OUT)
+    new.add_argument("--detail", nargs="*", choices=CASES, default=[], help="cases whose collectives are listed")
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    console, start = Console(), time.monotonic()
+    try:
+        found = forecasts.results(options, console)
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(f"traffic: error: {error}", highlight=False)
+        return 2
+    for name, topologies in found.items():
+        rows = {topology: measured(name, topology, cases) for topology, cases in topologies.items()}
+        write(options.out, name, rows, options.detail, console)
+    console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
+    return 0
+
+
+def write(out: Path, name: str, topologies: dict[str, Any], detail: Sequence[str], console: Console) -> None:
+    """Tables on the console, JSON and a picture in the folder."""
+    for topology, found in topologies.items():
+        console.print(table(name, topology, found))
+        for case in (case for case in detail if case in compiled(found["cases"])):
+            console.print(detail_table(name, topology, case, found["cases"][case]))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(topologies, indent=1) + "\n")
+    if topologies:
+        draw(out / f"{name}.png", name, topologies)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

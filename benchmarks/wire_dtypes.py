@@ -1,0 +1,516 @@
+"""When is a bfloat16 reduce-scatter safe? Its error on the sum over many devices, and its effect on a training.
+
+    python -m benchmarks.wire_dtypes                  a few minutes on the CPU
+    python -m benchmarks.wire_dtypes --steps 0        the sums alone
+    python -m benchmarks.wire_dtypes --redraw         tables and picture from the JSON that is there
+
+*Sums.* N devices hold gradients x_i; what is wanted is their mean. A ring passes a partial sum from device to device,
+each adds its own, and what travels is rounded to the dtype on the wire: N - 1 hops, N - 1 roundings. Staged over a
+torus of a x b devices they are (a - 1) + (b - 1). NumPy does exactly that here, for N devices that are not there,
+beside the mean in float64. Bounds, relative to the mean of |x_i|, with u the unit roundoff and one rounding more on the
+way in:
+
+  worst case   (hops + 1) u          all roundings in the same direction
+  expected     sqrt(hops + 1) u      of independent roundings (Higham and Mary, doi:10.1137/18M1226312)
+
+The simulation is compared, bit by bit, with what 8 simulated devices compute.
+
+*Training.* The training job's Transformer on 8 simulated devices, every matrix split, with float32 and with bfloat16
+gradients on the wire, from the same seeds. CPUs sum bfloat16 in float32 and round once; a ring of ``ppermute`` does
+what links do, and with fewer bits than bfloat16 has it errs on 8 devices as one flat ring of 256 would. Trainings that
+differ in a rounding drift apart, so float32 summed in another order (2 x 4) stands beside them, the spread of seeds,
+and a ring of a single bit: how much rounding a training takes.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks import fitting
+from benchmarks.forecasts import installed_versions
+from benchmarks.job import Job, TrainConfig, prepare
+from benchmarks.report import save
+from xlstm_jax.distributed import DeviceMeshManager, available_devices, collectives, make_train_step
+from xlstm_jax.distributed.forecast.report import rich_table
+
+OUT = Path(__file__).parent / "results" / "wire_dtypes"
+WIRE = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+BFLOAT16_BITS = 7  # of the mantissa, without the leading one
+DEVICES = 256
+SHAPES = {"256": (DEVICES,), "16 x 16": (16, 16)}
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+VALUES = 4096
+SCALES = tuple(10.0**power for power in range(-9, 7))
+SIMULATED_DEVICES = 8
+SEEDS = (0, 1, 2, 3, 4)
+CONFIG = TrainConfig(
+    "transformer", d_model=64, layers=2, heads=2, context=64, batch_size=16, steps=200, min_weight_size=2**8
+)
+COLORS = {"float32": "#4c78a8", "bfloat16": "#e45756", "float16": "#f2a65a"}
+
+
+# ------------------------------------------------------------------------------------------------------------- the sums
+
+
+def gradients(kind: str, devices: int, values: int = VALUES, scale: float = 1.0) -> np.ndarray:
+    """Gradient-like values [devices, values] in float32: each row is what one device has before the mean is taken."""
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(devices, values))
+    kinds = {
+        "agreeing": 1 + 0.3 * normal,
+        "noisy": rng.normal(size=values) + 10 * normal,
+        "heavy tails": rng.standard_t(2.5, size=(devices, values)),
+        "no signal": normal,
+    }
+    return (scale * kinds[kind]).astype(np.float32)
+
+
+KINDS = {
+    "agreeing": "1 + 0.3 n: all devices agree",
+    "noisy": "n' + 10 n: n' the same on all devices",
+    "heavy tails": "Student's t with 2.5 degrees of freedom",
+    "no signal": "n: the mean vanishes but for chance",
+}
+
+
+def reduced_mean(x: np.ndarray, dtype: str, shape: Sequence[int], *, divide: str = "before") -> np.ndarray:
+    """The mean of ``x[devices, values]`` as rings compute it, stage after stage, every hop rounding to ``dtype``.
+
+    Args:
+      x: in float32.
+      dtype: on the wire, a key of ``WIRE``.
+      shape: devices of each stage, the one that is reduced first in front.
+      divide: "before" the sum, in float32, as the library does; or "after".
+    Returns:
+      [values] in ``dtype``, but for the division after, in float32.
+    """
+    wire, devices = WIRE[dtype], np.float32(len(x))
+    with np.errstate(over="ignore", invalid="ignore"):
+        sent = (x / devices if divide == "before" else x).astype(wire)
+        for stage in shape:
+            first, *others = sent.reshape(stage, -1, x.shape[-1])
+            # One addition is exact to float32, so that rounding it is rounding the exact sum: what hardware does.
+            sent = functools.reduce(
+                lambda a, b: (a.astype(np.float32) + b.astype(np.float32)).astype(wire), others, first
+            )
+    total = sent.reshape(-1)
+    return total if divide == "before" else total.astype(np.float32) / devices
+
+
+def relative_error(x: np.ndarray, got: np.ndarray) -> float:
+    """Of the mean vector, in the Euclidean norm, against float64; infinite where a value is not finite."""
+    want, got = x.mean(axis=0, dtype=np.float64), got.astype(np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else math.inf
+
+
+def chance(x: np.ndarray) -> float:
+    """By how much the mean of N devices is off that of infinitely many, relative to it: what the data themselves do."""
+    wide = x.astype(np.float64)
+    return float(np.linalg.norm(wide.std(axis=0) / np.sqrt(len(x))) / np.linalg.norm(wide.mean(axis=0)))
+
+
+def bounds(x: np.ndarray, dtype: str, shape: Sequence[int]) -> tuple[float, float]:
+    """(worst case, expected) relative error; see the top of this file."""
+    unit = 2.0 ** -(ml_dtypes.finfo(WIRE[dtype]).nmant + 1)
+    roundings = sum(stage - 1 for stage in shape) + 1
+    wide = x.astype(np.float64)
+    condition = np.linalg.norm(np.abs(wide).mean(axis=0)) / np.linalg.norm(wide.mean(axis=0))
+    return roundings * unit * condition, math.sqrt(roundings) * unit * condition
+
+
+def sums() -> dict[str, Any]:
+    """All errors of means: by values, by number of devices, and of float16 by scale."""
+    by_kind = []
+    for kind in KINDS:
+        x = gradients(kind, DEVICES)
+        for shape_name, shape in SHAPES.items():
+            for dtype in WIRE:
+                worst, expected = bounds(x, dtype, shape)
+                error = relative_error(x, reduced_mean(x, dtype, shape))
+                row = {"values": kind, "shape": shape_name, "dtype": dtype, "error": error, "chance": chance(x)}
+                by_kind.append(row | {"worst case": worst, "expected": expected})
+    return {"by values": by_kind, "by devices": _by_devices(), "by scale": _by_scale()}
+
+
+def _by_devices(kind: str = "noisy") -> list[dict[str, Any]]:
+    rows = []
+    for devices in SIZES:
+        x, side = gradients(kind, devices), math.isqrt(devices)
+        shapes = {"flat ring": (devices,)} | ({"staged": (side, side)} if side**2 == devices else {})
+        for name, shape in shapes.items():
+            for dtype in WIRE:
+                error = relative_error(x, reduced_mean(x, dtype, shape))
+                told = {"devices": devices, "shape": name, "dtype": dtype, "error": error}
+                rows.append(told | {"expected": bounds(x, dtype, shape)[1]})
+    return rows
+
+
+def _by_scale(kind: str = "noisy") -> list[dict[str, Any]]:
+    """Rounding in float16 and bfloat16 by the size of the gradients: small ones underflow, sums of large ones overflow.
+
+    An infinite error is given as None.
+    """
+    rows = []
+    for scale in SCALES:
+        x = gradients(kind, DEVICES, scale=scale / 10)  # of that standard deviation
+        for dtype in ("float16", "bfloat16"):
+            for divide in ("before", "after"):
+                error = relative_error(x, reduced_mean(x, dtype, (DEVICES,), divide=divide))
+                told = {"scale": scale, "dtype": dtype, "divide": divide}
+                rows.append(told | {"error": error if math.isfinite(error) else None})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- simulated devices
+
+
+def ring_reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str], *, bits: int = BFLOAT16_BITS) -> jax.Array:
+    """``collectives.reduce_scatter`` as links do it: every hop of a ring rounds to ``bits`` of mantissa.
+
+    Only of bfloat16 values; wider ones are summed as they always are. XLA's CPU backend would sum bfloat16 in float32.
+    """
+    if value.dtype != jnp.bfloat16:
+        return _reduce_scatter(value, dim, axes)
+    for axis in axes:
+        if lax.axis_size(axis) > 1:
+            value = _ring(value.astype(jnp.float32), dim, axis, bits)
+    return value.astype(jnp.bfloat16)
+
+
+_reduce_scatter = collectives.reduce_scatter
+
+
+def _ring(value: jax.Array, dim: int, axis: str, bits: int) -> jax.Array:
+    """Piece k starts at device k + 1 and arrives, complete, at device k."""
+    devices, here = lax.axis_size(axis), lax.axis_index(axis)
+    pieces = jnp.stack(jnp.split(value, devices, axis=dim))
+    to_next = [(i, (i + 1) % devices) for i in range(devices)]
+
+    def own(piece):
+        return lax.dynamic_index_in_dim(pieces, piece % devices, keepdims=False)
+
+    def rounded(x):  # a cast to bfloat16 and back is what XLA may leave out
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits)
+
+    sent = rounded(own(here - 1))
+    for hop in range(1, devices):
+        sent = rounded(lax.ppermute(sent, axis, to_next) + own(here - 1 - hop))
+    return sent
+
+
+def agreement() -> dict[str, float]:
+    """The share of values that the simulation and 8 simulated devices have in common, bit by bit; flat and 2 x 4."""
+    found, x = {}, gradients("noisy", SIMULATED_DEVICES)
+    for shape in ((SIMULATED_DEVICES,), (2, 4)):
+        for dtype in WIRE:
+            ring = ring_reduce_scatter if dtype == "bfloat16" else _reduce_scatter
+            got = _on_devices(ring, x, dtype, shape)
+            name = f"{dtype}, {' x '.join(map(str, shape))}"
+            found[name] = float(np.mean(got == _expected(x, dtype, shape)))
+    once = (x / np.float32(len(x))).astype(WIRE["bfloat16"]).astype(np.float32)
+    once = functools.reduce(np.add, once).astype(WIRE["bfloat16"])
+    found["bfloat16, psum_scatter: summed in float32"] = float(
+        np.mean(_on_devices(_reduce_scatter, x, "bfloat16", (SIMULATED_DEVICES,)) == once)
+    )
+    return found
+
+
+def _on_devices(reduce: Callable[..., jax.Array], x: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    axes = tuple(f"axis_{i}" for i in range(len(shape)))
+    mesh = DeviceMeshManager.create_device_mesh(
+        dict(zip(axes, shape, strict=True)), devices=available_devices(SIMULATED_DEVICES)[:SIMULATED_DEVICES]
+    )
+
+    def on_device(row):
+        return reduce((row[0] / len(x)).astype(WIRE[dtype]), 0, axes)
+
+    split = PartitionSpec(axes)
+    return np.asarray(jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split))(x))
+
+
+def _expected(x: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """The simulation in the order of the devices: from the first for ``psum_scatter``, from the next for a ring."""
+    if dtype != "bfloat16":
+        return reduced_mean(x, dtype, shape)
+    pieces = np.split(x, SIMULATED_DEVICES, axis=1)
+    out = []
+    for device, piece in enumerate(pieces):
+        grid = piece.reshape(*shape, -1)
+        for dim, place in enumerate(np.unravel_index(device, shape)):
+            grid = np.roll(grid, -(place + 1), axis=dim)
+        out.append(reduced_mean(grid.reshape(len(x), -1), dtype, shape))
+    return np.concatenate(out)
+
+
+# ----------------------------------------------------------------------------------------------------------- a training
+
+
+def bits_like(devices: int) -> int:
+    """Of mantissa, with which a ring of 8 errs about as much as one of so many devices in bfloat16."""
+    few, many = (gradients("noisy", n) for n in (SIMULATED_DEVICES, devices))
+    factor = relative_error(many, reduced_mean(many, "bfloat16", (devices,))) / relative_error(
+        few, reduced_mean(few, "bfloat16", (SIMULATED_DEVICES,))
+    )
+    return BFLOAT16_BITS - round(math.log2(factor))
+
+
+class Training(NamedTuple):
+    """One way to reduce gradients: the mesh, options of ``shard_module_params``, and bits if by a ring that rounds."""
+
+    mesh: dict[str, int]
+    options: dict[str, Any] = {}
+    bits: int | None = None
+
+
+def trainings() -> dict[str, Training]:
+    """By name; the first is what the others are compared with."""
+    flat, narrow, few = {"fsdp": SIMULATED_DEVICES}, {"grad_scatter_dtype": jnp.bfloat16}, bits_like(DEVICES)
+    return {
+        "float32": Training(flat),
+        "float32, other order": Training({"fsdp_x": 2, "fsdp_y": SIMULATED_DEVICES // 2}),
+        "bfloat16, ring of 8": Training(flat, narrow, BFLOAT16_BITS),
+        f"{few} bits, like a ring of {DEVICES}": Training(flat, narrow, few),
+        "1 bit": Training(flat, narrow, 1),
+    }
+
+
+def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """For each seed the losses of all steps and the held-out loss at the end."""
+    job = _with_options(prepare(dataclasses.replace(config, mesh=training.mesh)), training.options)
+    step, evaluate, first = make_train_step(_loss, job.mesh, job.batch_axes), None, None
+    for seed in seeds:
+        job = dataclasses.replace(job, config=dataclasses.replace(job.config, seed=seed))
+        state, _, _, rng = fitting.begin(job, None)
+        first, evaluate = first or state, evaluate or fitting.make_evaluate(job, state)
+        # One program for all seeds: jit knows the functions that a state carries by their identity.
+        state, losses = state.replace(apply_fn=first.apply_fn, tx=first.tx), []
+        with _rings(training.bits):
+            for index in range(config.steps):
+                state, metrics = step(state, fitting.draw_batch(job, index), rng)
+                losses.append(metrics["loss"])
+        yield {"seed": seed, "losses": [float(x) for x in losses], "held_out": float(evaluate(state.params))}
+
+
+def _with_options(job: Job, options: dict[str, Any]) -> Job:
+    wrap = job.model.wrap
+    model = job.model.clone(wrap=functools.partial(wrap.func, **wrap.keywords | options))
+    return dataclasses.replace(job, model=model)
+
+
+def _loss(*args: Any) -> jax.Array:
+    return fitting.loss_fn(*args)[0]
+
+
+@contextmanager
+def _rings(bits: int | None) -> Iterator[None]:
+    """Within it the library's reduce-scatter is a ring that rounds at every hop."""
+    if bits is None:
+        yield
+        return
+    with mock.patch.object(collectives, "reduce_scatter", functools.partial(ring_reduce_scatter, bits=bits)):
+        yield
+
+
+def compared(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
+    """Each training beside float32 from the same seed: the held-out loss's differences, and the spread of the seeds."""
+    base = np.array([run["held_out"] for run in runs["float32"]])
+    rows = []
+    for name, found in runs.items():
+        held_out = np.array([run["held_out"] for run in found])
+        off = held_out - base
+        row = {"training": name, "held-out loss": held_out.mean(), "spread of seeds": np.ptp(held_out)}
+        row |= {"mean difference": off.mean(), "largest difference": np.abs(off).max()}
+        row |= {"standard error": off.std(ddof=1) / math.sqrt(len(off))}
+        rows.append({key: value if isinstance(value, str) else float(value) for key, value in row.items()})
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def tables(found: dict[str, Any]) -> Iterator[Any]:
+    columns = ["values", "over", "chance", "bf16", "fp16", "fp32", "likely", "worst"]
+    rows = [_sum_row(values, shape, found["sums"]["by values"]) for values in KINDS for shape in SHAPES]
+    yield rich_table(
+        f"Mean over {DEVICES} devices: relative error by dtype on the wire",
+        columns,
+        rows,
+        left=2,
+    )
+    yield rich_table(
+        "Simulation and 8 simulated devices",
+        ["sum", "values equal"],
+        [[name, f"{share:.1%}"] for name, share in found["agreement"].items()],
+    )
+    if found["training"]:
+        columns = ["gradients", "of spread", "loss", "spread", "off by, mean", "at most"]
+        yield rich_table(
+            f"{found['steps']} steps, {len(found['runs']['float32'])} seeds: held-out loss by gradients on the wire",
+            columns,
+            [_training_row(row, found["training"][0]["spread of seeds"]) for row in found["training"]],
+        )
+
+
+def _sum_row(values: str, shape: str, rows: list[dict[str, Any]]) -> list[str]:
+    by_dtype = {row["dtype"]: row for row in rows if (row["values"], row["shape"]) == (values, shape)}
+    narrow = by_dtype["bfloat16"]
+    told = [by_dtype[dtype]["error"] for dtype in ("bfloat16", "float16", "float32")] + [
+        narrow["expected"],
+        narrow["worst case"],
+    ]
+    return [values, shape, f"{narrow['error'] / narrow['chance']:.1%}", *(f"{error:.0e}" for error in told)]
+
+
+def _training_row(row: dict[str, Any], spread: float) -> list[str]:
+    return [
+        row["training"],
+        f"{row['largest difference'] / spread:.1%}",
+        f"{row['held-out loss']:.4f}",
+        f"{row['spread of seeds']:.4f}",
+        f"{row['mean difference']:+.4f} ± {row['standard error']:.4f}",
+        f"{row['largest difference']:.4f}",
+    ]
+
+
+def draw(path: Path, found: dict[str, Any]) -> None:
+    """Errors by number of devices, by scale, and the loss curves' distance from float32."""
+    figure = Figure(figsize=(13, 4.2), dpi=130, layout="constrained")
+    by_devices, by_scale, curves = figure.subplots(1, 3)
+    _draw_devices(by_devices, found["sums"]["by devices"])
+    _draw_scales(by_scale, found["sums"]["by scale"])
+    _draw_training(curves, found)
+    save(figure, path)
+
+
+def _draw_devices(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for dtype, color in COLORS.items():
+        for shape, style in {"flat ring": "o-", "staged": "s--"}.items():
+            there = [row for row in rows if row["dtype"] == dtype and row["shape"] == shape]
+            xs, ys = [row["devices"] for row in there], [row["error"] for row in there]
+            label = f"{dtype}, {'one ring' if shape == 'flat ring' else 'staged, a square'}"
+            axes.plot(xs, ys, style, color=color, ms=4, lw=1.5, label=label)
+        flat = [row for row in rows if row["dtype"] == dtype and row["shape"] == "flat ring"]
+        expected = [row["expected"] for row in flat]
+        label = "sqrt(hops + 1) u, one ring" if dtype == "float16" else None
+        axes.plot([row["devices"] for row in flat], expected, ":", color="#888888", lw=1, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=1e-12)  # room for the legend
+    _axes(axes, "Error of the mean of noisy gradients", "devices", "relative error")
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
+
+
+def _draw_scales(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for dtype in ("float16", "bfloat16"):
+        for divide, style in {"before": "o-", "after": "s--"}.items():
+            there = [row for row in rows if row["dtype"] == dtype and row["divide"] == divide]
+            finite = [row for row in there if row["error"] is not None]
+            xs, ys = [row["scale"] for row in finite], [row["error"] for row in finite]
+            axes.plot(xs, ys, style, color=COLORS[dtype], ms=4, lw=1.5, label=f"{dtype}, divided {divide}")
+            if len(finite) < len(there):
+                axes.annotate("overflow", (xs[-1], ys[-1]), (6, 6), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    _axes(
+        axes, f"Mean over {DEVICES} devices by size of gradients", "standard deviation of a gradient", "relative error"
+    )
+
+
+def _draw_training(axes: Any, found: dict[str, Any]) -> None:
+    if not found["training"]:
+        axes.set_axis_off()
+        return
+    base = np.array([run["losses"] for run in found["runs"]["float32"]])
+    colors = dict(zip(found["runs"], ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#9d755d"), strict=True))
+    seeds = np.abs(base - base.mean(axis=0)).mean(axis=0)
+    axes.plot(_smooth(seeds), color=colors["float32"], lw=1.5, label="float32: seeds among each other")
+    for name, runs in list(found["runs"].items())[1:]:
+        off = np.abs(np.array([run["losses"] for run in runs]) - base).mean(axis=0)
+        axes.plot(_smooth(off), color=colors[name], lw=1.5, label=name)
+    _axes(axes, "Loss beside float32 from the same seed", "step", "mean distance, nats per byte")
+
+
+def _smooth(values: np.ndarray, width: int = 10) -> np.ndarray:
+    return np.convolve(values, np.ones(width) / width, mode="valid") if len(values) > width else values
+
+
+def _axes(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_yscale("log")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set(xlabel=x, ylabel=y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e5e5e5", lw=0.8)
+    axes.legend(fontsize=7, frameon=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def compute(config: TrainConfig, seeds: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """Everything, as it is kept."""
+    task = progress.add_task("sums over devices that are not there", total=1 + len(seeds) * len(trainings()))
+    available_devices(SIMULATED_DEVICES)  # before anything else has made JAX look for devices
+    found = {"sums": sums(), "agreement": agreement(), "steps": config.steps, "runs": {}, "training": []}
+    progress.advance(task)
+    for name, training in trainings().items() if config.steps else ():
+        found["runs"][name] = []
+        progress.update(task, description=name)
+        for run in train(config, training, seeds):
+            found["runs"][name].append(run)
+            progress.advance(task)
+    if found["runs"]:
+        found["training"] = compared(found["runs"])
+    return found | {"config": dataclasses.asdict(config), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    return installed_versions() | {"numpy": np.__version__, "ml_dtypes": ml_dtypes.__version__}
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("wire_dtypes", description="When a bfloat16 reduce-scatter is safe.")
+    new.add_argument("--steps", type=int, default=CONFIG.steps, help="of each training; 0: none")
+    new.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="at least two")
+    new.add_argument("--data", nargs="+", default=[], help="text to train on; by default Python's standard library")
+    new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
+    new.add_argument("--redraw", action="store_true", help="compute nothing; tables and picture of what is there")
+    return new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parser().parse_args(arguments), Console()
+    path = options.out / "wire_dtypes.json"
+    if options.redraw:
+        found = json.loads(path.read_text())
+    else:
+        config = dataclasses.replace(CONFIG, steps=options.steps, data=tuple(options.data))
+        columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            found = compute(config, options.seeds, progress)
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found) + "\n")
+    for table in tables(found):
+        console.print(table)
+    draw(options.out / "wire_dtypes.png", found)
+    console.print(f"{options.out}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The targets of a sharded step: bytes, counts and overlap of the large models, compiled for TPUs.
+
+    make test-targets     compiles some fifty steps of half a minute to two minutes each
+
+With KEPT=benchmarks/results/forecasts in the environment, what ``benchmarks.memory`` has compiled is taken as it is,
+where it would be the same; what is missing is compiled and kept there.
+
+Not part of the normal suite. All figures are read from compiled programs; the one time among them is that of tracing.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import baselines, compile_time, limits, memory, traffic
+from benchmarks.cases import CASES, SIZES, build, counts, mesh_of, threshold
+from benchmarks.large_models import language_model
+from tests.compiled_cases import compiled
+from xlstm_jax.distributed.forecast import forecast, parse_topology
+from xlstm_jax.distributed.training import jitted_init
+
+pytest.importorskip("libtpu")
+
+TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")
+V5E = TOPOLOGIES[0]
+OURS = "ours, options"
+SMALLER = [("1.3B", topology) for topology in TOPOLOGIES]
+BOTH = [*SMALLER, ("7B", V5E)]
+of_both = pytest.mark.parametrize("size, topology", BOTH)
+of_smaller = pytest.mark.parametrize("size, topology", SMALLER)
+
+
+def by_chip(topology, **values):
+    """The value for the topology's chip."""
+    return values[topology.split(":")[0]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """``found(size, topology, case)``: (of memory, of traffic), each case compiled once."""
+    kept = Path(os.environ.get("KEPT") or tmp_path_factory.mktemp("kept"))
+
+    @functools.cache
+    def of(size, topology, *cases):
+        there = compiled(kept, size, topology, cases)
+        chosen = {case: there[case] for case in cases}
+        return tuple(module.measured(size, topology, chosen)["cases"] for module in (memory, traffic))
+
+    return of
+
+
+# -------------------------------------------------------------------------------------------------------------- traffic
+
+
+@of_both
+def test_sent_is_at_most_1_05_of_the_limit(found, size, topology):
+    _, sent = found(size, topology, OURS)
+    assert sent[OURS]["ratios"]["sent over the limit"] <= 1.05
+
+
+@of_both
+def test_sent_is_at_most_about_half_of_the_flat_algorithm(found, size, topology):
+    _, sent = found(size, topology, OURS, "flat")
+    assert sent[OURS]["ratios"]["sent over flat"] <= by_chip(topology, v5e=0.52, v5p=0.40, v6e=0.50)
+
+
+@of_both
+def test_sent_is_at_most_three_quarters_of_jit(found, size, topology):
+    _, sent = found(size, topology, OURS, "jit")
+    assert sent[OURS]["ratios"]["sent over jit"] <= 0.75
+
+
+@of_smaller
+def test_the_busiest_axis_carries_much_less_than_in_one_order(found, size, topology):
+    _, sent = found(size, topology, "ours", "ours, one order")
+    limit = by_chip(topology, v5e=0.6, v5p=0.7, v6e=0.6)
+    assert sent["ours"]["ratios"]["busiest axis over one order"] <= limit
+
+
+@of_both
+def test_all_reduces_stand_in_for_nothing_on_v5p_and_v6e_and_for_little_on_v5e(found, size, topology):
+    _, sent = found(size, topology, OURS)
+    case = sent[OURS]
+    if topology == V5E:
+        assert case["all_reduced_share"] <= 0.075
+        return
+    small = limits.wire_bytes(counts(SIZES[size]), parse_topology(topology).num_devices).small
+    assert traffic.by_kind(case)["all-reduce"] <= 1.01 * small
+    assert not any(one["stands_for"] for one in case["collectives"])
+
+
+@of_smaller
+def test_asynchronous_bytes(found, size, topology):
+    _, sent = found(size, topology, OURS)
+    assert sent[OURS]["asynchronous_share"] >= by_chip(topology, v5e=0.55, v5p=0.99, v6e=0.99)
+
+
+def test_hybrid_sends_at_most_0_76_of_the_flat_algorithms_hybrid(found):
+    _, sent = found("1.3B", V5E, "ours, HSDP", "flat, HSDP")
+    assert sent["ours, HSDP"]["ratios"]["sent over flat, HSDP"] <= 0.76
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def total(held, case):
+    return held[case]["bytes"]["total"]
+
+
+@of_smaller
+@pytest.mark.parametrize("options", ["", ", options"], ids=["default", "options"])
+def test_memory_is_at_most_1_05_of_jit_with_the_same_options(found, size, topology, options):
+    held, _ = found(size, topology, "ours" + options, "jit" + options)
+    assert total(held, "ours" + options) <= 1.05 * total(held, "jit" + options)
+
+
+def test_memory_is_at_most_0_90_of_the_flat_algorithm_on_v5e(found):
+    held, _ = found("1.3B", V5E, "ours", "flat")
+    assert total(held, "ours") <= 0.90 * total(held, "flat")
+
+
+@of_smaller
+def test_keeping_matrix_products_takes_at_most_0_30_of_the_flat_algorithm_without_remat(found, size, topology):
+    held, _ = found(size, topology, "ours, dots", "flat, no remat")
+    assert total(held, "ours, dots") <= 0.30 * total(held, "flat, no remat")
+
+
+@of_smaller
+def test_dropping_gathered_weights_saves_their_bytes(found, size, topology):
+    held, _ = found(size, topology, "ours, gathered again", "ours, no remat")
+    saved = total(held, "ours, no remat") - total(held, "ours, gathered again")
+    assert saved >= 0.85 * limits.kept_gathered_bytes(counts(SIZES[size]))
+
+
+@of_smaller
+def test_temporaries_are_at_most_1_3_of_the_floor_with_the_chunked_head(found, size, topology):
+    held, _ = found(size, topology, "ours, chunked head")
+    assert held["ours, chunked head"]["ratios"]["temporaries over the floor"] <= 1.3
+
+
+def test_the_larger_model_takes_less_than_3_gb_of_a_v5e(found):
+    held, _ = found("7B", V5E, OURS)
+    assert total(held, OURS) < 3e9
+
+
+def test_initialisation_takes_at_most_a_hundredth_of_slicing():
+    """That both give the same bits is a test of the normal suite."""
+    workload = language_model(SIZES["1.3B"], devices=256, shard_axes=("fsdp",))
+    mesh = mesh_of({"fsdp": 256})
+    key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=NamedSharding(mesh, P()))
+    ours = jitted_init(workload.model, mesh, key, *workload.init_inputs, batch_axes=("fsdp",))
+
+    plain = baselines.plainly_wrapped(workload, threshold(SIZES["1.3B"]))
+    _, specs = baselines.plain_state(plain, mesh)
+    sliced = jax.jit(lambda key: baselines.plain_init(plain, mesh, specs)(key).params)
+    taken = [
+        forecast(init, *args, topology=V5E).memory.temporary_bytes
+        for init, args in ((ours, (key, workload.init_inputs)), (sliced, (key,)))
+    ]
+    assert taken[0] <= 0.01 * taken[1]
+
+
+# ------------------------------------------------------------------------------------------------ tracing, one device
+
+
+def test_tracing_takes_at_most_1_3_of_the_model_without_wrapper():
+    found = compile_time.tracing(SIZES["1.3B"], 256, loop=False, rounds=15)
+    assert found["ratio"] <= compile_time.TRACING_AIM
+
+
+def test_on_one_device_the_compiled_text_is_that_of_the_plain_model():
+    """The same instructions, apart from their names and the order of those that do not depend on each other.
+
+    Gradients in float32: a narrower ``grad_scatter_dtype`` rounds them on one device, too.
+    """
+    wrapped = dataclasses.replace(CASES["ours"], options={"remat": False})
+    texts = [instructions(case) for case in (wrapped, CASES["replicated"])]
+    assert texts[0] == texts[1] and len(texts[0]) > 1000
+    narrow = dataclasses.replace(CASES["ours"], options={"remat": False, "grad_scatter_dtype": "bfloat16"})
+    assert instructions(narrow) != texts[1]  # guard: it would be seen
+
+
+def instructions(case):
+    """The lines of the compiled program without what is only a name, sorted."""
+    step, args = build(SIZES["small"], case, (1,), jax.devices()[:1])
+    text = re.sub(r", metadata=\{[^}]*\}", "", step.lower(*args).compile().as_text())
+    lines = [re.sub(r"%[\w.\-]+", "%", line) for line in text.splitlines() if line.startswith("  ")]
+    return sorted(lines)

@@ -1,0 +1,81 @@
+"""The memory benchmark in small: bytes of compiled steps agree with the formulas, and the command shows them."""
+
+import json
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from benchmarks import limits, memory
+from benchmarks.cases import SIZES, counts
+from benchmarks.forecasts import phases
+from tests.compiled_cases import compiled, kept_folder
+from xlstm_jax.distributed.forecast.buffers import Memory, Moment
+
+SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
+DEVICES, TOKENS = 16, 2048
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = kept_folder(tmp_path_factory)
+    compiled(folder, SIZE, TOPOLOGY, CASES)
+    return folder
+
+
+@pytest.mark.libtpu
+@needs_libtpu
+def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_flat_algorithm(kept):
+    found = memory.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))
+    ours, flat = (found["cases"][case] for case in ("ours", "flat"))
+    share = limits.persistent_bytes(counts(SIZES[SIZE]), DEVICES)
+    assert ours["bytes"]["arguments"] == pytest.approx(share, rel=0.03)  # padded, and the tokens beside them
+    assert share < ours["bytes"]["arguments"] < share * DEVICES / 4  # guard: not the whole model
+    assert found["limit_bytes"]["temporaries"] == limits.temporary_bytes(counts(SIZES[SIZE]), TOKENS)
+    assert ours["ratios"]["total over flat"] <= 0.90
+    assert ours["bytes"]["temporaries"] <= 0.75 * flat["bytes"]["temporaries"]
+    assert flat["ratios"]["total over flat"] == 1.0
+
+
+@pytest.mark.libtpu
+@needs_libtpu
+def test_no_phase_has_more_in_use_than_there_is(kept):
+    for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
+        live = found["live_temporary_bytes"]
+        assert 0 < max(live.values()) <= found["bytes"]["temporaries"]
+        assert live["optimizer"] < live["backward"]
+
+
+def test_phases_are_told_by_direction_and_place():
+    def moment(point, live, direction):
+        return Moment(point, live, "", direction)
+
+    timeline = (
+        moment(0, 1, "other"),
+        moment(1, 5, "forward"),
+        moment(2, 9, "recompute"),
+        moment(3, 7, "other"),
+        moment(4, 8, "backward"),
+        moment(5, 6, "other"),
+    )
+    found = Memory(0, 0, 0, 9, 0, 2, 9, (), (), timeline)
+    assert phases(found) == {"forward": 5, "backward": 9, "optimizer": 6}
+
+
+@pytest.mark.libtpu
+@needs_libtpu
+def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
+    where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
+    assert memory.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0
+    out = capsys.readouterr().out
+    assert f"{SIZE} on {TOPOLOGY}" in out and "of flat" in out and "optimizer" in out
+    told = json.loads((tmp_path / f"{SIZE}.json").read_text())["topologies"][TOPOLOGY]["cases"]
+    assert list(told) == CASES and all("libtpu" in found["versions"] for found in told.values())
+    assert (tmp_path / f"{SIZE}.png").stat().st_size > 10_000
+
+
+def test_devices_that_do_not_count_their_memory_are_told():
+    kind = jax.devices()[0].device_kind
+    with pytest.raises(ValueError, match=f"8 x {kind}, do not count their memory; this needs GPUs or TPUs"):
+        memory.measure(SIZE, "ours")

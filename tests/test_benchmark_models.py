@@ -1,0 +1,132 @@
+"""The benchmarks' models: attention and losses that hold no square and no logits, and are the plain ones."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
+from numpy.testing import assert_allclose
+from support import AXES, fsdp, mesh_of, on_mesh
+
+from benchmarks.large_models import SIZES, Size, language_model
+from benchmarks.models import LanguageModel, causal_attention
+
+ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
+
+
+def plain_attention(q, k, v):
+    """All scores at once."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=wide) / np.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+
+def qkv(length=24, dtype=jnp.float32):
+    return [2 * jax.random.normal(key, (2, 3, length, 8), dtype) for key in jax.random.split(jax.random.key(0), 3)]
+
+
+def gradients(attention):
+    def loss(q, k, v):
+        out = attention(q, k, v)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+def close(got, want, tolerance):
+    assert got.dtype == want.dtype
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("block_size", [1, 8, 10, 24, 100])
+def test_attention_by_blocks_of_queries_is_attention(block_size, dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        arrays, attention = qkv(dtype=dtype), partial(causal_attention, block_size=block_size)
+        close(jax.jit(attention)(*arrays), plain_attention(*arrays), ROUNDING[dtype])
+        for got, want in zip(gradients(attention)(*arrays), gradients(plain_attention)(*arrays), strict=True):
+            close(got, want, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_attention_inside_shard_map_under_remat(check_vma):
+    mesh, split, arrays = mesh_of(1, 2), PartitionSpec(AXES), qkv()
+    run = on_mesh(gradients(jax.remat(partial(causal_attention, block_size=10))), mesh, check_vma, split, split)
+    for got, want in zip(run(*arrays), gradients(plain_attention)(*arrays), strict=True):
+        # The weights of the loss are those of the first row: each device numbers its own.
+        close(got[:1], want[:1], 2e-6)
+
+
+def sizes_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.size for var in eqn.outvars if hasattr(var.aval, "size"))
+        for sub in jaxprs_in_params(eqn.params):
+            yield from sizes_in(getattr(sub, "jaxpr", sub))
+
+
+@pytest.mark.parametrize(
+    "around", [lambda f: f, partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)]
+)
+def test_no_array_holds_all_scores_whatever_policy_is_outside(around):
+    length, block = 512, 16
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(length)]
+    largest = {
+        name: max(sizes_in(jax.make_jaxpr(gradients(around(attention)))(*arrays).jaxpr))
+        for name, attention in {"all": plain_attention, "blocks": partial(causal_attention, block_size=block)}.items()
+    }
+    assert largest == {"all": 6 * length * length, "blocks": 6 * block * length}
+
+
+@pytest.mark.parametrize("block", ["xlstm", "transformer"])
+def test_the_losses_of_a_model_are_those_of_its_logits(block):
+    model = LanguageModel(block, 16, 2, 2, wrap=fsdp, remat=jax.checkpoint_policies.dots_saveable)
+    tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, 256)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    found = jax.jit(partial(model.apply, method="losses"))(variables, tokens[:, :-1], tokens[:, 1:])
+    logits = jax.jit(model.apply)(variables, tokens[:, :-1])
+    assert_allclose(found.loss, optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), rtol=1e-5)
+    assert found.loss.std() > 0.01  # guard: the labels matter
+
+
+@pytest.mark.parametrize(
+    "shard_axes, remat", [((), False), (AXES, True), (AXES, jax.checkpoint_policies.dots_saveable)]
+)
+def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, remat):
+    size, options = Size(32, 2, 2, 64), {"min_weight_size": 64, "gather_dtype": None}
+    batch = jax.random.randint(jax.random.key(0), (2, 65), 0, size.vocab_size)
+
+    def loss_and_grad(**options):
+        workload = language_model(size, devices=2, **options)
+        params = jax.jit(workload.model.init)(jax.random.key(0), batch)["params"]
+        value = lambda params: workload.loss_fn(params, workload.model.apply, batch, None)  # noqa: E731
+        return jax.jit(jax.value_and_grad(value))(params)
+
+    want, want_grads = loss_and_grad()
+    got, grads = loss_and_grad(remat=remat, shard_axes=shard_axes, chunked_head=True, constrain=lambda x: x, **options)
+    assert_allclose(got, want, rtol=2e-3)  # the logits of the plain loss are rounded to bfloat16
+    for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        close(g, w, 5e-2)
+
+
+@pytest.mark.libtpu
+def test_the_temporaries_of_the_1_3b_model_are_near_the_floor():
+    """The floor that holds without a chunked head: each layer's input, the head with its gradient, all logits."""
+    pytest.importorskip("libtpu")
+    from xlstm_jax.distributed.forecast import forecast
+
+    size, mesh = SIZES["1.3B"], {"fsdp_x": 16, "fsdp_y": 16}
+    workload = language_model(
+        size, devices=256, shard_axes=tuple(mesh), remat=True, chunked_head=True, grad_scatter_dtype=jnp.bfloat16
+    )
+    step, args = workload.build_step(mesh)
+    found = forecast(step, *args, topology="v5e:16x16", tokens=workload.tokens)
+    tokens = workload.tokens // 256 - 1
+    floor = 2 * size.layers * tokens * size.dim + 4 * size.dim * size.vocab_size + 4 * tokens * size.vocab_size
+    assert floor == pytest.approx(0.74e9, rel=0.01)
+    assert found.memory.temporary_bytes <= 0.9 * floor

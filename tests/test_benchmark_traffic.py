@@ -1,0 +1,88 @@
+"""The traffic benchmark in small: what compiled steps send is, byte for byte, what the formulas say of them."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks import forecasts, limits, traffic
+from benchmarks.cases import SIZES, counts
+from tests.compiled_cases import NoProgress, compiled, kept_folder
+
+SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
+DEVICES = 16
+COUNTS = counts(SIZES[SIZE])
+pytestmark = [
+    pytest.mark.libtpu,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return kept_folder(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def found(kept):
+    return traffic.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))
+
+
+def asked_for(case):
+    """Bytes of gathers, and of scatters had each been compiled to itself: an all-reduce sends twice as much."""
+    sent = traffic.by_kind(case)
+    return sent["all-gather"], sent["reduce-scatter"] + sent["all-reduce"] / 2
+
+
+@pytest.mark.parametrize("case, scatter_bytes", [("ours", 2), ("flat", 4)])
+def test_blocks_are_gathered_twice_and_gradients_scattered_once(found, case, scatter_bytes):
+    wire = limits.wire_bytes(COUNTS, DEVICES, scatter_bytes=scatter_bytes)
+    want = wire.gather, wire.scatter + wire.small / 2
+    assert asked_for(found["cases"][case]) == pytest.approx(want, rel=1e-5)  # the loss and the norm are sent, too
+
+
+def test_ours_sends_little_more_than_half_of_the_flat_algorithm(found):
+    """Staged scatters stay scatters, as far as arrays are large, and are in bfloat16."""
+    ours, flat = found["cases"]["ours"], found["cases"]["flat"]
+    assert ours["ratios"]["sent over flat"] <= 0.55 and ours["ratios"]["sent over the limit"] <= 1.15
+    assert flat["ratios"]["sent over the limit"] > 2
+    assert traffic.by_kind(flat)["reduce-scatter"] == 0 and flat["all_reduced_share"] > 0.6  # guard: the other's way
+
+
+def test_both_axes_carry_about_the_same_load(found):
+    loads = found["cases"]["ours"]["wire_bytes_by_axis"]
+    assert set(loads) == {"fsdp_x", "fsdp_y"}
+    total = found["cases"]["ours"]["wire_bytes"]
+    assert sum(loads.values()) == pytest.approx(total)
+    in_one_order = limits.axis_bytes(total / limits.share(DEVICES), {"x": 4, "y": 4})["x"]
+    assert max(loads.values()) <= 0.75 * in_one_order
+
+
+def test_what_is_kept_is_not_compiled_again(found, kept):
+    del found
+    path = forecasts.path_of(kept, SIZE, TOPOLOGY)
+    before = path.read_text()
+    marked = json.loads(before)
+    marked["ours"]["compile_seconds"] = -1.0
+    path.write_text(json.dumps(marked))
+    forecasts.compute([SIZE], [TOPOLOGY], ["ours"], kept, NoProgress())
+    assert forecasts.read(path)["ours"]["compile_seconds"] == -1.0
+    path.write_text(before)
+
+
+def test_the_command_leaves_tables_a_file_and_a_picture(found, kept, tmp_path, capsys):
+    del found
+    where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
+    assert traffic.main(["--sizes", SIZE, "--cases", *CASES, "--detail", "ours", *where]) == 0
+    out = capsys.readouterr().out
+    assert f"{SIZE} on {TOPOLOGY}: ours" in out and "of limit" in out and "reduce-scatt" in out
+    told = json.loads((tmp_path / f"{SIZE}.json").read_text())[TOPOLOGY]
+    assert list(told["cases"]) == CASES and told["limit_bytes"]["total"] > 0
+    assert (tmp_path / f"{SIZE}.png").stat().st_size > 10_000
+
+
+def test_the_overview_of_forecasts(found, kept, tmp_path, capsys):
+    del found
+    where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
+    assert forecasts.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0
+    assert "bound by" in capsys.readouterr().out and (tmp_path / f"{SIZE}.png").exists()

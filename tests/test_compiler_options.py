@@ -1,0 +1,160 @@
+"""Options that hide collectives: accepted by the present compilers, each with an effect, by kind of chip."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from xlstm_jax.distributed.compiler_options import compiler_options
+from xlstm_jax.distributed.forecast import CHIPS
+from xlstm_jax.distributed.forecast.topology import CHILD_ENVIRONMENT
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 600  # for all programs of a topology, on a busy machine
+ALL, NONE = "all", "none"
+
+# Two scanned layers of FSDP over two mesh axes, by hand, and the all-reduce of a replicated weight's gradient: compiled
+# once for each set of options. What is printed are bytes on the wire by kind, and how many of them are asynchronous.
+PROGRAM = """
+import json, sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from xlstm_jax.distributed.compiler_options import compiler_options
+from xlstm_jax.distributed.forecast.hlo import parse
+from xlstm_jax.distributed.forecast.traffic import collectives
+from xlstm_jax.distributed.torus_mesh import fsdp_layout
+
+devices = topologies.get_topology_desc(sys.argv[1], "tpu").devices
+array, axes = fsdp_layout(devices)
+mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+@jax.custom_vjp
+def gather(w):
+    for axis in reversed(axes):
+        w = lax.all_gather(w, axis, axis=0, tiled=True)
+    return w
+
+def scatter(_, ct):
+    for axis in axes:
+        ct = lax.psum_scatter(ct, axis, scatter_dimension=0, tiled=True)
+    return (ct,)
+
+gather.defvjp(lambda w: (gather(w), None), scatter)
+
+def layer(x, w):
+    w = gather(w)
+    return x + jnp.sin(x @ w) @ w.T, None
+
+def loss(params, x):
+    x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), x @ params[1], params[0])
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+def step(params, x):
+    split, whole = jax.grad(loss)(params, x)
+    return split, lax.psum(whole, axes)
+
+def abstract(shape, spec):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+specs = (P(None, axes), P())
+run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs, check_vma=False)
+params = abstract((2, 1024, 4096), specs[0]), abstract((1024, 1024), specs[1])
+lowered = jax.jit(run).lower(params, abstract((512 * mesh.size, 1024), P(axes)))
+
+def traffic(options):
+    sums = defaultdict(lambda: [0, 0])
+    for found in collectives(parse(lowered.compile(compiler_options=options).as_text()), dict(mesh.shape)):
+        sums[found.kind][0] += found.wire_bytes_per_step
+        sums[found.kind][1] += found.wire_bytes_per_step * found.asynchronous
+    return sums
+
+every = compiler_options(devices[0].device_kind)
+sets = {"none": {}, "all": every}
+if sys.argv[2] == "each":
+    sets |= {name: {other: value for other, value in every.items() if other != name} for name in every}
+with ThreadPoolExecutor(2) as pool:
+    print(json.dumps(dict(zip(sets, pool.map(traffic, sets.values())))))
+"""
+
+
+@cache
+def traffic(topology, leave_out="none"):
+    """For each set of options (none, all, all but the one that names it): {kind: (bytes, asynchronous bytes)}."""
+    pytest.importorskip("libtpu")
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | CHILD_ENVIRONMENT
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, topology, leave_out],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def share(found, *kinds):
+    """The asynchronous share of the bytes, of some kinds or all."""
+    rows = [row for kind, row in found.items() if not kinds or kind in kinds]
+    return sum(hidden for _, hidden in rows) / sum(sent for sent, _ in rows)
+
+
+def test_on_v5p_and_v6e_all_bytes_become_asynchronous():
+    for found in (traffic("v6e:2x4", "each"), traffic("v5p:2x2x1")):
+        assert share(found[ALL]) >= 0.99
+        assert share(found[NONE]) <= 0.05  # guard: it is the options that do it
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_each_option_of_the_sparsecores_is_needed_for_its_kind(kind):
+    found = traffic("v6e:2x4", "each")
+    without = found[f"xla_tpu_enable_sparse_core_collective_offload_{kind.replace('-', '_')}"]
+    assert share(found[ALL], kind) == 1 and share(without, kind) < 0.9
+    assert len(found) == 2 + 3, "an option that is not tested"
+
+
+def test_on_v5e_gathers_in_a_loop_become_asynchronous():
+    found = traffic("v5e:2x4")
+    assert share(found[ALL], "all-gather") >= 0.7 > 0.1 >= share(found[NONE], "all-gather")
+    assert len(compiler_options("TPU v5 lite")) == 1, "an option that is not tested by itself"
+
+
+# --------------------------------------------------------------------------------------------------------------- kinds
+
+
+def test_gpu_options_are_known_to_this_release():
+    """XLA refuses a name, or a value, that it does not know, also on a CPU, where these have no effect."""
+    options = compiler_options("NVIDIA H100 80GB HBM3")
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
+    for wrong in ({"xla_gpu_enable_pipelined_everything": True}, {name: "sideways" for name in options}):
+        with pytest.raises(Exception, match="No such compile option|is not a valid"):
+            jax.jit(lambda x: x + 1, compiler_options=wrong)(jnp.ones(()))
+
+
+def test_every_chip_with_published_figures_is_answered():
+    answers = {}
+    for chip in CHIPS.values():
+        for kind in chip.device_kinds:
+            answers.setdefault(chip.name, []).append(compiler_options(kind) if chip.name != "v4" else None)
+    assert all(found == found_all[0] for found_all in answers.values() for found in found_all)
+    assert answers["v5p"] == answers["v6e"] != answers["v5e"] != answers["h100"] == answers["h200"]
+    assert compiler_options(jax.devices()[0].device_kind) == {}
+
+
+def test_the_dict_is_the_callers_own():
+    compiler_options("TPU v6 lite").clear()
+    assert len(compiler_options("TPU v6 lite")) == 3
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "H100", "v5e", ""])
+def test_an_unknown_kind_is_refused_with_those_that_are_known(kind):
+    message = rf"device_kind='{kind}': no options are known for it, but for 'TPU v5', .*'NVIDIA \.\.\.', 'cpu'. Leave"
+    with pytest.raises(ValueError, match=message):
+        compiler_options(kind)

@@ -1,0 +1,358 @@
+"""Losses without logits: equal to those of all logits at once, wherever they are taken, and smaller."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
+from numpy.testing import assert_allclose, assert_array_equal
+from support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
+
+from xlstm_jax.distributed import init_sharded, value_and_grad
+from xlstm_jax.distributed.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
+
+VOCAB, DIM = 37, 16
+ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
+
+
+def example(batch=8, length=6, dtype=jnp.float32, vocab=VOCAB):
+    """hidden [b, t, d], kernel [d, V], labels [b, t]; rows differ in scale, so that no share is the mean."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = (
+        jax.random.normal(keys[0], (batch, length, DIM), dtype) * (1 + jnp.arange(batch, dtype=dtype))[:, None, None]
+    )
+    kernel = jax.random.normal(keys[1], (DIM, vocab), dtype) / 4
+    return hidden, kernel, jax.random.randint(keys[2], (batch, length), 0, vocab)
+
+
+def all_logits(hidden, kernel, labels):
+    """What the chunked losses are compared with: optax on all logits, which are in float32 or wider."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=wide)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return TokenLosses(losses, jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == labels)
+
+
+def weighted(losses_of):
+    """A scalar in which every token and both differentiable outputs weigh differently."""
+
+    def loss(hidden, kernel, labels, **options):
+        found = losses_of(hidden, kernel, labels, **options)
+        weight = jnp.linspace(0.5, 2.0, labels.size).reshape(labels.shape).astype(found.loss.dtype)
+        return jnp.sum(found.loss * weight) + 0.1 * jnp.sum(found.log_normalizer**2 * weight)
+
+    return loss
+
+
+def gradients(losses_of, *arrays):
+    """Of hidden and kernel."""
+    return jax.jit(jax.grad(weighted(losses_of), argnums=(0, 1)))(*arrays)
+
+
+def close(got, want, tolerance):
+    """Within ``tolerance`` of the largest entry."""
+    assert got.dtype == want.dtype
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize(
+    "dtype, chunk_size",
+    [(jnp.float32, 1), (jnp.float32, 8), (jnp.float32, 37), (jnp.float32, 4096), (jnp.bfloat16, 8), (jnp.float64, 8)],
+    ids=lambda value: str(value) if isinstance(value, int) else jnp.dtype(value).name,
+)
+def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk_size):
+    with jax.enable_x64(dtype == jnp.float64):
+        arrays = example(dtype=dtype)
+        got = jax.jit(partial(chunked_cross_entropy, chunk_size=chunk_size))(*arrays)
+        want = all_logits(*arrays)
+        assert got.loss.dtype == jnp.promote_types(dtype, jnp.float32)
+        close(got.loss, want.loss, min(ROUNDING[dtype], 2e-6))  # logits are in float32, also of bfloat16
+        close(got.log_normalizer, want.log_normalizer, min(ROUNDING[dtype], 2e-6))
+        assert_array_equal(got.correct, want.correct)
+        assert 0 < got.correct.sum() < got.correct.size  # guard: some are right and some are wrong
+        grads = gradients(partial(chunked_cross_entropy, chunk_size=chunk_size), *arrays)
+        for g, w in zip(grads, gradients(all_logits, *arrays), strict=True):
+            close(g, w, ROUNDING[dtype])
+
+
+def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
+    """Beside the gradient in float64, it is off by one rounding of the result and the factors' roundings, averaged."""
+    hidden, kernel, labels = example(batch=512, dtype=jnp.bfloat16)
+    mean = lambda losses_of: lambda kernel, hidden: losses_of(hidden, kernel, labels).loss.mean()  # noqa: E731
+    with jax.enable_x64(True):
+        wide = kernel.astype(jnp.float64), hidden.astype(jnp.float64)
+        want = np.asarray(jax.jit(jax.grad(mean(all_logits)))(*wide))
+    got = jax.jit(jax.grad(mean(partial(chunked_cross_entropy, chunk_size=8))))(kernel, hidden)
+    assert got.dtype == jnp.bfloat16
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert error < 2**-8  # a sum in bfloat16 over 3072 tokens would be off by several times that
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
+def test_any_leading_dims(shape):
+    hidden, kernel, labels = example(batch=4)
+    count = int(np.prod(shape))
+    hidden, labels = hidden.reshape(-1, DIM)[:count].reshape(*shape, DIM), labels.ravel()[:count].reshape(shape)
+    grads = gradients(partial(chunked_cross_entropy, chunk_size=8), hidden, kernel, labels)
+    for g, w in zip(grads, gradients(all_logits, hidden, kernel, labels), strict=True):
+        close(g, w, 2e-6)
+
+
+def test_a_table_is_a_kernel_with_the_vocabulary_first():
+    hidden, kernel, labels = example()
+    options = {"chunk_size": 8}
+    want = gradients(partial(chunked_cross_entropy, **options), hidden, kernel, labels)
+    got = gradients(partial(chunked_cross_entropy, vocab_dim=0, **options), hidden, kernel.T, labels)
+    close(got[0], want[0], 2e-6)
+    close(got[1], want[1].T, 2e-6)
+
+
+def test_inputs_of_two_dtypes_have_gradients_of_their_own():
+    hidden, kernel, labels = example()
+    grads = gradients(chunked_cross_entropy, hidden.astype(jnp.bfloat16), kernel, labels)
+    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32]
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+    hidden, kernel, _ = example()
+    found = chunked_cross_entropy(
+        hidden, 0 * kernel, jnp.zeros(hidden.shape[:-1], jnp.int32).at[0, 0].set(9), chunk_size=8
+    )
+    assert_array_equal(~found.correct, np.arange(48).reshape(8, 6) == 0)
+    assert_allclose(found.loss, np.log(VOCAB), rtol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, kernel, labels = example()
+    got = chunked_cross_entropy(1e4 * hidden, kernel, labels, chunk_size=8)
+    assert_allclose(got.loss, all_logits(1e4 * hidden, kernel, labels).loss, rtol=1e-5, atol=1e-1)
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def test_a_negative_label_does_not_count():
+    hidden, kernel, labels = example()
+    ignored = labels.at[::2].set(-100)
+    grads = gradients(partial(chunked_cross_entropy, chunk_size=8), hidden, kernel, ignored)
+    found = chunked_cross_entropy(hidden, kernel, ignored, chunk_size=8)
+    for value in found:
+        assert not np.any(value[::2])
+    assert_allclose(found.loss[1::2], all_logits(hidden, kernel, labels).loss[1::2], rtol=1e-5)
+    assert not np.any(grads[0][::2]) and np.all(np.any(grads[0][1::2], axis=-1))
+
+    def of_the_others(hidden, kernel, labels):
+        return jax.tree.map(lambda x: x.at[::2].set(jnp.zeros((), x.dtype)), all_logits(hidden, kernel, labels))
+
+    close(grads[1], gradients(of_the_others, hidden, kernel, labels)[1], 2e-6)
+
+
+def test_a_label_outside_the_vocabulary_is_not_passed_over():
+    hidden, kernel, labels = example()
+    found = chunked_cross_entropy(hidden, kernel, labels.at[1, 2].set(VOCAB), chunk_size=8)
+    assert_array_equal(np.isnan(found.loss), np.arange(48).reshape(8, 6) == 8)
+
+
+def test_labels_of_one_byte():
+    hidden, kernel, labels = example(vocab=256)
+    got = chunked_cross_entropy(hidden, kernel, labels.astype(jnp.uint8))
+    assert_array_equal(got.loss, chunked_cross_entropy(hidden, kernel, labels).loss)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"hidden": jnp.zeros((8, 6, 5))}, ValueError, r"hidden of shape \(8, 6, 5\) does not fit .* must be 16"),
+        ({"kernel": jnp.zeros((37, 16))}, ValueError, r"kernel of shape \(37, 16\).* pass vocab_dim=0"),
+        ({"kernel": jnp.zeros((37,))}, ValueError, r"kernel of shape \(37,\) with vocab_dim=1: it must be \[d, V\]"),
+        ({"vocab_dim": 2}, ValueError, "vocab_dim=2: it must be"),
+        ({"labels": jnp.zeros((8, 5), int)}, ValueError, r"labels of shape \(8, 5\) .* \(8, 6\), is needed"),
+        ({"labels": jnp.zeros((8, 6))}, TypeError, "labels are float32, and must be integers"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0 is not a positive number"),
+        ({"chunk_size": 1.5}, ValueError, "chunk_size=1.5 is not"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    arguments = dict(zip(("hidden", "kernel", "labels"), example(), strict=True)) | change
+    with pytest.raises(error, match=message):
+        chunked_cross_entropy(**arguments)
+
+
+# -------------------------------------------------------------------------------------------------------- in programs
+
+
+def sizes_in(jaxpr):
+    """The number of values of every array in a jaxpr and those within."""
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.size for var in eqn.outvars if hasattr(var.aval, "size"))
+        for sub in jaxprs_in_params(eqn.params):
+            yield from sizes_in(getattr(sub, "jaxpr", sub))
+
+
+def test_no_array_holds_all_logits():
+    hidden, kernel, labels = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in example(batch=64, vocab=1000))
+    largest = {
+        name: max(sizes_in(jax.make_jaxpr(jax.grad(weighted(losses_of), argnums=(0, 1)))(hidden, kernel, labels).jaxpr))
+        for name, losses_of in {"all": all_logits, "chunked": partial(chunked_cross_entropy, chunk_size=50)}.items()
+    }
+    assert largest == {"all": 64 * 6 * 1000, "chunked": max(64 * 6 * 50, DIM * 1000)}
+
+
+def scanned(losses_of):
+    """The losses of one row of the batch after the other, by the same kernel."""
+
+    def losses(hidden, kernel, labels, **options):
+        return jax.lax.scan(
+            lambda _, row: (None, losses_of(row[0], kernel, row[1], **options)), None, (hidden, labels)
+        )[1]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    "around", [jax.remat, scanned, lambda f: jax.vmap(f, in_axes=(0, None, 0))], ids=["remat", "scan", "vmap"]
+)
+def test_under_remat_scan_and_vmap(around):
+    arrays = example()
+    losses_of = around(partial(chunked_cross_entropy, chunk_size=8))
+    got = gradients(losses_of, *arrays)
+    for g, w in zip(got, gradients(all_logits, *arrays), strict=True):
+        close(g, w, 2e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("varying", ["all", "hidden and labels", "kernel"])
+def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, check_vma):
+    """Gradients have the types of their inputs: that of a kernel that is equal everywhere is the sum over devices."""
+    mesh, split = mesh_of(2, 2), PartitionSpec(AXES)
+    hidden, kernel, labels = example()
+    kernels = jnp.stack([kernel * (1 + i) for i in range(4)]) if varying != "hidden and labels" else kernel[None]
+    hidden, labels = (hidden[:2], labels[:2]) if varying == "kernel" else (hidden, labels)
+    specs = {"all": (split, split, split), "hidden and labels": (split, None, split), "kernel": (None, split, None)}
+    specs = tuple(spec or PartitionSpec() for spec in specs[varying])
+
+    def on_device(losses_of, hidden, kernel, labels):
+        loss = lambda hidden, kernel: jnp.sum(losses_of(hidden, kernel[0], labels).loss ** 2)  # noqa: E731
+        grads = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+        return jax.tree.map(lambda grad: grad[None], grads)
+
+    got, want = (
+        on_mesh(
+            partial(on_device, losses_of),
+            mesh,
+            check_vma,
+            specs,
+            split
+            if not check_vma
+            else tuple(PartitionSpec(AXES) if spec != PartitionSpec() else PartitionSpec() for spec in specs[:2]),
+        )(hidden, kernels, labels)
+        for losses_of in (partial(chunked_cross_entropy, chunk_size=8), all_logits)
+    )
+    for g, w in zip(got, want, strict=True):
+        assert np.any(w)
+        close(g, w, 2e-6)
+
+
+def test_jit_may_split_the_tokens():
+    mesh, arrays = mesh_of(1, 4), example()
+    rows = jax.NamedSharding(mesh, PartitionSpec("fsdp"))
+    placed = [jax.device_put(x, rows if x.shape[0] == 8 else jax.NamedSharding(mesh, PartitionSpec())) for x in arrays]
+    got = jax.jit(partial(chunked_cross_entropy, chunk_size=8))(*placed)
+    assert got.loss.sharding.is_equivalent_to(rows, 2)
+    assert_allclose(got.loss, all_logits(*arrays).loss, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- the head
+
+
+class Tied(nn.Embed):
+    """An embedding whose table is the head, too."""
+
+    def losses(self, hidden, labels):
+        return chunked_cross_entropy(hidden, self.embedding, labels, vocab_dim=0, chunk_size=8)
+
+
+class Model(nn.Module):
+    """Embedding, dense layer, head; the head may be the embedding."""
+
+    wrap: object = lambda module: module  # noqa: E731
+    tied: bool = False
+    scan: bool = False
+    head: type = partial(LMHead, chunk_size=8)
+
+    @nn.compact
+    def __call__(self, tokens, labels=None):
+        embed = self.wrap(Tied if self.tied else nn.Embed)(64, DIM, name="embed")
+        x = nn.tanh(self.wrap(nn.Dense)(DIM, name="dense")(embed(tokens)))
+        head = embed if self.tied else self.wrap(self.head)(64, name="head")
+        if labels is None:
+            return embed.attend(x) if self.tied else head(x)
+        return head.losses(x, labels)
+
+
+def plain_loss(params, batch, model):
+    logits = model.apply({"params": params}, batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def test_the_head_is_a_dense_layer_in_names_values_and_logits():
+    tokens = jnp.arange(12).reshape(2, 6)
+    dense = partial(nn.Dense, use_bias=False)
+    want, variables = (Model(head=head).init(jax.random.key(0), tokens) for head in (dense, LMHead))
+    assert jax.tree.structure(want) == jax.tree.structure(variables)
+    jax.tree.map(assert_array_equal, want, variables)
+    for dtype in (None, jnp.bfloat16):
+        logits = [Model(head=partial(head, dtype=dtype)).apply(want, tokens) for head in (dense, LMHead)]
+        assert logits[0].dtype == logits[1].dtype
+        assert_array_equal(*logits)
+
+
+def test_the_head_can_be_initialised_by_its_losses():
+    tokens = jnp.arange(12).reshape(2, 6)
+    jax.tree.map(
+        assert_array_equal,
+        Model().init(jax.random.key(0), tokens),
+        Model().init(jax.random.key(0), tokens, labels=tokens),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("gather_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sharded_head_has_the_gradients_of_one_device(check_vma, gather_dtype, tied):
+    mesh, batch = mesh_of(2, 4), jax.random.randint(jax.random.key(1), (16, 9), 0, 64)
+    model = Model(fsdp(gather_dtype=gather_dtype), tied)
+    plain = jax.jit(Model(tied=tied).init)(jax.random.key(0), batch)["params"]
+    params = init_sharded(model, mesh, jax.random.key(0), batch, batch_axes=AXES)["params"]
+    assert_same_params(params, plain, 0)
+    specs = nn.get_partition_spec(params)
+
+    def loss(params, batch):
+        return model.apply({"params": params}, batch[:, :-1], batch[:, 1:]).loss.mean()
+
+    step = on_mesh(value_and_grad(loss, AXES), mesh, check_vma, (specs, PartitionSpec(AXES)), (PartitionSpec(), specs))
+    got, grads = step(params, batch)
+    want, want_grads = jax.jit(jax.value_and_grad(plain_loss), static_argnums=2)(plain, batch, Model(tied=tied))
+    assert_allclose(got, want, rtol=1e-5 if gather_dtype is None else 1e-2)
+    assert_same_params(grads, want_grads, 1e-5 if gather_dtype is None else 5e-2)
+    assert any(map(str, jax.tree.leaves(specs)))  # guard: something is split
+    logits = on_mesh(
+        lambda params, tokens: model.apply({"params": params}, tokens),
+        mesh,
+        check_vma,
+        (specs, PartitionSpec(AXES)),
+        PartitionSpec(AXES),
+    )(params, batch)
+    assert_allclose(
+        logits, Model(tied=tied).apply({"params": plain}, batch), rtol=0, atol=1e-5 if gather_dtype is None else 0.1
+    )

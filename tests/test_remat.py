@@ -1,0 +1,383 @@
+"""A remat policy that keeps activations as asked and never a gathered weight, nor what is made of it alone.
+
+What is kept is read from JAX's own list of residuals, inside ``shard_map``: sizes are such that only whole weights have
+a weight's number of values. What is computed again is counted in the gradient's jaxpr.
+"""
+
+import gc
+import math
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+from tests.support import assert_same_params, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import abstract_train_state, init_sharded, partition_specs, sync_gradients
+from xlstm_jax.distributed.forecast import Workload, forecast
+from xlstm_jax.distributed.remat import GATHERS, RECOMPUTED, remat_policy
+
+try:
+    from jax._src.ad_checkpoint import saved_residuals
+except ImportError:  # as older releases had it
+    from jax.ad_checkpoint import saved_residuals
+
+SAVEABLE = jax.checkpoint_policies
+WIDTH, HIDDEN, ROWS, LAYERS = 16, 40, 3, 2
+WEIGHT = WIDTH * HIDDEN  # values of each kernel; no activation and no shard has as many, also stacked over layers
+BASES = ("everything", "dots", "nothing")
+
+
+class Mlp(nn.Module):
+    """Two products; what it computes in, and so whether gathered weights are cast, is a field."""
+
+    dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(HIDDEN, use_bias=False, dtype=self.dtype, name="up")(x))
+        return x + nn.Dense(WIDTH, use_bias=False, dtype=self.dtype, name="down")(h).astype(x.dtype)
+
+
+class Tied(nn.Module):
+    """The table of an embedding, as it is and transposed."""
+
+    @nn.compact
+    def __call__(self, x):
+        embed = nn.Embed(HIDDEN, WIDTH, name="embed")
+        return jax.nn.softmax(jnp.sin(embed.attend(x))) @ embed.embedding
+
+
+def codes(key, shape):
+    return jax.random.randint(key, shape, 0, 16, jnp.int8)
+
+
+class Dequantised(nn.Module):
+    """Weights made of others: by scales per block, by a table of 16 values, normalised, and clipped."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.3)
+        scaled = self.param("scaled", normal, (4, WIDTH // 4, HIDDEN)) * self.param("scale", normal, (4, 1, 1))
+        table = self.param("table", normal, (16,))[self.param("codes", codes, (HIDDEN, WIDTH))]
+        norm = self.param("norm", normal, (WIDTH, HIDDEN))
+        norm = jnp.tanh(norm * lax.rsqrt(jnp.sum(norm**2, 0) + 1e-3))
+        clipped = jnp.clip(self.param("clipped", normal, (WIDTH, HIDDEN)), -0.5, 0.5)
+        x = jnp.sin(x @ scaled.reshape(WIDTH, HIDDEN)) @ jnp.concatenate([table[:, :8], table[:, 8:] * 2], 1)
+        return jnp.sin(x @ norm) @ clipped.T
+
+
+class Named(nn.Module):
+    """A weight that is named where it comes out of the gather, as one would to have it dropped by its name."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(0.3), (WIDTH, HIDDEN))
+        kernel = checkpoint_name(kernel, "gathered")
+        return jnp.sin(checkpoint_name(jnp.sin(x @ kernel), "activation")) @ jnp.ones((HIDDEN, WIDTH)) * 0.1
+
+
+class Attention(nn.Module):
+    """Four projections, and two products with batch dims."""
+
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = (nn.Dense(WIDTH, name=name)(x).reshape(-1, 4, 4) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+        return nn.Dense(WIDTH, name="out")(jnp.einsum("hts,shd->thd", weights, v).reshape(x.shape))
+
+
+class Stack(nn.Module):
+    """Layers of a wrapped module, each rematerialised with the policy; ``policy="none"``: not rematerialised."""
+
+    wrapped: type
+    policy: object = "none"
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.wrapped if self.policy == "none" else nn.remat(self.wrapped, policy=self.policy)
+        if not self.scan:
+            for i in range(LAYERS):
+                x = layer(name=f"layer_{i}")(x)
+            return x
+        over = nn.scan(
+            lambda module, x, _: (module(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        return over(layer(name="layers"), x, None)[0]
+
+
+MODULES = {
+    "cast after the gather": fsdp(partial(Mlp, dtype=jnp.bfloat16)),
+    "gathered in the dtype of compute": fsdp(partial(Mlp, dtype=jnp.bfloat16), gather_dtype=jnp.bfloat16),
+    "cast to a wider dtype": fsdp(Mlp, gather_dtype=jnp.bfloat16),
+    "transposed": fsdp(Tied),
+    "dequantised": fsdp(Dequantised),
+    "named": fsdp(Named),
+}
+every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+in_and_out_of_scan = pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
+both_modes = pytest.mark.parametrize("check_vma", [True, False])
+
+
+MESH_SIZE = 8
+X = jax.ShapeDtypeStruct((MESH_SIZE * ROWS, WIDTH), jnp.float32)
+
+
+@cache
+def abstract_params(module, scan):
+    model, rng = Stack(module, scan=scan), jax.eval_shape(lambda: jax.random.key(0))
+    return abstract_train_state(model, optax.sgd(1.0), mesh_of(1, MESH_SIZE), rng, X, batch_axes="fsdp").params
+
+
+def per_device(module, policy, scan, check_vma, ask):
+    """What ``ask(loss, params, x)`` says of the loss of one device, while it is traced inside ``shard_map``."""
+    mesh, model, params = mesh_of(1, MESH_SIZE), Stack(module, policy, scan), abstract_params(module, scan)
+    told = []
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+
+    def body(params, x):
+        told.append(ask(loss, params, x))
+        return jnp.zeros(1)
+
+    run = on_mesh(body, mesh, check_vma, (partition_specs(params, mesh), P("fsdp")), P("fsdp"))
+    run.trace(params, X)
+    return told[0]
+
+
+def kept_sizes(module, policy, scan=False, check_vma=True, *, frozen=False):
+    """Numbers of values that are kept for the backward pass, one layer of those that a scan stacks."""
+
+    def ask(loss, params, x):
+        return saved_residuals(partial(loss, params), x) if frozen else saved_residuals(loss, params, x)
+
+    sizes = [math.prod(aval.shape) for aval, _ in per_device(module, policy, scan, check_vma, ask)]
+    return [WEIGHT if scan and size == WEIGHT * LAYERS else size for size in sizes]
+
+
+def count(jaxpr, name):
+    """How often a primitive stands in a jaxpr and those within it."""
+    inner = [sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)]
+    return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(
+        count(getattr(sub, "jaxpr", sub), name) for sub in inner if is_jaxpr(sub)
+    )
+
+
+def is_jaxpr(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def counted(module, policy, name, scan=False):
+    def ask(loss, params, x):
+        return count(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1), allow_int=True))(params, x).jaxpr, name)
+
+    return per_device(module, policy, scan, True, ask)
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+@in_and_out_of_scan
+@every_module
+def test_no_whole_weight_is_kept(module, scan):
+    for base in BASES:
+        assert WEIGHT not in kept_sizes(module, remat_policy(base), scan)
+    assert WEIGHT not in kept_sizes(module, remat_policy("everything"), scan, check_vma=False)
+
+
+@in_and_out_of_scan
+@every_module
+def test_jaxs_policies_keep_weights(module, scan):
+    """Guard: the sizes tell a whole weight, and there is one to drop."""
+    for policy in ("none", SAVEABLE.everything_saveable):
+        assert WEIGHT in kept_sizes(module, policy, scan)
+
+
+@in_and_out_of_scan
+@every_module
+def test_frozen_weights_are_not_kept_either(module, scan):
+    """Gradients with respect to the input alone: the gather, which has a derivative of its own, is one operation."""
+    assert WEIGHT not in kept_sizes(module, remat_policy(), scan, frozen=True)
+    assert WEIGHT in kept_sizes(module, SAVEABLE.everything_saveable, scan, frozen=True)
+
+
+def test_to_refuse_a_name_keeps_the_weight():
+    """The gather's own output, in front of the name, is kept."""
+    refusing = SAVEABLE.save_anything_except_these_names("gathered")
+    assert WEIGHT in kept_sizes(MODULES["named"], refusing)
+    assert WEIGHT not in kept_sizes(MODULES["named"], remat_policy(refusing))
+
+
+@pytest.mark.parametrize("refused", [frozenset(), GATHERS], ids=["nothing", "gathers"])
+def test_to_refuse_the_gather_alone_keeps_what_is_made_of_it(refused):
+    """Guard of the list of operations: a cast weight is a weight."""
+    policy = partial(keep_but, refused)
+    assert WEIGHT in kept_sizes(MODULES["cast after the gather"], policy)
+    assert WEIGHT in kept_sizes(MODULES["dequantised"], policy)
+
+
+def keep_but(refused, primitive, *_, **__):
+    return primitive.name not in refused
+
+
+# -------------------------------------------------------------------------------------------- what is computed again
+
+
+@in_and_out_of_scan
+@every_module
+def test_everything_computes_no_product_again(module, scan):
+    want = counted(module, "none", "dot_general", scan)
+    assert counted(module, remat_policy(), "dot_general", scan) == want
+    assert counted(module, remat_policy("nothing"), "dot_general", scan) > want  # guard
+
+
+def test_dots_computes_products_with_batch_dims_again_and_no_others():
+    attention = fsdp(Attention)
+    once = counted(attention, "none", "dot_general")
+    assert counted(attention, remat_policy("everything"), "dot_general") == once
+    assert counted(attention, remat_policy("dots"), "dot_general") == once + 2 * LAYERS
+    assert counted(attention, remat_policy("nothing"), "dot_general") == once + 5 * LAYERS
+
+
+@in_and_out_of_scan
+@pytest.mark.parametrize("base", BASES)
+def test_each_weight_is_gathered_once_in_forward_and_once_in_backward(base, scan):
+    module = MODULES["gathered in the dtype of compute"]
+    kernels = 2 * (1 if scan else LAYERS)
+    assert counted(module, remat_policy(base), "all_gather", scan) == 2 * kernels
+    assert counted(module, "none", "all_gather", scan) == kernels
+
+
+def test_a_policy_of_ones_own_decides_about_the_rest():
+    named = MODULES["named"]
+    activation = ROWS * HIDDEN
+    assert activation in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("activation")))
+    assert activation in kept_sizes(named, remat_policy(SAVEABLE.save_any_names_but_these("gathered")))
+    assert activation not in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("another")))
+    assert activation not in kept_sizes(named, remat_policy(SAVEABLE.nothing_saveable))
+    # Who asks for a weight by its name gets it.
+    assert WEIGHT in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("gathered")))
+
+
+def test_a_policy_that_offloads_is_heard():
+    offload = SAVEABLE.offload_dot_with_no_batch_dims("device", "pinned_host")
+    policy, kernel = remat_policy(offload), jax.typeof(jnp.ones((2, 2)))
+    dot = partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    eqn = jax.make_jaxpr(dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).jaxpr.eqns[0]
+    assert policy(eqn.primitive, kernel, kernel, **eqn.params) == offload(eqn.primitive, kernel, kernel, **eqn.params)
+    assert policy(eqn.primitive, kernel, kernel, **eqn.params).dst == "pinned_host"
+
+
+# -------------------------------------------------------------------------------------------------------- the numbers
+
+
+@both_modes
+def test_gradients_are_those_without_remat(check_vma):
+    mesh, module = mesh_of(1, MESH_SIZE), MODULES["cast to a wider dtype"]
+    x = jax.random.normal(jax.random.key(1), X.shape)
+    params = init_sharded(Stack(module), mesh, jax.random.key(0), x, batch_axes="fsdp")["params"]
+
+    def grads_of(policy):
+        def body(params, x):
+            def loss(params):
+                return jnp.mean(Stack(module, policy).apply({"params": params}, x) ** 2)
+
+            return sync_gradients(jax.grad(loss)(params), "fsdp")
+
+        specs = partition_specs(params, mesh)
+        return on_mesh(body, mesh, check_vma, (specs, P("fsdp")), specs)(params, x)
+
+    want = grads_of("none")
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want))
+    for base in BASES:
+        assert_same_params(grads_of(remat_policy(base)), want)
+
+
+# ------------------------------------------------------------------------------------------------------- the function
+
+
+def test_the_same_base_gives_the_same_object():
+    assert remat_policy() is remat_policy(None) is remat_policy("everything")
+    assert remat_policy("dots") is remat_policy("dots") is not remat_policy("nothing")
+    assert remat_policy(keep_but) is remat_policy(keep_but)
+
+
+@pytest.mark.parametrize("base", ["dot", 3, ["dots"]], ids=str)
+def test_an_unknown_base_is_refused(base):
+    with pytest.raises(ValueError, match=r"is none of 'everything', 'dots', 'nothing', nor a policy; pass one of them"):
+        remat_policy(base)
+
+
+# Operations that only the other one of the two releases that are tested has.
+OTHER_RELEASE = {
+    *("log2", "one_minus_square", "polynomial", "relayout", "reduced_vary_cast", "vary_unreduced_cast"),
+    *("reduced_vary_cast_p", "vary_unreduced_cast_p"),
+}
+
+
+def test_the_lists_name_operations_that_there_are():
+    names = {thing.name for thing in gc.get_objects() if isinstance(thing, Primitive)}
+    assert {name for name in names if name.startswith("all_gather")} == GATHERS
+    assert RECOMPUTED - names <= OTHER_RELEASE
+
+
+# ---------------------------------------------------------------------------------------------- the compiled program
+
+DIM, DEEP = 1024, 24  # one layer is gathered at a time, and one ahead
+LAYER_BYTES = 2 * DIM * 4 * DIM * 2  # two kernels in bfloat16
+
+
+class TpuMlp(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.silu(nn.Dense(4 * DIM, use_bias=False, dtype=jnp.bfloat16, name="up")(x))
+        return x + nn.Dense(DIM, use_bias=False, dtype=jnp.bfloat16, name="down")(h), None
+
+
+class TpuModel(nn.Module):
+    policy: object
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(fsdp(TpuMlp, gather_dtype=jnp.bfloat16), policy=self.policy, prevent_cse=False)
+        scan = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=DEEP)
+        return scan(name="blocks")(x, None)[0]
+
+
+def squares(params, apply_fn, batch, rng):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, batch).astype(jnp.float32) ** 2)
+
+
+def compiled(policy):
+    batch = jax.ShapeDtypeStruct((8 * 512, DIM), jnp.bfloat16)
+    step, args = Workload(TpuModel(policy), optax.sgd(1e-3), batch, squares).build_step({"fsdp": 8})
+    return forecast(step, *args, topology="v5e:2x4")
+
+
+def gathers(found, direction):
+    return sum(
+        c.count * len(c.modules) for c in found.collectives if c.kind == "all-gather" and c.direction == direction
+    )
+
+
+def test_on_a_tpu_the_bytes_of_gathered_weights_are_free():
+    """Against a policy that differs in the gathers alone, so that nothing else explains it."""
+    pytest.importorskip("libtpu")
+    keeping, dropping = compiled(partial(keep_but, RECOMPUTED)), compiled(remat_policy("everything"))
+    saved = keeping.memory.temporary_bytes - dropping.memory.temporary_bytes
+    assert saved >= 0.85 * DEEP * LAYER_BYTES
+    assert [gathers(keeping, direction) for direction in ("forward", "recompute")] == [2 * DEEP, 0]
+    assert [gathers(dropping, direction) for direction in ("forward", "recompute")] == [2 * DEEP, 2 * DEEP]
