@@ -248,7 +248,7 @@ def _bars(axes: Any, cases: dict[str, Any], values: Sequence[dict[str, float]], 
         beyond = low > limit
         options = {"color": "white", "ha": "right"} if beyond else {"ha": "left"}
         x, shift = (1.2 * limit, -4) if beyond else (min(high, 1.08 * limit), 4)
-        text = form.format(value) + " ▸" * beyond
+        text = form.format(value) + (" ▸" if beyond else "")
         axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", va="center", fontsize=8, **options)
     axes.set_xlim(0, 1.2 * limit)
     axes.spines[["top", "right"]].set_visible(False)

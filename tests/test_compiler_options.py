@@ -19,12 +19,11 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # for all programs of a topology, on a busy machine
 ALL, NONE = "all", "none"
 
-# Two scanned layers of FSDP over two mesh axes, by hand, and the all-reduce of a replicated weight's gradient: compiled
+# Four scanned layers of FSDP over two mesh axes, by hand, and the all-reduce of a replicated weight's gradient: compiled
 # once for each set of options. What is printed are bytes on the wire by kind, and how many of them are asynchronous.
 PROGRAM = """
 import json, sys
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
@@ -68,8 +67,8 @@ def abstract(shape, spec):
 
 specs = (P(None, axes), P())
 run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs, check_vma=False)
-params = abstract((2, 1024, 4096), specs[0]), abstract((1024, 1024), specs[1])
-lowered = jax.jit(run).lower(params, abstract((512 * mesh.size, 1024), P(axes)))
+params = abstract((4, 256, 1024), specs[0]), abstract((256, 256), specs[1])
+lowered = jax.jit(run).lower(params, abstract((64 * mesh.size, 256), P(axes)))
 
 def traffic(options):
     sums = defaultdict(lambda: [0, 0])
@@ -82,8 +81,7 @@ every = compiler_options(devices[0].device_kind)
 sets = {"none": {}, "all": every}
 if sys.argv[2] == "each":
     sets |= {name: {other: value for other, value in every.items() if other != name} for name in every}
-with ThreadPoolExecutor(2) as pool:
-    print(json.dumps(dict(zip(sets, pool.map(traffic, sets.values())))))
+print(json.dumps({name: traffic(options) for name, options in sets.items()}))  # two at a time crash libtpu 0.0.42
 """
 
 
@@ -107,16 +105,17 @@ def share(found, *kinds):
 
 
 def test_on_v5p_and_v6e_all_bytes_become_asynchronous():
-    for found in (traffic("v6e:2x4", "each"), traffic("v5p:2x2x1")):
+    for found in (traffic("v5p:2x2x1", "each"), traffic("v6e:2x4")):
         assert share(found[ALL]) >= 0.99
         assert share(found[NONE]) <= 0.05  # guard: it is the options that do it
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
-def test_each_option_of_the_sparsecores_is_needed_for_its_kind(kind):
-    found = traffic("v6e:2x4", "each")
+def test_each_option_of_the_sparsecores_does_one_kind(kind):
+    found = traffic("v5p:2x2x1", "each")
     without = found[f"xla_tpu_enable_sparse_core_collective_offload_{kind.replace('-', '_')}"]
-    assert share(found[ALL], kind) == 1 and share(without, kind) < 0.9
+    assert {name for name in without if share(without, name) < 1} == {kind}
+    assert share(without, kind) == 0 and share(found[ALL], kind) == 1
     assert len(found) == 2 + 3, "an option that is not tested"
 
 
