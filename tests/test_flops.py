@@ -266,7 +266,7 @@ def tokens_loss(params, apply_fn, batch, rng):
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_transformers_step_on_a_mesh_without_devices(remat):
-    """6 P t + 12 L s d t, over all of them a device's share; with remat also the forward of what is needed again."""
+    """6 P t + 14 L s d t, over all of them a device's share; with remat also the forward of what is needed again."""
     d, layers, s, vocab, batch, devices = 64, 3, 128, 256, 16, 8
     mesh = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     model = LanguageModel("transformer", d, layers, 2, remat=remat, wrap=fsdp, dtype=jnp.bfloat16)
@@ -281,15 +281,15 @@ def test_a_transformers_step_on_a_mesh_without_devices(remat):
     attention = 4 * s * d * t * layers  # scores and what they weigh; nothing is saved by causality
     forward = 2 * t * (layers * sum(weights.values()) + d * vocab) + attention
     again = 2 * t * layers * (sum(weights.values()) - weights["down"]) + attention
-    want = {"forward": forward, "backward": 2 * forward} | ({"recompute": again} if remat else {})
+    # Attention keeps no scores: its backward computes them, half of its products, by itself once more.
+    want = {"forward": forward, "backward": 2 * forward + attention / 2} | ({"recompute": again} if remat else {})
     assert flops.by_direction() == want
     modules = {f"blocks/{name}": layers * size * 2 * t * 3 for name, size in weights.items()}
-    modules |= {"head": d * vocab * 2 * t * 3, "blocks": 3 * attention}
+    modules |= {"head": d * vocab * 2 * t * 3, "blocks": 3.5 * attention}
     if not remat:
         assert flops.by_module() == modules
     assert flops.by_module().keys() == modules.keys()
-    # The softmax is in float32, and so are the gradients that come back from it to queries and keys.
-    assert flops.by_dtype() == {"bfloat16": flops.total - attention, "float32": attention}
+    assert flops.by_dtype() == {"bfloat16": flops.total}
     assert (flops.unknown_loops, flops.opaque) == ((), ())
 
 

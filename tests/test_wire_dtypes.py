@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks import wire_dtypes
-from benchmarks.wire_dtypes import BFLOAT16_BITS, Training, bounds, gradients, reduced_mean, relative_error
+from benchmarks.ring_sums import KINDS, WIRE, bounds, gradients, reduced_mean, relative_error
+from benchmarks.wire_dtypes import BFLOAT16_BITS, Training
 
 TINY = dataclasses.replace(
     wire_dtypes.CONFIG, model="transformer", d_model=16, context=16, layers=1, batch_size=8, steps=3, min_weight_size=64
 )
 
 
-@pytest.mark.parametrize("kind", wire_dtypes.KINDS)
-@pytest.mark.parametrize("dtype", wire_dtypes.WIRE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", WIRE)
 def test_errors_are_below_their_bounds_and_stages_make_them_smaller(kind, dtype):
     x = gradients(kind, 256)
     flat, staged = (relative_error(x, reduced_mean(x, dtype, shape)) for shape in ((256,), (16, 16)))
@@ -30,7 +31,7 @@ def test_one_addition_in_float32_rounds_once():
     """Guard for the simulation: a sum of two is the exact sum, rounded."""
     x = gradients("no signal", 2)
     for dtype in ("bfloat16", "float16"):
-        narrow = (x / 2).astype(wire_dtypes.WIRE[dtype])
+        narrow = (x / 2).astype(WIRE[dtype])
         exact = narrow.astype(np.float64).sum(axis=0).astype(narrow.dtype)
         np.testing.assert_array_equal(reduced_mean(x, dtype, (2,)), exact)
 
