@@ -278,7 +278,8 @@ def test_a_step_compiled_for_a_tpu():
     assert sum(t.bytes for t in found.temporaries) == found.peak_live_bytes <= found.temporary_bytes
     assert max(recount(result.buffers[result.buffers.index("color 1") :], result.live_ranges)) > 0  # VMEM, left out
     large = [t for t in found.temporaries if t.bytes >= MIB]
-    assert {t.path for t in large} == {"blocks", "blocks/up", "blocks/down"}  # nothing is left without a module
+    # Nothing is left without a module, but for the loss's own gradient, where the schedule has it live at the peak.
+    assert {t.path for t in large if "jvp()" not in t.op_name} == {"blocks", "blocks/up", "blocks/down"}
     hidden = tokens * 2048 * 2
     assert [(t.bytes, t.direction) for t in large][:2] == [(hidden, "recompute"), (hidden, "backward")]
     assert found.total_bytes < CHIPS["v5e"].usable_hbm_bytes
