@@ -63,12 +63,17 @@ def axis_size(axes: Sequence[str]) -> int:
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 
+def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes along which there is more than one device."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
 def axis_index(axes: Sequence[str]) -> jax.Array:
     """This device's place along the axes, the first being the outermost; int32 scalar.
 
     Axes of size 1 are left out: they add nothing to the place, and would make its type vary over them.
     """
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)
 
 
@@ -107,17 +112,15 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
-    for axis in reversed(tuple(axes)):
-        if lax.axis_size(axis) > 1:
-            value = lax.all_gather(value, axis, axis=dim, tiled=True)
+    for axis in reversed(spread_axes(axes)):
+        value = lax.all_gather(value, axis, axis=dim, tiled=True)
     return value
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Sums over devices and leaves each its piece of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
-    for axis in axes:
-        if lax.axis_size(axis) > 1:
-            value = _scatter_stage(value, dim, axis)
+    for axis in spread_axes(axes):
+        value = _scatter_stage(value, dim, axis)
     return value
 
 
@@ -189,7 +192,7 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
     keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
 
     def reduce(key, vector):
-        vector = to_varying(vector, [axis for axis in axes if lax.axis_size(axis) > 1])
+        vector = to_varying(vector, spread_axes(axes))
         over = _axes_to_reduce(vector, axes)
         return _REDUCTIONS[key[0]](vector, over) if over else vector
 

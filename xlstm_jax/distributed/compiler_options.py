@@ -13,6 +13,7 @@ gathers. What changes that is no code, but these options:
 docs/compiler_options.md has what each option does to compiled TPU programs. The effect on GPUs has not been measured.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -66,3 +67,14 @@ def _gpu_options() -> Options:
     on = "COLLECTIVE_PIPELINING_MODE_ON" if by_mode else True
     pipelined = {name.format(kind): on for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     return {"xla_gpu_enable_latency_hiding_scheduler": True, **pipelined}
+
+
+def resolved(options: str | Mapping[str, Any] | None, device_kind: str) -> Options | None:
+    """What ``jax.jit`` and ``compile`` take for a user's choice: a dict, "auto" for ``compiler_options``, or None.
+
+    Raises:
+      ValueError: another string; or "auto", and a kind for which no options are known.
+    """
+    if isinstance(options, str) and options != "auto":
+        raise ValueError(f"compiler_options={options!r}: pass a dict of XLA's options, 'auto' or None.")
+    return dict(compiler_options(device_kind) if options == "auto" else options or {}) or None

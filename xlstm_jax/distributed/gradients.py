@@ -30,9 +30,11 @@ from xlstm_jax.distributed.parameters import gather_params, mean_over_replicas
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     as_axis_names,
+    dtype_name,
     is_box,
     leaf_axes,
     leaf_value,
+    leaf_wire,
     leaves_with_path,
     map_leaves,
     map_leaves_with_path,
@@ -40,6 +42,7 @@ from xlstm_jax.distributed.partitioning import (
     reduced_axes,
     split_differentiable,
     wide_dtype,
+    with_wire,
 )
 
 ACCUMULATION = ("reduce_each", "reduce_once", "reduce_replicas_once")
@@ -133,7 +136,7 @@ def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.
     if isinstance(weight, jax.core.Tracer):
         _check_not_reduced(weight, axes, "the weight")
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
-    (weight,) = collectives.psum([collectives.to_varying(local, _spread(axes))], [axes])
+    (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
 
@@ -251,7 +254,10 @@ def accumulate_gradients(
         aux = jax.tree.map(
             lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * share.scale, share.aux
         )
-        return ((collectives.to_varying((share.loss, aux), _spread(axes)), share.grads), share.weight), carry
+        return (
+            (collectives.to_varying((share.loss, aux), collectives.spread_axes(axes)), share.grads),
+            share.weight,
+        ), carry
 
     ((loss, aux), grads), carry = _mean_over(part, num_minibatches, carry)
     aux_leaves, aux_tree = jax.tree.flatten(aux)
@@ -266,14 +272,9 @@ def _varying(live: list[Any], axes: tuple[str, ...]) -> list[Any]:
 
     def cast(leaf):
         copied = set(reduced_axes(leaf)) - set(leaf_axes(leaf))
-        return collectives.to_varying(leaf, [axis for axis in _spread(axes) if axis not in copied])
+        return collectives.to_varying(leaf, [axis for axis in collectives.spread_axes(axes) if axis not in copied])
 
     return [cast(leaf) for leaf in live]
-
-
-def _spread(axes: tuple[str, ...]) -> list[str]:
-    """The axes along which there is more than one device."""
-    return [axis for axis in axes if collectives.axis_size([axis]) > 1]
 
 
 def _mean_over(part: Callable[..., Any], count: int, carry: PyTree) -> tuple[PyTree, PyTree]:
@@ -317,7 +318,7 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
     used = gather_params(params, axes)
     live = _varying(split_differentiable(params)[0], axes)
     dtypes = [wide_dtype(leaf_value(leaf).dtype) for leaf in split_differentiable(used)[0]]
-    wide = [_gathered_as(leaf, dtype) for leaf, dtype in zip(live, dtypes, strict=True)]
+    wide = [with_wire(leaf, gather_dtype=dtype_name(dtype)) for leaf, dtype in zip(live, dtypes, strict=True)]
 
     def reduce(grads):
         out, pull = jax.vjp(lambda live: gather_params(live, axes), wide)
@@ -327,31 +328,22 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
     return used, reduce
 
 
-def _gathered_as(leaf: Any, dtype: Any) -> Any:
-    if not isinstance(leaf, Sharded):
-        return leaf
-    return leaf.replace(wire=leaf.wire._replace(gather_dtype=jnp.dtype(dtype).name))
-
-
 def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
     """The parameters without a word of their copies; and the reduction over these."""
     live, _ = split_differentiable(params)
-    copies = [leaf.wire.replicas if isinstance(leaf, Sharded) else None for leaf in live]
+    copies = [leaf_wire(leaf).replicas for leaf in live]
     if not any(copies):
         raise ValueError(
             "accumulation='reduce_replicas_once': no parameter has copies along slower axes. Wrap with "
             "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
         )
 
-    def alone(leaf):
-        return leaf.replace(wire=leaf.wire._replace(replicas=None)) if isinstance(leaf, Sharded) else leaf
-
     def reduce(grads):
         values = [leaf_value(grad) for grad in grads]
         means = [mean_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return _scattered(params, axes)[1](means)
 
-    return map_leaves(alone, params), reduce
+    return map_leaves(lambda leaf: with_wire(leaf, replicas=None), params), reduce
 
 
 _REDUCE = dict(zip(ACCUMULATION, (_scattered, _gathered_once, _replicas_last), strict=True))

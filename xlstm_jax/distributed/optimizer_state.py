@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.partitioning import (
-    Sharded,
     axes_entry,
     entry_axes,
     is_differentiable,
@@ -27,6 +26,7 @@ from xlstm_jax.distributed.partitioning import (
     leaf_axes,
     leaf_spec,
     leaf_value,
+    leaf_wire,
     leaves_with_path,
     map_leaves,
     map_leaves_with_path,
@@ -108,7 +108,7 @@ def _state_spec(leaf: Any, owner: Any, mesh: Mesh) -> PartitionSpec:
 
 def _split_further(spec: PartitionSpec, shape: tuple[int, ...], owner: Any, mesh: Mesh) -> PartitionSpec:
     """``spec``, and over the copies of the shards where the owner's ``Replicas`` say so: the largest dim that fits."""
-    replicas = owner.wire.replicas if isinstance(owner, Sharded) else None
+    replicas = leaf_wire(owner).replicas
     if not (replicas and replicas.shard_optimizer_state):
         return spec
     axes = tuple(axis for axis in replicas.axis_name if mesh.shape[axis] > 1)

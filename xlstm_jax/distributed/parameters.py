@@ -26,7 +26,6 @@ from xlstm_jax.distributed.partitioning import (
     PLAIN_WIRE,
     Part,
     Replicas,
-    Sharded,
     Wire,
     as_axis_names,
     axes_entry,
@@ -37,6 +36,7 @@ from xlstm_jax.distributed.partitioning import (
     is_prng_key,
     leaf_names,
     leaf_value,
+    leaf_wire,
     leaves_with_path,
     map_leaves_with_path,
     true_sizes,
@@ -264,7 +264,7 @@ def _gather_fwd(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas):
     primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x))
     # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
     # of whole gradients.
-    wire = collectives.to_varying(x, _spread(replicas))
+    wire = collectives.to_varying(x, collectives.spread_axes(replicas.axis_name if replicas else ()))
     wire = wire if is_prng_key(x) else wire.astype(gather_dtype)
     return collectives.all_gather(wire, dim, axes), primal
 
@@ -284,18 +284,12 @@ def _gather_bwd(dim, axes, gather_dtype, grad_scatter_dtype, replicas, primal, c
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _spread(replicas: Replicas | None) -> list[str]:
-    """The axes of the copies along which there is more than one device."""
-    return [axis for axis in replicas.axis_name if collectives.axis_size((axis,)) > 1] if replicas else []
-
-
 def mean_over_replicas(grad: jax.Array, replicas: Replicas) -> jax.Array:
     """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen."""
     wide = grad.astype(wide_dtype(grad.dtype))
     dtype = wire_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
-    return collectives.all_reduce_sum(
-        (wide / collectives.axis_size(replicas.axis_name)).astype(dtype), _spread(replicas)
-    )
+    mean = (wide / collectives.axis_size(replicas.axis_name)).astype(dtype)
+    return collectives.all_reduce_sum(mean, collectives.spread_axes(replicas.axis_name))
 
 
 def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -> Any:
@@ -364,9 +358,8 @@ def gather_params(
 
 def _wire_of(leaf: Any, gather_dtype: Any, grad_scatter_dtype: Any) -> Wire:
     """What the box of a leaf says, with the dtypes that are given in place of its own."""
-    wire = leaf.wire if isinstance(leaf, Sharded) else PLAIN_WIRE
     given = {"gather_dtype": dtype_name(gather_dtype), "grad_scatter_dtype": dtype_name(grad_scatter_dtype)}
-    return wire._replace(**{name: dtype for name, dtype in given.items() if dtype is not None})
+    return leaf_wire(leaf)._replace(**{name: dtype for name, dtype in given.items() if dtype is not None})
 
 
 def _gather_dim(value, dim, held, axes, wire):

@@ -292,8 +292,7 @@ def box_dim(
     names[dim] = axes_entry(axes)
     sizes = list(true_sizes(leaf))
     sizes[dim] = true_size
-    if wire.replicas is None and isinstance(leaf, Sharded):
-        wire = wire._replace(replicas=leaf.wire.replicas)
+    wire = wire._replace(replicas=wire.replicas or leaf_wire(leaf).replicas)
     return Sharded(value, tuple(names), wire=wire, true_sizes=tuple(sizes) if any(sizes) else ())
 
 
@@ -330,8 +329,18 @@ def with_padding(leaf: Any, value: Any) -> Any:
 
 def reduced_axes(leaf: Any) -> tuple[str, ...]:
     """The axes over which the gather of a leaf averages its gradient: those that split it, and those of its copies."""
-    replicas = leaf.wire.replicas if isinstance(leaf, Sharded) else None
+    replicas = leaf_wire(leaf).replicas
     return leaf_axes(leaf) + (replicas.axis_name if replicas else ())
+
+
+def leaf_wire(leaf: Any) -> Wire:
+    """How a leaf travels, by its box; ``PLAIN_WIRE`` where that does not say."""
+    return leaf.wire if isinstance(leaf, Sharded) else PLAIN_WIRE
+
+
+def with_wire(leaf: Any, **fields: Any) -> Any:
+    """The leaf with other fields of ``Wire`` in its box; itself where the box has none."""
+    return leaf.replace(wire=leaf.wire._replace(**fields)) if isinstance(leaf, Sharded) else leaf
 
 
 def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:

@@ -14,7 +14,8 @@ from xlstm_jax.distributed.partitioning import AxisEntry, entry_axes
 
 # The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes over slow links. A stage over them comes first,
 # when the pieces are smallest, and the other axes rotate without them.
-SLOW_AXES = ("fsdp_slice", "fsdp_host")
+SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
+SLOW_AXES = (SLICE_AXIS, HOST_AXIS)
 
 UNEVEN = ("replicate", "pad")
 

@@ -20,9 +20,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from xlstm_jax.distributed.mesh_shapes import crossing_sizes
+from xlstm_jax.distributed.shard_choice import HOST_AXIS, SLICE_AXIS
 
-FSDP_AXIS = "fsdp"  # the name of a single axis; of several, the first part
-TORUS, HOSTS = ("slice", "x", "y", "z", "core"), ("host", "device")
+FSDP_AXIS = "fsdp"  # the name of a single axis
+TORUS = (SLICE_AXIS, "fsdp_x", "fsdp_y", "fsdp_z", "fsdp_core")
+HOSTS = (HOST_AXIS, "fsdp_device")
 OWN_ORDER = "or lay one axis over them in an order of your own, as create_device_mesh({'fsdp': -1}, devices)."
 
 Place = tuple[int, ...]
@@ -94,7 +96,7 @@ def fsdp_layout(devices: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
     array = np.empty(sizes, object)
     for place, device in places.items():
         array[place] = device
-    names = [f"{FSDP_AXIS}_{name}" for name, size in zip(TORUS if on_torus else HOSTS, sizes, strict=True) if size > 1]
+    names = [name for name, size in zip(TORUS if on_torus else HOSTS, sizes, strict=True) if size > 1]
     return array.reshape([size for size in sizes if size > 1] or [1]), tuple(names if len(names) > 1 else [FSDP_AXIS])
 
 

@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed.compiler_options import compiler_options as compiler_options_of
+from xlstm_jax.distributed.compiler_options import resolved
 from xlstm_jax.distributed.device_mesh import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.gradients import (
     ACCUMULATION,
@@ -272,16 +272,12 @@ def make_train_step(
 
 
 def _options_of(mesh: Mesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if options is None or isinstance(options, Mapping):
-        return dict(options) if options else None
-    if options != "auto":
-        raise ValueError(f"compiler_options={options!r}: pass a dict of XLA's options, 'auto' or None.")
-    if isinstance(mesh, AbstractMesh):
+    if options == "auto" and isinstance(mesh, AbstractMesh):
         raise ValueError(
             "compiler_options='auto' needs devices, and this mesh is abstract. Pass "
             "compiler_options(device_kind), or hand the options to forecast."
         )
-    return compiler_options_of(mesh.devices.flat[0].device_kind) or None
+    return resolved(options, "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind)
 
 
 def _loss_and_grads_on(

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.compiler_options import compiler_options as options_of_kind
+from xlstm_jax.distributed.compiler_options import resolved
 from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.buffers import Argument, Memory, Moment, Temporary, memory, operation_names
 from xlstm_jax.distributed.forecast.chips import (
@@ -251,11 +251,8 @@ def forecast(
       CompileError: the compiler refuses the step, for another reason than memory.
     """
     traced = trace(step, args, kwargs)
-    if compiler_options == "auto":
-        here = (
-            parse_topology(topology).chip.device_kinds if isinstance(topology, str) else [jax.devices()[0].device_kind]
-        )
-        compiler_options = options_of_kind(here[0])
+    kind = parse_topology(topology).chip.device_kinds[0] if isinstance(topology, str) else jax.devices()[0].device_kind
+    compiler_options = resolved(compiler_options, kind)
     options = {"kwargs": kwargs, "compiler_options": compiler_options}
     if isinstance(topology, str):
         compiled = compile_for_topology(step, *args, topology=topology, **options)
