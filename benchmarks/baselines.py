@@ -80,10 +80,10 @@ def _abstract_key() -> Any:
 
 
 def plain_step(
-    workload: Workload, mesh: Any, min_weight_size: int, *, axis: str = "fsdp"
+    workload: Workload, mesh: Any, min_weight_size: int, *, axis: str = "fsdp", gather_dtype: Any = jnp.bfloat16
 ) -> tuple[Any, tuple[PyTree, ...]]:
     """The step by hand: parameters split over ``axis``, copies along the other axes of the mesh."""
-    axes, workload = mesh.axis_names, plainly_wrapped(workload, min_weight_size, axis)
+    axes, workload = mesh.axis_names, plainly_wrapped(workload, min_weight_size, axis, gather_dtype)
     state, specs = plain_state(workload, mesh)
 
     def per_device(state, batch, rng):
@@ -96,9 +96,12 @@ def plain_step(
     return step, (state, abstract_batch(workload.batch, mesh, axes), _abstract_key())
 
 
-def plainly_wrapped(workload: Workload, min_weight_size: int, axis: str = "fsdp") -> Workload:
+def plainly_wrapped(
+    workload: Workload, min_weight_size: int, axis: str = "fsdp", gather_dtype: Any = jnp.bfloat16
+) -> Workload:
     """The training of the model wrapped by hand; initialised on one row of the batch."""
-    wrap = functools.partial(plain_shard_module, axis=axis, min_weight_size=min_weight_size)
+    options = {"axis": axis, "min_weight_size": min_weight_size, "gather_dtype": gather_dtype}
+    wrap = functools.partial(plain_shard_module, **options)
     row = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in workload.init_inputs)
     return dataclasses.replace(remodelled(workload, wrap=wrap), inputs=row)
 
@@ -130,9 +133,9 @@ def _mean_of_copies(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmean(leaf_value(leaf), over) if over else leaf_value(leaf)
 
 
-def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int) -> type[nn.Module]:
+def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int, gather_dtype: Any) -> type[nn.Module]:
     """Parameters of the module are gathered in front of it, and sliced after its initialisation."""
-    gather = functools.partial(map_leaves, functools.partial(_gather_leaf, axis=axis))
+    gather = functools.partial(map_leaves, functools.partial(_gather_leaf, axis=axis, dtype=gather_dtype))
     split = functools.partial(map_leaves, functools.partial(_split_leaf, axis=axis, min_weight_size=min_weight_size))
     return nn.map_variables(cls, "params", gather, split, mutable=True)
 
@@ -147,22 +150,23 @@ def _split_leaf(leaf: Any, axis: str, min_weight_size: int) -> Any:
     return Sharded(value, tuple(axis if d == dim else None for d in range(leaf.ndim)))
 
 
-def _gather_leaf(leaf: Any, axis: str) -> Any:
+def _gather_leaf(leaf: Any, axis: str, dtype: Any) -> Any:
     if axis not in leaf_axes(leaf):
         return leaf
-    return _gather(leaf.value, leaf.names.index(axis), axis)
+    return _gather(leaf.value, leaf.names.index(axis), axis, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, dim: int, axis: str) -> jax.Array:
-    return lax.all_gather(x.astype(jnp.bfloat16), axis, axis=dim, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, dim: int, axis: str, dtype: Any) -> jax.Array:
+    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
 
 
-def _gather_fwd(x, dim, axis):
-    return _gather(x, dim, axis), None
+def _gather_fwd(x, dim, axis, dtype):
+    return _gather(x, dim, axis, dtype), None
 
 
-def _gather_bwd(dim, axis, _, cotangent):
+def _gather_bwd(dim, axis, dtype, _, cotangent):
+    del dtype
     summed = lax.psum_scatter(cotangent.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
     return (summed / lax.axis_size(axis),)
 

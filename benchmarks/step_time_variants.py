@@ -8,7 +8,6 @@ as links of simulated devices and of the GPUs of one host have no shape that sev
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from benchmarks import baselines
 from benchmarks.cases import REPLICA_AXIS, Case, device_shape, mesh_axes, mesh_of, threshold
 from benchmarks.large_models import Size, language_model
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed import Replicas, abstract_batch
+from xlstm_jax.distributed import Replicas
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.partitioning import Sharded, leaf_axes, leaf_value, leaves_with_path, map_leaves, rebox
+from xlstm_jax.distributed.partitioning import leaf_value, leaves_with_path, map_leaves, rebox
 
 REMAT = {"remat": True}
 RESHARD = {"reshard_after_forward": True}
@@ -55,7 +51,7 @@ class Model:
 
 MODELS = {
     "tiny": Model(Size(64, 2, 2, 256), 32, 1),
-    "small": Model(Size(256, 4, 4, 2048), 128, 1),
+    "small": Model(Size(256, 4, 4, 2048), 256, 1),
     "medium": Model(Size(1024, 12, 16, 32_768), 2048, 1, jnp.bfloat16),
 }
 
@@ -101,7 +97,8 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
         return training.build_step(mesh)
     if case.algorithm == "jit":
         return baselines.jit_step(training, mesh, threshold(model.size))
-    return plain_step(training, mesh, threshold(model.size), model.dtype)
+    (axis,) = mesh.axis_names
+    return baselines.plain_step(training, mesh, threshold(model.size), axis=axis, gather_dtype=model.dtype)
 
 
 def started(model: Model, case: Case, devices: Sequence[jax.Device], start: Start) -> Callable[[int], float]:
@@ -141,59 +138,3 @@ def state_of(abstract: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
         params=map_leaves(lambda leaf: placed(leaf, next(values)), abstract.params),
         opt_state=map_leaves(zeros, abstract.opt_state),
     )
-
-
-# ------------------------------------------------------------------------------------- the plain algorithm in any dtype
-
-
-def plain_step(training: Workload, mesh: Any, min_weight_size: int, dtype: Any) -> tuple[Any, tuple[PyTree, ...]]:
-    """``baselines.plain_step`` over one axis, which gathers in this dtype and not in bfloat16."""
-    (axis,) = mesh.axis_names
-    row = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in training.init_inputs)
-    wrap = functools.partial(_plainly_wrapped, axis=axis, min_weight_size=min_weight_size, dtype=dtype)
-    training = dataclasses.replace(baselines.remodelled(training, wrap=wrap), inputs=row)
-    state, specs = baselines.plain_state(training, mesh)
-
-    def per_device(state, batch, rng):
-        loss, grads = jax.value_and_grad(training.loss_fn)(state.params, state.apply_fn, batch, rng)
-        grads = map_leaves(lambda leaf: leaf if leaf_axes(leaf) else lax.pmean(leaf, axis), grads)
-        return state.apply_gradients(grads=grads), {"loss": lax.pmean(loss, axis)}
-
-    places = {"in_specs": (specs, P(axis), P()), "out_specs": (specs, P())}
-    step = jax.jit(jax.shard_map(per_device, mesh=mesh, check_vma=False, **places), donate_argnums=0)
-    return step, (state, abstract_batch(training.batch, mesh, axis), None)
-
-
-def _plainly_wrapped(cls: type[nn.Module], axis: str, min_weight_size: int, dtype: Any) -> type[nn.Module]:
-    def gather(leaf):
-        return _gather(leaf.value, leaf.names.index(axis), axis, dtype) if leaf_axes(leaf) else leaf
-
-    def split(leaf):
-        parts = lax.axis_size(axis)
-        dim = None if leaf_axes(leaf) else baselines.split_dim(leaf.shape, parts, min_weight_size)
-        if dim is None:
-            return leaf
-        size = leaf.shape[dim] // parts
-        value = lax.dynamic_slice_in_dim(leaf, lax.axis_index(axis) * size, size, dim)
-        return Sharded(value, tuple(axis if d == dim else None for d in range(leaf.ndim)))
-
-    map_each = functools.partial(functools.partial, map_leaves)
-    return nn.map_variables(cls, "params", map_each(gather), map_each(split), mutable=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, dim: int, axis: str, dtype: Any) -> jax.Array:
-    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
-
-
-def _gather_fwd(x, dim, axis, dtype):
-    return _gather(x, dim, axis, dtype), None
-
-
-def _gather_bwd(dim, axis, dtype, _, cotangent):
-    del dtype
-    summed = lax.psum_scatter(cotangent.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
-    return (summed / lax.axis_size(axis),)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)

@@ -113,8 +113,17 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
     for axis in reversed(spread_axes(axes)):
-        value = lax.all_gather(value, axis, axis=dim, tiled=True)
+        value = _gather_stage(value, dim, axis)
     return value
+
+
+def _gather_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Concatenates along ``dim`` over one axis, with ``dim`` moved to the front meanwhile.
+
+    XLA on CPU copies the whole result of a gather along another dim into place, which took 2 to 9 % of a step. Moved by
+    hand, the dim moves within the matrix product that reads it. TPU programs come out the same.
+    """
+    return jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
