@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, weighted_loss
-from xlstm_jax.distributed import Replicas, create_train_state, make_train_step
+from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
 from xlstm_jax.distributed.gradients import ACCUMULATION
 from xlstm_jax.distributed.partitioning import leaf_axes, leaves_with_path, map_leaves
 
@@ -105,3 +106,47 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="gathers 'Dense_0/kernel' itself"):
         step(state.replace(params=foreign), BATCH, jax.random.key(0))
     assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(state.params))
+
+
+class TensorParallel(nn.Module):
+    """Two products, columns and rows of whose kernels are split over "tp"."""
+
+    @nn.compact
+    def __call__(self, x):
+        parts = jax.lax.axis_size("tp") if "tp" in jax.sharding.get_abstract_mesh().manual_axes else 1
+        init = nn.initializers.normal(0.3)
+        columns = self.param("columns", nn.with_partitioning(init, (None, "tp")), (8, 16 // parts))
+        rows = self.param("rows", nn.with_partitioning(init, ("tp", None)), (16 // parts, 4))
+        y = jnp.tanh(x @ columns) @ rows
+        return jax.lax.psum(y, "tp") if "tp" in jax.sharding.get_abstract_mesh().manual_axes else y
+
+
+def test_leaves_that_stay_split_in_their_module_are_reduced_alike():
+    losses = {}
+    for tp, accumulation in ((1, "reduce_each"), (2, "reduce_each"), (2, "reduce_once")):
+        devices = jax.devices()[: 4 * tp]
+        mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": tp}, devices=devices)
+        model = fsdp(TensorParallel)()
+        state = create_train_state(model, TX, mesh, jax.random.key(0), BATCH["x"], batch_axes="fsdp")
+        options = {"num_minibatches": 2, "accumulation": accumulation}
+        step = make_train_step(weighted_loss, mesh, "fsdp", weighted=True, **options)
+        for _ in range(3):
+            state, metrics = step(state, BATCH, jax.random.key(0))
+        losses[tp, accumulation] = float(metrics["loss"])
+    want = losses.pop((1, "reduce_each"))
+    assert all(loss == pytest.approx(want, rel=1e-5) for loss in losses.values()), (want, losses)
+
+
+def test_weights_of_more_bits_than_the_gradients_accumulate():
+    with jax.enable_x64(True):
+        step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2)
+        batch = BATCH | {"weight": BATCH["weight"].astype(jnp.float64)}
+        after, metrics = step(state, batch, jax.random.key(0))
+        assert metrics["loss"].dtype == jnp.float64
+    want, want_metrics = step_on(mesh_of(2, 4), WRAP, num_minibatches=2)[0](*_start_and_rng())
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+    assert_same_params(after.params, want.params)
+
+
+def _start_and_rng():
+    return jax.tree.map(jnp.copy, start(mesh_of(2, 4), WRAP)), BATCH, jax.random.key(0)

@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, FLOAT32_ROUNDING, mesh_of, on_mesh
+from tests.support import AXES, FLOAT32_ROUNDING, equations, mesh_of, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     gather_array_with_mean_grads,
@@ -170,6 +170,36 @@ def test_a_negative_dim_counts_from_the_end():
 
     w = normal(0, (4, 16))
     assert_allclose(on_mesh(local, mesh_of(1, 8), True, P(None, "fsdp"), P(None, "fsdp"))(w), 2 * w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape, axis", [((4, 16), 2), ((4, 16), -3), ((), 0)])
+def test_a_dim_that_is_not_there_is_refused(shape, axis):
+    gather = on_mesh(lambda w: gather_array_with_mean_grads(w, axis, "fsdp"), mesh_of(1, 8), False, P(), P())
+    with pytest.raises(ValueError, match=f"axis={axis} is no dim of an array of shape"):
+        gather(normal(0, shape))
+
+
+def scattered_as(dtype, grad_scatter_dtype, devices):
+    """The dtype of the reduce-scatter of a gradient, and all dtypes of floats in its trace."""
+
+    def local(w):
+        return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", None, grad_scatter_dtype)))(w)
+
+    traced = jax.make_jaxpr(on_mesh(local, mesh_of(1, devices), True, P("fsdp"), P("fsdp")))(jnp.zeros((64, 8), dtype))
+    found = [eqn for _, eqn in equations(traced)]
+    scattered = [str(v.aval.dtype) for eqn in found if eqn.primitive.name == "reduce_scatter" for v in eqn.invars]
+    return scattered, {str(v.aval.dtype) for eqn in found for v in eqn.outvars} - {"int32"}
+
+
+def test_sums_that_nobody_asked_to_narrow_run_in_float32():
+    assert scattered_as(jnp.bfloat16, None, 8)[0] == ["float32"]
+    assert scattered_as(jnp.float32, None, 8)[0] == ["float32"]
+    assert scattered_as(jnp.bfloat16, jnp.bfloat16, 8)[0] == ["bfloat16"]
+
+
+def test_nothing_is_narrowed_where_nothing_travels():
+    assert scattered_as(jnp.float32, jnp.bfloat16, 1) == ([], {"float32"})
+    assert "bfloat16" in scattered_as(jnp.float32, jnp.bfloat16, 8)[1]  # guard: it would be seen
 
 
 def test_eight_bit_floats_travel_and_are_summed_wider():

@@ -7,9 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import Replicas, bytes_per_device, create_train_state, make_train_step, shard_module_params
+from xlstm_jax.distributed import (
+    Replicas,
+    bytes_per_device,
+    create_train_state,
+    global_norm,
+    make_train_step,
+    shard_module_params,
+)
+from xlstm_jax.distributed.gradients import ACCUMULATION
 from xlstm_jax.distributed.partitioning import leaf_axes, leaf_value, leaves_with_path
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()
@@ -102,6 +111,87 @@ def test_an_axis_splits_or_copies_and_must_be_there():
         Replicas("dp", reduce_dtype="nonsense")
     mesh = mesh_of(2, 4)
     wrap = fsdp(replicas=Replicas("slow"))
-    step = make_train_step(mean_loss, mesh, AXES)
-    with pytest.raises(ValueError, match="'slow' is not a bound mesh axis"):
-        step(state_of(wrap, mesh), BATCH, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"'slow' is not an axis of .*, which has \('dp', 'fsdp'\)"):
+        state_of(wrap, mesh)
+
+
+# ---------------------------------------------------------------------------- what else depends on a shard, or splits it
+
+
+def penalty_by_values(params):
+    return 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+
+def penalty_by_norm(params):
+    # Of what is split: under check_vma=True whole leaves vary within a loss, and are refused.
+    return 0.1 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_axes(leaf)]) ** 2
+
+
+@cache
+def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
+    """That of a loss with a penalty on the parameters, after one step of one minibatch, or of two."""
+    mesh = mesh_of(*shape)
+    wrap = wrapped() if replicas else fsdp()
+    loss = lambda params, *args: mean_loss(params, *args) + penalty(params)  # noqa: E731
+    state = create_train_state(Model(wrap), optax.sgd(1.0), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+    options = {"num_minibatches": 1 if accumulation == "reduce_each" else 2, "accumulation": accumulation}
+    _, metrics = make_train_step(loss, mesh, AXES, check_vma=check_vma, **options)(state, BATCH, jax.random.key(0))
+    return float(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
+    want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)
+    assert gradient_norm((1, 1), True, "reduce_each", lambda params: 0.0) < 0.9 * want  # guard: it is a large part
+    if accumulation != "reduce_once":  # which differentiates by whole weights: each device's penalty is that of all
+        got = gradient_norm((2, 4), check_vma, accumulation, penalty_by_values)
+        assert got == pytest.approx(want, rel=1e-5)
+    if not check_vma or accumulation != "reduce_each":
+        return
+    assert gradient_norm((2, 4), True, "reduce_each", penalty_by_values, replicas=False) == pytest.approx(
+        want, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape, replicas", [((1, 8), False), ((2, 4), True)])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_penalty_on_the_global_norm_counts_once(check_vma, shape, replicas):
+    want = gradient_norm((1, 1), True, "reduce_each", penalty_by_norm)
+    assert gradient_norm((1, 1), True, "reduce_each", lambda params: 0.0) < 0.9 * want  # guard: it is a large part
+    assert gradient_norm(shape, check_vma, "reduce_each", penalty_by_norm, replicas) == pytest.approx(want, rel=1e-5)
+
+
+class Experts(nn.Module):
+    """One expert for each device along "dp"."""
+
+    @nn.compact
+    def __call__(self, x):
+        here = 1 if "dp" in jax.sharding.get_abstract_mesh().manual_axes else 2
+        init = nn.with_partitioning(nn.initializers.normal(0.3), ("dp", None, None))
+        return jnp.sin(x @ self.param("kernel", init, (here, 8, 4))[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parts_along_the_axis_of_the_copies_are_no_copies(check_vma):
+    mesh, kernels = mesh_of(2, 4), []
+    for replicas in (None, Replicas("dp", shard_optimizer_state=True)):
+        model = fsdp(Experts, replicas=replicas)()
+        state = create_train_state(model, optax.adam(1e-2), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+        state, _ = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)(state, BATCH, jax.random.key(0))
+        kernels.append(np.asarray(leaf_value(state.params["kernel"])))
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert not np.allclose(kernels[0][0], kernels[0][1])  # guard: the experts differ
+
+
+def test_a_dtype_that_does_not_fit_names_the_leaf():
+    class Complex(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.abs(x @ self.param("kernel", nn.initializers.normal(0.3, jnp.complex64), (8, 4)))
+
+    mesh = mesh_of(2, 4)
+    model = fsdp(Complex, replicas=Replicas("dp", reduce_dtype="bfloat16"))()
+    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+    with pytest.raises(ValueError, match="reduce_dtype=bfloat16 does not fit 'params/kernel' of dtype complex64"):
+        make_train_step(mean_loss, mesh, AXES)(state, BATCH, jax.random.key(0))

@@ -137,6 +137,7 @@ def test_by_default_such_a_leaf_stays_whole_and_the_plan_says_both():
     assert whole.row(path).parts == 1 and "8 divides no free dim" in whole.explain(path)
     assert padded.row(path).parts == 8 and "padded to 8" in padded.explain(path)
     assert padded.row(path).shape == (3, WIDTH, WIDTH)
+    assert padded.row(path).gathered_bytes == WIDTH * 8 * 4  # the padding travels, too
     total = 3 * WIDTH * WIDTH * 4
     assert tuple(padded.row(path).parameters) == (total, 3 * WIDTH * 4)
     assert tuple(padded.row(path).optimizer) == (2 * total, 2 * 3 * WIDTH * 4)

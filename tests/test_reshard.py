@@ -147,3 +147,27 @@ def test_the_policy_of_an_outer_remat_decides():
     once = counted(EVERYTHING, False)
     assert counted(EVERYTHING, True) == once  # the outer policy keeps what the inner one would drop
     assert counted(remat_policy(), True) == counted(remat_policy(), False) > once
+
+
+class Sized(nn.Module):
+    """A method that returns what is no array beside what is one."""
+
+    @nn.compact
+    def __call__(self, x):
+        return {"y": nn.Dense(16)(x), "name": "sized", "width": 16}
+
+
+def test_results_that_are_no_arrays_stay_what_they_are():
+    mesh, model = mesh_of(2, 4), fsdp(Sized, reshard_after_forward=True)()
+    variables = init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+
+    def loss(variables, batch):
+        found = model.apply(variables, batch["x"])
+        assert found["name"] == "sized" and sum(range(found["width"])) == 120
+        return jnp.mean(found["y"] ** 2)
+
+    specs = partition_specs(variables, mesh)
+    fn = value_and_grad(loss, AXES)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+    assert [e for within, e in equations(jax.make_jaxpr(mapped)(variables, BATCH)) if e.primitive.name == "remat2"]
+    assert np.isfinite(jax.jit(mapped)(variables, BATCH)[0])

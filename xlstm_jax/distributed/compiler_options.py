@@ -35,7 +35,7 @@ TPU_OPTIONS: dict[str, Options] = {
     "TPU v5 lite": ICI_PIPELINING,  # v5e
     "TPU v5e": ICI_PIPELINING,
 }
-GPU, CPU = "NVIDIA ", "cpu"  # what the kinds of all of them begin with
+GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
 
 def compiler_options(device_kind: str) -> Options:
@@ -50,10 +50,10 @@ def compiler_options(device_kind: str) -> Options:
     """
     if device_kind == CPU:
         return {}
-    if device_kind.startswith(GPU):
+    if device_kind.startswith(GPUS):
         return _gpu_options()
     if device_kind not in TPU_OPTIONS:
-        known = ", ".join(map(repr, [*TPU_OPTIONS, f"{GPU}...", CPU]))
+        known = ", ".join(map(repr, [*TPU_OPTIONS, f"{GPUS[0]}...", CPU]))
         raise ValueError(
             f"device_kind={device_kind!r}: no options are known for it, but for {known}. Leave compiler_options out, "
             "or pass a dict of options that you have tried on it."

@@ -42,6 +42,7 @@ from xlstm_jax.distributed.partitioning import (
     DEFAULT_MIN_WEIGHT_SIZE,
     Replicas,
     as_axis_names,
+    copied_axes,
     is_box,
     leaf_axes,
     leaf_value,
@@ -91,7 +92,7 @@ def shard_module_params(
         in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay whole on every device.
       gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored.
-      grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: as stored.
+      grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: float32, or as stored where that is wider.
       reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
         compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
         otherwise, as one that keeps nothing does; leave it False within those.
@@ -135,11 +136,13 @@ def _mode(axes: tuple[str, ...]) -> str:
         return "plain"
     if mesh.manual_axes:
         raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
-    missing = next((axis for axis in unbound if axis not in mesh.shape), unbound[0])
+    raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
+
+
+def _no_axis(axis: str) -> ValueError:
     where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
-    raise ValueError(
-        f"shard_module_params: {missing!r} is not an axis of {where}, which has {tuple(mesh.shape)}. Pass one of them."
-    )
+    there = tuple(jax.sharding.get_abstract_mesh().shape)
+    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
 
 
 def _gather_here(axes, rule, variables):
@@ -161,7 +164,9 @@ def _shard_here(axes, rule, variables):
         return box_slices(variables, axes, rule)
     if mode == "plain":
         return variables
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.wire.replicas
+    if replicas and (missing := [axis for axis in replicas.axis_name if axis not in mesh.shape]):
+        raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in axes}
     return (plan_params if is_planning() else box_whole)(variables, sizes, rule)
 
@@ -194,17 +199,27 @@ def _dropping_gathered(method: Callable[..., Any], axes: tuple[str, ...]) -> Cal
     def dropping(scopes, *args, **kwargs):
         if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
             return method(scopes, *args, **kwargs)
-        # Arguments that are no arrays (a flag, a module) stay what they are.
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+        arrays, put_back = _split_arrays((args, kwargs))
+        put_back_results = None
 
         def run(scopes, arrays):
-            args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-            return method(scopes, *args, **kwargs)
+            nonlocal put_back_results
+            args, kwargs = put_back(arrays)
+            results, put_back_results = _split_arrays(method(scopes, *args, **kwargs))
+            return results
 
-        return lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
+        results = lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
+        return put_back_results(results)
 
     return dropping
+
+
+def _split_arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """The arrays of a tree, and how to put others in their places; the rest (a flag, a module) stays what it is."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
+    return arrays, lambda arrays: treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(rest)])
 
 
 def _public_methods(cls: type[nn.Module]) -> list[str]:
@@ -254,8 +269,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     device's batch. It is *not* for the gradients of ``training.value_and_grad``, which has done it.
 
     A leaf that is split over an axis, or has its copies along it (``Replicas``), has been averaged over it by the
-    transpose of its gather. Under ``check_vma=True``
-    a leaf whose type does not vary over an axis has been summed over it by JAX, and is divided; any other is averaged.
+    transpose of its gather. Under ``check_vma=True`` a leaf whose type does not vary over an axis has been summed over
+    it by JAX (and, over the axis of its copies, by that transpose), and is divided; any other is averaged.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
@@ -271,7 +286,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     live, put_back = split_differentiable(grads)
     over = [tuple(axis for axis in axes if axis not in reduced_axes(leaf)) for leaf in live]
     with jax.named_scope("sync_gradients"):
-        divided = [_divide_summed(leaf_value(leaf), left) for leaf, left in zip(live, over, strict=True)]
+        divided = [
+            _divide_summed(leaf_value(leaf), (*left, *copied_axes(leaf))) for leaf, left in zip(live, over, strict=True)
+        ]
         synced = collectives.pmean(divided, over)
     return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 

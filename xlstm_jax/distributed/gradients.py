@@ -26,10 +26,11 @@ import numpy as np
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed import collectives
 from xlstm_jax.distributed.data_parallel import sync_gradients
-from xlstm_jax.distributed.parameters import gather_params, mean_over_replicas
+from xlstm_jax.distributed.parameters import gather_params, reduce_over_replicas
 from xlstm_jax.distributed.partitioning import (
     Sharded,
     as_axis_names,
+    copied_axes,
     dtype_name,
     is_box,
     leaf_axes,
@@ -39,7 +40,6 @@ from xlstm_jax.distributed.partitioning import (
     map_leaves,
     map_leaves_with_path,
     rebox,
-    reduced_axes,
     split_differentiable,
     wide_dtype,
     with_wire,
@@ -271,8 +271,7 @@ def _varying(live: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Leaves cast to varying over the axes, except over those of their copies: that cast stands within the gather."""
 
     def cast(leaf):
-        copied = set(reduced_axes(leaf)) - set(leaf_axes(leaf))
-        return collectives.to_varying(leaf, [axis for axis in collectives.spread_axes(axes) if axis not in copied])
+        return collectives.to_varying(leaf, [a for a in collectives.spread_axes(axes) if a not in copied_axes(leaf)])
 
     return [cast(leaf) for leaf in live]
 
@@ -286,7 +285,7 @@ def _mean_over(part: Callable[..., Any], count: int, carry: PyTree) -> tuple[PyT
     def add(total, index):
         (sums, weights), carry = total
         (values, weight), carry = part(index, carry)
-        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * weight, sums, values)
+        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, values)
         return ((sums, weights + weight), carry), None
 
     like, _ = jax.eval_shape(part, jnp.int32(0), carry)
@@ -322,7 +321,10 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
 
     def reduce(grads):
         out, pull = jax.vjp(lambda live: gather_params(live, axes), wide)
-        (reduced,) = pull(jax.tree.map(lambda g, like: g.astype(like.dtype), grads, out))
+        cotangents = [
+            rebox(like, leaf_value(g).astype(leaf_value(like).dtype)) for g, like in zip(grads, out, strict=True)
+        ]
+        (reduced,) = pull(cotangents)
         return [rebox(leaf, leaf_value(grad)) for leaf, grad in zip(live, reduced, strict=True)]
 
     return used, reduce
@@ -340,8 +342,8 @@ def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
 
     def reduce(grads):
         values = [leaf_value(grad) for grad in grads]
-        means = [mean_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
-        return _scattered(params, axes)[1](means)
+        reduced = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
+        return _scattered(params, axes)[1](reduced)
 
     return map_leaves(lambda leaf: with_wire(leaf, replicas=None), params), reduce
 

@@ -11,6 +11,7 @@ every device, without an error, and what should be replicated drifts apart.
                         where the two differ
 """
 
+import functools
 import inspect
 import math
 import operator
@@ -49,7 +50,8 @@ def global_norm(tree: PyTree) -> jax.Array:
     """The L2 norm over all values of a boxed tree, the same on every device.
 
     Inside ``shard_map`` the squares of each leaf are summed over the axes that its box names, and over no others: one
-    collective for each distinct set of axes. Outside, values are global and nothing is communicated.
+    collective for each distinct set of axes. Outside, values are global and nothing is communicated. In a loss that is
+    averaged over devices (``value_and_grad``, ``make_train_step``) it has the gradient of the norm of all parameters.
 
     Args:
       tree: gradients or parameters, boxed where they are split; leaves that are no floats do not count.
@@ -64,8 +66,36 @@ def global_norm(tree: PyTree) -> jax.Array:
         if is_differentiable(leaf):
             axes = _axes_of_values(path, leaf)
             by_axes[axes] = by_axes.get(axes, 0) + _sum_of_squares(leaf_value(leaf))
-    sums = collectives.psum(list(by_axes.values()), [sorted(axes) for axes in by_axes])
+    sums = _sum_over_devices(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum_over_devices(values: list[jax.Array], axes: tuple[tuple[str, ...], ...]) -> list[jax.Array]:
+    """Sums ``values[i]`` over ``axes[i]``; its gradient is that of a loss which is the mean over devices.
+
+    The transpose of a sum over N devices is a sum of their cotangents. Each device's loss contains the whole norm and
+    the mean over devices counts it once, so here it is their mean, without which a penalty would weigh N times as much.
+    """
+    return collectives.psum(values, axes)
+
+
+def _sum_fwd(values, axes):
+    return collectives.psum(values, axes), values
+
+
+def _sum_bwd(axes, values, cotangents):
+    means = collectives.pmean(cotangents, axes)  # over tracked axes JAX has summed them: they are divided below
+
+    def mean(cotangent, value, over):
+        varying = collectives.varying_axes(value)
+        summed = [axis for axis in over if collectives.is_tracked(axis) and axis in varying]
+        return collectives.to_varying(cotangent / collectives.axis_size(summed), varying)
+
+    return ([mean(*of_one) for of_one in zip(means, values, axes, strict=True)],)
+
+
+_sum_over_devices.defvjp(_sum_fwd, _sum_bwd)
 
 
 def _sum_of_squares(value: jax.Array) -> jax.Array:
@@ -86,7 +116,8 @@ def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
         raise ValueError(
             f"global_norm: '{path}' of shape {np.shape(leaf_value(leaf))} differs between devices along {stray[0]!r}, "
             f"but its box names {leaf_names(leaf)}. If it is a gradient, average it first (value_and_grad, "
-            f"sync_gradients); if it is a slice, it must come in its box."
+            f"sync_gradients); if it is a slice, it must come in its box; for a penalty on parameters within a loss, "
+            f"use optax.add_decayed_weights in the optimizer."
         )
     return frozenset(axes)
 

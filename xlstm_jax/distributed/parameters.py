@@ -11,7 +11,7 @@ all of it around modules.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -191,8 +191,10 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
         if choice.dim is not None:
             padded, true_size = _padded(value, choice.dim, parts)
             boxed = box_dim(leaf, padded, choice.dim, axes, rule.wire, true_size)
-            requested = {"gather_dtype": rule.wire.gather_dtype, "grad_scatter_dtype": rule.wire.grad_scatter_dtype}
-            wire = [str(wire_dtype(value, dtype, option, path)) for option, dtype in requested.items()]
+            gathered = wire_dtype(value, rule.wire.gather_dtype, "gather_dtype", path)
+            wire = [
+                str(jnp.dtype(dtype)) for dtype in (gathered, scatter_dtype(value, rule.wire.grad_scatter_dtype, path))
+            ]
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, shape, leaf_names(boxed), *wire))
 
     return map_leaves_with_path(box, params)
@@ -236,20 +238,25 @@ def gather_array_with_mean_grads(
       axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
       gather_dtype: dtype on the wire and of the result; None: x's own. Narrow it to the dtype that the module computes
         in, so that nothing is left to cast (and to save for the backward pass).
-      grad_scatter_dtype: dtype in which the gradient is summed over the wire; None: x's own. It is divided by N before
-        the sum, in float32 or wider, so that a float16 sum of N gradients overflows only where their mean does.
+      grad_scatter_dtype: dtype in which the gradient is summed over the wire; None: float32, or x's own where that is
+        wider. It is divided by N before the sum, in float32 or wider, so that a float16 sum of N gradients overflows
+        only where their mean does. Nothing is narrowed where nothing travels, on one device.
       replicas: other axes along which there are copies of ``x``; its gradient is then averaged over them too, after the
-        scatter.
+        scatter. Where the type of ``x`` says that the copies are equal (``check_vma=True``) it is summed, as JAX sums
+        the gradient of any such value, and ``sync_gradients`` divides.
     Returns:
       [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
     Raises:
-      ValueError: an axis is not bound, or a dtype on the wire would change the kind of the numbers (float, complex).
+      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype on the wire would change the kind of the
+        numbers (float, complex).
     """
     axes = as_axis_names(axis_name)
     collectives.check_bound(axes, caller="gather_array_with_mean_grads")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
     if replicas:
         collectives.check_bound(replicas.axis_name, caller="gather_array_with_mean_grads, replicas")
-    wire_dtype(x, grad_scatter_dtype, "grad_scatter_dtype")
+    scatter_dtype(x, grad_scatter_dtype)
     gathered_as = wire_dtype(x, gather_dtype, "gather_dtype")
     return _gather(x, axis % x.ndim, axes, gathered_as, dtype_name(grad_scatter_dtype), replicas)
 
@@ -274,22 +281,40 @@ def _gather_bwd(dim, axes, gather_dtype, grad_scatter_dtype, replicas, primal, c
     if cotangent.dtype == jax.dtypes.float0:
         return (np.zeros(primal.shape, jax.dtypes.float0),)
     wide = cotangent.astype(wide_dtype(cotangent.dtype))
-    mean = (wide / collectives.axis_size(axes)).astype(wire_dtype(primal, grad_scatter_dtype, "grad_scatter_dtype"))
-    grad = collectives.reduce_scatter(mean, dim, axes)
-    if replicas:
-        grad = collectives.to_varying(mean_over_replicas(grad, replicas), primal.varying)
-    return (grad.astype(primal.dtype),)
+    if collectives.spread_axes(axes):
+        dtype = scatter_dtype(primal, grad_scatter_dtype)
+        wide = collectives.reduce_scatter((wide / collectives.axis_size(axes)).astype(dtype), dim, axes)
+    grad = reduce_over_replicas(wide, replicas, primal.varying) if replicas else wide
+    return (collectives.to_varying(grad, primal.varying).astype(primal.dtype),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def mean_over_replicas(grad: jax.Array, replicas: Replicas) -> jax.Array:
-    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen."""
+def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
+    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen.
+
+    ``varying`` are the axes over which the shard varies by type. Over tracked ones that it does not vary over the
+    result is the sum: JAX sums what else depends on the shard (a penalty on its values), and sums add up.
+    """
+    axes = collectives.spread_axes(replicas.axis_name)
     wide = grad.astype(wide_dtype(grad.dtype))
+    if not axes:
+        return wide
     dtype = wire_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
-    mean = (wide / collectives.axis_size(replicas.axis_name)).astype(dtype)
-    return collectives.all_reduce_sum(mean, collectives.spread_axes(replicas.axis_name))
+    mean = collectives.all_reduce_sum((wide / collectives.axis_size(axes)).astype(dtype), axes).astype(wide.dtype)
+    summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
+    return mean * collectives.axis_size(summed) if summed else mean
+
+
+def scatter_dtype(x: Any, requested: Any, path: str | None = None) -> Any:
+    """The dtype in which gradients of ``x`` are summed; nothing that was not asked for is narrower than float32.
+
+    Raises:
+      ValueError: see ``wire_dtype``.
+    """
+    dtype = wire_dtype(x, requested, "grad_scatter_dtype", path)
+    return wide_dtype(dtype) if requested is None else dtype
 
 
 def wire_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -> Any:
@@ -344,7 +369,8 @@ def gather_params(
         for dim, entry in enumerate(names):
             if set(entry_axes(entry)) & set(axes):
                 wire_dtype(value, wire.gather_dtype, "gather_dtype", path)
-                wire_dtype(value, wire.grad_scatter_dtype, "grad_scatter_dtype", path)
+                scatter_dtype(value, wire.grad_scatter_dtype, path)
+                wire_dtype(value, wire.replicas and wire.replicas.reduce_dtype, "reduce_dtype", path)
                 value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, wire)
                 wire = wire._replace(replicas=None)  # once for each leaf
         sizes = true_sizes(leaf)

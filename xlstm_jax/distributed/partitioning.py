@@ -11,7 +11,7 @@ No function here looks at a device or calls a collective.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,13 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 class Wire(NamedTuple):
-    """How a split leaf travels: dtypes of its gather and of its gradient's scatter (None: its own), and its copies."""
+    """How a split leaf travels.
+
+    Attributes:
+      gather_dtype: None: its own.
+      grad_scatter_dtype: None: float32, or its own where that is wider.
+      replicas: along which axes there are copies of its shards, and how these are reduced.
+    """
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
@@ -292,8 +298,15 @@ def box_dim(
     names[dim] = axes_entry(axes)
     sizes = list(true_sizes(leaf))
     sizes[dim] = true_size
-    wire = wire._replace(replicas=wire.replicas or leaf_wire(leaf).replicas)
+    wire = wire._replace(replicas=_copied_over(wire.replicas or leaf_wire(leaf).replicas, names))
     return Sharded(value, tuple(names), wire=wire, true_sizes=tuple(sizes) if any(sizes) else ())
+
+
+def _copied_over(replicas: Replicas | None, names: Sequence[AxisEntry]) -> Replicas | None:
+    """``replicas`` without the axes that split the leaf: along these there are parts of it, and no copies."""
+    axes = replicas.axis_name if replicas else ()
+    left = tuple(axis for axis in axes if not any(axis in entry_axes(entry) for entry in names))
+    return replace(replicas, axis_name=left) if left else None
 
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:
@@ -327,10 +340,15 @@ def with_padding(leaf: Any, value: Any) -> Any:
     return jnp.pad(value, [(0, size - true) for size, true in zip(stored, np.shape(value), strict=True)])
 
 
-def reduced_axes(leaf: Any) -> tuple[str, ...]:
-    """The axes over which the gather of a leaf averages its gradient: those that split it, and those of its copies."""
+def copied_axes(leaf: Any) -> tuple[str, ...]:
+    """The axes along which a leaf has copies, by its box."""
     replicas = leaf_wire(leaf).replicas
-    return leaf_axes(leaf) + (replicas.axis_name if replicas else ())
+    return replicas.axis_name if replicas else ()
+
+
+def reduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The axes over which the gather of a leaf reduces its gradient: those that split it, and those of its copies."""
+    return leaf_axes(leaf) + copied_axes(leaf)
 
 
 def leaf_wire(leaf: Any) -> Wire:

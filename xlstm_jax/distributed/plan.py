@@ -41,6 +41,7 @@ from xlstm_jax.distributed.partitioning import (
 )
 from xlstm_jax.distributed.plan_boxes import Planned, planning_mesh
 from xlstm_jax.distributed.plan_leaves import OPTIMIZER, PARAMETERS, LeafPlan, Share, format_axes
+from xlstm_jax.distributed.shard_choice import padded_size
 from xlstm_jax.distributed.sharding_plan import Difference, ShardingPlan
 
 __all__ = ["Difference", "LeafPlan", "Share", "ShardingPlan", "plan_sharding"]
@@ -220,11 +221,13 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     kept = _parts(tuple(seen - gathered), sizes)
     added = _parts(tuple(set(leaf_axes(leaf)) - seen), sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
+    stored = list(last.shape)
+    stored[last.choice.dim] = padded_size(stored[last.choice.dim], _parts(last.axes, sizes))
     calls = max(sum(split.axes == axes for split in splits) for axes in {split.axes for split in splits})
     return {
         "use_shape": last.shape,
         "uses": calls * layers,
-        "gathered_bytes": math.prod(last.shape) // kept * np.dtype(last.gather_dtype).itemsize,
+        "gathered_bytes": math.prod(stored) // kept * np.dtype(last.gather_dtype).itemsize,
         "gather_dtype": last.gather_dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype,
     }

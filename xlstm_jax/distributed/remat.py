@@ -22,7 +22,8 @@ them into the operations that read their results, and what stays is what they st
 docs/remat.md that takes less memory *and* fewer cycles than to keep their results, as fewer bytes are moved.
 
 What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
-of weights with weights, sorts, kernels and loops over them, which look like those over activations. Merge such weights
+of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative sums, sorts,
+kernels and loops over them, which look like those over activations. Merge such weights
 outside of the rematerialised function, or keep "nothing".
 """
 
@@ -55,10 +56,10 @@ _MOVES = (
     "reshape rev slice split squeeze stack tile transpose unstack"
 )
 _ARITHMETIC = (
-    "abs add add_any and cbrt ceil clamp complex conj cos div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag "
-    "integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or "
-    "polynomial pow real rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt "
-    "square sub tan tanh xor"
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh digamma div "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt "
+    "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
 # Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
