@@ -144,14 +144,9 @@ def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
 def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)
     assert gradient_norm((1, 1), True, "reduce_each", lambda params: 0.0) < 0.9 * want  # guard: it is a large part
-    if accumulation != "reduce_once":  # which differentiates by whole weights: each device's penalty is that of all
-        got = gradient_norm((2, 4), check_vma, accumulation, penalty_by_values)
+    for replicas in (True, False)[: 1 if accumulation == "reduce_replicas_once" else 2]:
+        got = gradient_norm((2, 4), check_vma, accumulation, penalty_by_values, replicas)
         assert got == pytest.approx(want, rel=1e-5)
-    if not check_vma or accumulation != "reduce_each":
-        return
-    assert gradient_norm((2, 4), True, "reduce_each", penalty_by_values, replicas=False) == pytest.approx(
-        want, rel=1e-5
-    )
 
 
 @pytest.mark.parametrize("shape, replicas", [((1, 8), False), ((2, 4), True)])

@@ -220,8 +220,9 @@ def accumulate_gradients(
       axis_names: as in ``value_and_grad``.
       num_minibatches: m, which must divide b.
       accumulation: "reduce_each": every minibatch gathers and scatters the split parameters, and memory stays that of
-        one. "reduce_once": they are gathered before the first and scattered after the last, which saves (m - 1) / m of
-        the traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": every minibatch
+        one. "reduce_once": they are gathered before the first and scattered after the last, in the dtypes that their
+        boxes say (those of the wrapper, but from ``shard_params``, which knows of none); that saves (m - 1) / m of the
+        traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": every minibatch
         gathers and scatters, and the shards' gradients are averaged over their copies (``Replicas``) after the last.
       has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
         with ``weighted`` as sums over the global weight.
