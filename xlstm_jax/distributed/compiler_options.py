@@ -24,7 +24,7 @@ SPARSECORE: Options = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 }
-# Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory and cycles.
+# Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING: Options = {"xla_tpu_enable_ici_ag_pipelining": True}
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 TPU_OPTIONS: dict[str, Options] = {
