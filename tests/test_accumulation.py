@@ -76,7 +76,9 @@ def test_when_the_collectives_run():
 
 @pytest.mark.parametrize("options", [{"gather_dtype": jnp.bfloat16}, {"uneven": "pad", "gather_dtype": jnp.bfloat16}])
 def test_gathered_once_is_gathered_as_the_modules_would(options):
-    """In bfloat16 the modules see the same rounded weights, and so the same loss.
+    """In bfloat16 the modules see the same rounded weights, and so the same loss, up to the order of float32 sums.
+
+    Weights that were not rounded would move it by some 1e-4.
 
     A minibatch's gradient is rounded to 8 bits where it leaves its module, which XLA does earlier or later as it fuses:
     gradients agree to that unit, 2^-8 of a leaf's largest entry.
@@ -88,7 +90,7 @@ def test_gathered_once_is_gathered_as_the_modules_would(options):
         after, metrics = step(state, BATCH, jax.random.key(0))
         results.append((jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after.params), metrics))
     (each, each_metrics), (once, once_metrics) = results
-    np.testing.assert_array_equal(each_metrics["loss"], once_metrics["loss"])
+    np.testing.assert_allclose(each_metrics["loss"], once_metrics["loss"], rtol=1e-6)
     assert_same_params(once, each, tolerance=2**-8)
 
 
