@@ -118,6 +118,10 @@ def test_an_axis_splits_or_copies_and_must_be_there():
 # ---------------------------------------------------------------------------- what else depends on a shard, or splits it
 
 
+def no_penalty(params):
+    return 0.0
+
+
 def penalty_by_values(params):
     return 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
 
@@ -143,7 +147,7 @@ def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)
-    assert gradient_norm((1, 1), True, "reduce_each", lambda params: 0.0) < 0.9 * want  # guard: it is a large part
+    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: it is a large part
     for replicas in (True, False)[: 1 if accumulation == "reduce_replicas_once" else 2]:
         got = gradient_norm((2, 4), check_vma, accumulation, penalty_by_values, replicas)
         assert got == pytest.approx(want, rel=1e-5)
@@ -153,7 +157,7 @@ def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_penalty_on_the_global_norm_counts_once(check_vma, shape, replicas):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_norm)
-    assert gradient_norm((1, 1), True, "reduce_each", lambda params: 0.0) < 0.9 * want  # guard: it is a large part
+    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: it is a large part
     assert gradient_norm(shape, check_vma, "reduce_each", penalty_by_norm, replicas) == pytest.approx(want, rel=1e-5)
 
 

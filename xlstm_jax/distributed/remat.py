@@ -23,8 +23,8 @@ docs/remat.md that takes less memory *and* fewer cycles than to keep their resul
 
 What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
 of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative sums, sorts,
-kernels and loops over them, which look like those over activations. Merge such weights
-outside of the rematerialised function, or keep "nothing".
+kernels and loops over them, which look like those over activations. Merge such weights outside of the rematerialised
+function, or keep "nothing".
 """
 
 import functools
