@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import abstract_batch
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_value, map_leaves, partition_specs, rebox
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.partitioning import Sharded, leaf_axes, leaf_value, map_leaves, partition_specs, rebox
 
 
 def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:

@@ -36,13 +36,8 @@ from benchmarks.limits import Counts
 from benchmarks.models import BLOCKS, LanguageModel
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.planner import default_meshes
-from xlstm_jax.distributed.partitioning import (
-    DEFAULT_MIN_WEIGHT_SIZE,
-    Replicas,
-    axes_entry,
-    entry_axes,
+from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.boxes import (
     is_box,
     leaf_names,
     leaf_value,
@@ -51,8 +46,12 @@ from xlstm_jax.distributed.partitioning import (
     rebox,
     shardings,
 )
-from xlstm_jax.distributed.remat import remat_policy
-from xlstm_jax.distributed.training import optimizer_state_shardings
+from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.forecast.fitting.search import default_meshes
+from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 # For trying things out, and for tests.
 SIZES = LARGE_SIZES | {"small": Size(256, 2, 2, 2048)}
@@ -210,7 +209,7 @@ def options_of(case: Case, device_kind: str) -> dict[str, Any] | None:
     """XLA's options for a case."""
     if not case.tuned:
         return None
-    from xlstm_jax.distributed.compiler_options import compiler_options
+    from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
     return compiler_options(device_kind)
 

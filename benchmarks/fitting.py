@@ -38,7 +38,7 @@ from xlstm_jax.distributed import (
     shard_batch,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.checkpoint import Checkpointer
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.metrics import (
     Compose,
     Local,
@@ -51,7 +51,7 @@ from xlstm_jax.distributed.metrics import (
     WeightedMean,
     make_log_step,
 )
-from xlstm_jax.distributed.training import abstract_train_state
+from xlstm_jax.distributed.training.state import abstract_train_state
 
 HELD_OUT_WINDOWS = 128
 WARM_UP_SHARE = 0.05

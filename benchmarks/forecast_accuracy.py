@@ -41,7 +41,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.forecast import Forecast, forecast
 from xlstm_jax.distributed.forecast.report import rich_table
-from xlstm_jax.distributed.plan import plan_sharding
+from xlstm_jax.distributed.plan.planning import plan_sharding
 
 DEVICES = 8
 CASES = {  # name -> block, axes of the mesh as shares of the devices, remat

@@ -34,9 +34,9 @@ from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options
 from benchmarks.report import clean, key_below, save
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
-from xlstm_jax.distributed.forecast.buffers import Memory
+from xlstm_jax.distributed.forecast.cost.memory import Memory
 from xlstm_jax.distributed.forecast.report import rich_table
-from xlstm_jax.distributed.plan_leaves import format_bytes
+from xlstm_jax.distributed.wording import format_bytes
 
 FORMAT = 2  # of what is kept
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")

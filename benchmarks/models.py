@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from xlstm_jax.distributed.cross_entropy import LMHead, TokenLosses
+from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses
 
 VOCAB_SIZE = 256
 CHUNK_SIZE = 64

@@ -48,7 +48,7 @@ from benchmarks.options import positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss
 from xlstm_jax.distributed import LoopGuard, NonFiniteError
-from xlstm_jax.distributed.checkpoint import CheckpointError
+from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
 from xlstm_jax.distributed.metrics import MetricLogger
 
 SAMPLE_PROMPT = "def "

@@ -49,7 +49,8 @@ from benchmarks.forecasts import installed_versions
 from benchmarks.job import Job, TrainConfig, prepare
 from benchmarks.report import save
 from benchmarks.ring_sums import DEVICES, KINDS, SHAPES, WIRE, gradients, reduced_mean, relative_error, sums
-from xlstm_jax.distributed import DeviceMeshManager, available_devices, collectives, make_train_step
+from xlstm_jax.distributed import DeviceMeshManager, available_devices, make_train_step
+from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.forecast.report import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"

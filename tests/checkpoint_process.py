@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, import_safetensors, simulate_cpu_devices
-from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 

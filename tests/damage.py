@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
-from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 NEWEST, OLDER = 20, 10
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
-from xlstm_jax.distributed.partitioning import path_string
+from xlstm_jax.distributed.data_parallel.boxes import path_string
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5

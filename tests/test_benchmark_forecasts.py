@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import forecast_accuracy
 from benchmarks.large_models import SIZES, language_model
-from xlstm_jax.distributed.plan import plan_sharding
+from xlstm_jax.distributed.plan.planning import plan_sharding
 
 
 @pytest.mark.parametrize("case", ["xLSTM, FSDP", "Transformer, replicated"])

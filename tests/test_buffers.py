@@ -15,10 +15,10 @@ from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.buffers import memory, operation_names
-from xlstm_jax.distributed.forecast.chips import CHIPS
-from xlstm_jax.distributed.forecast.hlo import parse
-from xlstm_jax.distributed.forecast.topology import compile_for_topology
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.memory import memory, operation_names
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.hardware.chips import CHIPS
 
 MIB = 2**20
 

@@ -26,10 +26,10 @@ from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from tests.test_init import largest_buffer
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
-from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError
-from xlstm_jax.distributed.checkpoint_leaves import checksums
-from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
-from xlstm_jax.distributed.training import abstract_train_state
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.record import checksums
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
+from xlstm_jax.distributed.training.state import abstract_train_state
 
 ROOT = Path(__file__).parent.parent
 TX = optax.adamw(1e-2)
@@ -166,7 +166,7 @@ def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
 def test_checksums_are_taken_from_slices():
     """Read off the program of each device: no array in it is larger than a slice."""
     x = jax.device_put(jnp.ones((256, 64)), NamedSharding(mesh_of(1, 8), P("fsdp")))
-    from xlstm_jax.distributed import checkpoint_leaves
+    from xlstm_jax.distributed.checkpoint import record as checkpoint_leaves
 
     program = checkpoint_leaves._checksum_to(checkpoint_leaves._sums_place(x)).lower(x).compile().as_text()
     assert largest_buffer(program) <= x.size // 8 and "all-gather" not in program

@@ -11,8 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.chips import CHIPS, Links, chip_of, parse_topology, roofline
-from xlstm_jax.distributed.forecast.topology import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.compile import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.cost.roofline import roofline
+from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.slices import parse_topology
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
 MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}

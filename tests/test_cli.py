@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xlstm_jax import cli, commands
-from xlstm_jax.distributed import doctor, self_test
-from xlstm_jax.distributed.forecast import Forecast, Workload, planner
-from xlstm_jax.distributed.forecast.factory import load_factory
-from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
-from xlstm_jax.distributed.self_test import Check
+from xlstm_jax.cli import command_line as cli
+from xlstm_jax.cli import commands, doctor, self_test
+from xlstm_jax.cli.factory import load_factory
+from xlstm_jax.cli.self_test import Check
+from xlstm_jax.distributed.forecast import Forecast, Workload
+from xlstm_jax.distributed.forecast.fitting import search as planner
+from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = Path(sys.executable).parent / "xlstm-jax"

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xlstm_jax.distributed.compiler_options import compiler_options
 from xlstm_jax.distributed.forecast import CHIPS
-from xlstm_jax.distributed.forecast.topology import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.compile import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # for all programs of a topology, on a busy machine
@@ -27,10 +27,10 @@ import jax, jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from xlstm_jax.distributed.compiler_options import compiler_options
-from xlstm_jax.distributed.forecast.hlo import parse
-from xlstm_jax.distributed.forecast.traffic import collectives
-from xlstm_jax.distributed.torus_mesh import fsdp_layout
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.forecast.cost.traffic import collectives
+from xlstm_jax.distributed.device_mesh.topology import fsdp_layout
 
 devices = topologies.get_topology_desc(sys.argv[1], "tpu").devices
 array, axes = fsdp_layout(devices)

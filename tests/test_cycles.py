@@ -10,8 +10,8 @@ import pytest
 from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.cycles import cycles, hbm_bytes
-from xlstm_jax.distributed.forecast.hlo import parse
+from xlstm_jax.distributed.forecast.cost.cycles import cycles, hbm_bytes
+from xlstm_jax.distributed.forecast.hlo.program import parse
 
 ROW, ROWS = 512, 256
 WHOLE = 4 * ROW * ROWS

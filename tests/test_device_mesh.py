@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
-from xlstm_jax.distributed.mesh_shapes import crossing_sizes, filled_sizes
+from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes, filled_sizes
 
 create = DeviceMeshManager.create_device_mesh
 
@@ -95,7 +95,7 @@ TWO_SLICES = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 from jax.experimental import topologies
-from xlstm_jax.distributed.torus_mesh import mesh_by_topology
+from xlstm_jax.distributed.device_mesh.topology import mesh_by_topology
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices
 for sizes in ((2, 8), (8, 2), (1, 16)):
     mesh = mesh_by_topology(sizes, ("dp", "fsdp"), devices[::-1])

@@ -15,7 +15,7 @@ from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.flops import count_flops
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
 
 
 def array(*shape, dtype=jnp.float32):

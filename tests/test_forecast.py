@@ -28,10 +28,10 @@ from xlstm_jax.distributed import (
     shard_module_params,
 )
 from xlstm_jax.distributed.forecast import Collective, Forecast, Roofline, Workload, forecast
-from xlstm_jax.distributed.forecast.cycles import Cycles
-from xlstm_jax.distributed.forecast.estimate import exposed_seconds
-from xlstm_jax.distributed.forecast.topology import compile_for_topology
-from xlstm_jax.distributed.forecast.traffic import Overlap
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.cycles import Cycles
+from xlstm_jax.distributed.forecast.cost.traffic import Overlap
+from xlstm_jax.distributed.forecast.forecasting import exposed_seconds
 
 AXES = ("dp", "fsdp")
 LAYERS, WIDTH, ROWS = 3, 64, 16

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast.device_groups import connected, mesh_axes, replica_groups
-from xlstm_jax.distributed.forecast.hlo import parse
-from xlstm_jax.distributed.forecast.hlo_instruction import parse_instruction
+from xlstm_jax.distributed.forecast.hlo.device_groups import connected, mesh_axes, replica_groups
+from xlstm_jax.distributed.forecast.hlo.instruction import parse_instruction
+from xlstm_jax.distributed.forecast.hlo.program import parse
 
 KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"\d+"\},?')
 

@@ -18,8 +18,8 @@ from xlstm_jax.distributed import (
     make_train_step,
     shard_module_params,
 )
-from xlstm_jax.distributed.gradients import ACCUMULATION
-from xlstm_jax.distributed.partitioning import leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))

@@ -1,74 +1,83 @@
-"""A file imports only from files of lower layers, never sideways, never up; and only some files do certain things."""
+"""Folders import only from folders before them, never sideways, never up."""
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 
-LAYERS = [
-    {"common_types"},
-    {"partitioning", "chips", "names", "device_groups", "compile_child"},
-    {"agreement", "flops", "hlo_instruction", "mesh_shapes", "processes", "remat", "shard_choice"},
-    {"torus_mesh"},
-    {"checksums", "collectives", "device_mesh", "hlo", "log_files", "plan_boxes", "plan_leaves", "votes", "watchdog"}
-    | {"topology"},
-    {"monoids", "parameters", "packing", "plan_table", "reductions", "logger", "replicas", "checkpoint_leaves"}
-    | {"collective_sites", "cross_entropy", "cycles", "dataflow", "report"},
-    {"buffers", "compiler_options", "data_parallel", "distributed_metrics", "safetensors_files", "traffic"}
-    | {"sharding_plan", "states"},
-    {"aggregation", "checkpoint", "optimizer_state", "estimate", "mesh_state"},
-    {"classification", "linted", "stateful"},
-    {"ranking"},
-    {"gradients", "nonfinite", "optimizers"},
-    {"training", "resilience"},
-    {"plan", "lint_rules", "self_test", "workload"},
-    {"doctor", "factory", "findings", "planner"},
-    {"commands"},
-    {"cli"},
-]
-LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+ORDER = """common_types < wording, hardware < data_parallel < processes, optimizers < device_mesh, checkpoint
+    < metrics, plan, resilience < training < forecast < cli"""
+LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
+FILES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in FILES})
+
+
+def module_of(path):
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # of all folders
+
+
+def folder_of(module):
+    """The folder that a module belongs to, as ``ORDER`` names it."""
+    return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
 
 
 def imported(source):
-    """The library's own modules that a file imports, by their last name."""
+    """The library's own modules that a file imports."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("xlstm_jax")):
-            module = (node.module or "").split(".")[-1]
-            yield from [module] if module in LAYER else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xlstm_jax"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
         elif isinstance(node, ast.Import):
-            yield from [alias.name.split(".")[-1] for alias in node.names if alias.name.startswith("xlstm_jax")]
+            yield from [alias.name for alias in node.names if alias.name.startswith("xlstm_jax")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_imports_only_from_lower_layers(path):
-    assert path.stem in LAYER, f"{path.stem} has no layer: add it to the list in this test and to the design"
-    upward = {name for name in imported(path.read_text()) if LAYER[name] >= LAYER[path.stem]}
-    assert not upward, f"{path.stem} imports {sorted(upward)} from its own layer or above; move what they share down"
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in FACES])
+def test_a_file_imports_only_from_folders_before_its_own(module):
+    own = folder_of(module)
+    others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own}
+    wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
+    assert not wrong, f"{module} imports from {sorted(wrong)}; the order is {' '.join(ORDER.split())}"
+
+
+def test_no_files_import_each_other():
+    graph = {module: set(imported(path.read_text())) - {module} for module, path in MODULES.items()}
+    list(TopologicalSorter(graph).static_order())
 
 
 def test_the_check_sees_an_upward_import():
-    assert set(
-        imported("from xlstm_jax.distributed.training import x\nfrom xlstm_jax.distributed import collectives")
-    ) == {
-        "training",
-        "collectives",
-    }
+    source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
+    assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
+    assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["wording"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
     source = path.read_text()
     if path.stem != "collectives":
-        assert not re.search(r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b", source)
-    if path.stem != "partitioning":
+        assert not re.search(COLLECTIVE, source)
+    if path.stem != "boxes":
         assert "is_leaf=" not in source
-    if path.stem != "cli":
+    if "cli" not in path.parts:
         assert not re.search(r"^[^#]*\bprint\(", source, re.MULTILINE)
 
 
 def test_the_package_itself_imports_nothing():
     assert "import" not in (PACKAGE / "__init__.py").read_text()
+
+
+def test_files_folders_and_functions_stay_small():
+    assert not {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 400}
+    entries = {folder: [p for p in folder.iterdir() if p.name != "__pycache__"] for folder in FOLDERS}
+    assert not {folder: len(inside) for folder, inside in entries.items() if len(inside) > 13}  # a dozen and its face

@@ -24,12 +24,13 @@ from xlstm_jax.distributed import (
     shard_module_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.device_mesh import abstract_batch
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, map_leaves, rebox
+from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.findings import RULES, Finding, LintError, lint, raise_if, table
-from xlstm_jax.distributed.forecast.lint_rules import MIN_KEPT_BYTES
-from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, map_leaves, rebox
-from xlstm_jax.distributed.plan import plan_sharding
+from xlstm_jax.distributed.forecast.linting.findings import LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES
+from xlstm_jax.distributed.forecast.linting.step import Finding
+from xlstm_jax.distributed.plan.planning import plan_sharding
 
 SIZES = {"dp": 2, "fsdp": 4}
 WIDTH, HIDDEN, LAYERS = 256, 1024, 3

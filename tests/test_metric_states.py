@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.metrics_variants import count_collectives
 from tests.support import AXES, Model, data, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import DeviceMeshManager, collectives, create_train_state, make_train_step
+from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
+from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.metrics import (
     Compose,
     Count,
@@ -30,7 +31,9 @@ from xlstm_jax.distributed.metrics import (
     Total,
     WeightedMean,
     make_log_step,
-    states,
+)
+from xlstm_jax.distributed.metrics import (
+    pure_metric as states,
 )
 
 ROWS = 6  # per device, of which some are padding

@@ -11,7 +11,7 @@ from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
 from xlstm_jax.distributed import abstract_train_state, make_train_step, unbox
-from xlstm_jax.distributed.forecast.names import module_path, module_paths
+from xlstm_jax.distributed.forecast.hlo.op_names import module_path, module_paths
 
 STEP = "jit(step)/shard_map"
 BACK = f"{STEP}/transpose(jvp(LanguageModel))/while/body"

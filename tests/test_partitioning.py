@@ -10,16 +10,16 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
 from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
-from xlstm_jax.distributed.partitioning import (
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.boxes import (
     Sharded,
-    as_axis_names,
     leaf_axes,
     leaf_names,
     leaves_with_path,
     map_leaves_with_path,
     split_differentiable,
 )
-from xlstm_jax.distributed.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 
 
 @pytest.mark.parametrize(

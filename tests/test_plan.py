@@ -31,10 +31,12 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.partitioning import leaf_names, leaf_value, leaves_with_path
-from xlstm_jax.distributed.plan import ShardingPlan, Share, plan_sharding
-from xlstm_jax.distributed.plan_leaves import format_bytes, format_fraction
-from xlstm_jax.distributed.training import optimizer_state_shardings
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, leaves_with_path
+from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.plan.leaf_plan import Share
+from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.distributed.wording import format_bytes, format_fraction
 
 KEY = jax.random.key(0)
 X = jnp.ones((16, 16))

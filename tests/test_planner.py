@@ -16,7 +16,8 @@ from flax import linen as nn
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.planner import (
+from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.fitting.search import (
     MAX_MINIBATCHES,
     MAX_PROBLEM,
     OTHER_MIN_WEIGHT_SIZE,
@@ -26,7 +27,6 @@ from xlstm_jax.distributed.forecast.planner import (
     default_meshes,
     fit,
 )
-from xlstm_jax.distributed.forecast.topology import CompileError
 
 BUDGET = 45 * 2**20
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import xlstm_jax
 from tests.support import mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
-from xlstm_jax.distributed.agreement import entries_of
+from xlstm_jax.distributed.processes.agreement import entries_of
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120  # of a run on a busy machine; the promises about time are asserted one by one

@@ -29,8 +29,9 @@ from xlstm_jax.distributed import (
     skip_counts,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.partitioning import Sharded, is_prng_key
-from xlstm_jax.distributed.resilience import EXIT_FAILED, EXIT_HUNG
+from xlstm_jax.distributed.data_parallel.boxes import Sharded
+from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG
 
 ROOT = Path(__file__).parent.parent
 STEP_TIMEOUT_S, FAULT_STEP = 3.0, 5  # of tests/resilience_process.py

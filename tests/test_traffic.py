@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.hlo import parse
-from xlstm_jax.distributed.forecast.topology import compile_for_topology
-from xlstm_jax.distributed.forecast.traffic import collectives, common_path, wire_bytes
-from xlstm_jax.distributed.partitioning import is_box, leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.traffic import collectives, common_path, wire_bytes
+from xlstm_jax.distributed.forecast.hlo.program import parse
 
 SIZES = {"dp": 2, "fsdp": 4}
 SCANNED = 3  # layers of support.Model

@@ -22,7 +22,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 KEY, BATCH = jax.random.key(0), data()

@@ -10,9 +10,9 @@ import pytest
 from tests.faults.report import record
 from tests.support import AXES, fsdp, mesh_of
 from xlstm_jax.distributed import bytes_per_device, create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.checkpoint import Checkpointer
-from xlstm_jax.distributed.partitioning import is_box, leaves_with_path
-from xlstm_jax.distributed.training import abstract_train_state
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
+from xlstm_jax.distributed.training.state import abstract_train_state
 
 COUNTS = (1, 2, 4, 8)
 SAVED_MIN_SIZE, RESTORED_MIN_SIZE = 32, 8  # biases and scales are whole in the one, and split in the other

@@ -24,7 +24,7 @@ from benchmarks.cases import CASES, SIZES, build, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
 from tests.compiled_cases import compiled
 from xlstm_jax.distributed.forecast import forecast, parse_topology
-from xlstm_jax.distributed.training import jitted_init
+from xlstm_jax.distributed.training.state import jitted_init
 
 pytest.importorskip("libtpu")
 

@@ -1,32 +1,49 @@
 """The public face of the library: everything that a training script needs, by its name."""
 
-from xlstm_jax.distributed.agreement import assert_same_everywhere
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
-from xlstm_jax.distributed.compiler_options import compiler_options
-from xlstm_jax.distributed.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.data_parallel import (
+    Replicas,
+    box_like,
+    bytes_per_device,
     gather_array_with_mean_grads,
     gather_params,
+    partition_specs,
+    remat_policy,
     shard_module_params,
     shard_params,
+    shardings,
     sync_gradients,
+    unbox,
 )
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
-from xlstm_jax.distributed.gradients import accumulate_gradients, fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.optimizers import clip_by_global_norm, elementwise_only, global_norm
-from xlstm_jax.distributed.partitioning import Replicas, box_like, bytes_per_device, partition_specs, shardings, unbox
-from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
-from xlstm_jax.distributed.processes import available_devices, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.remat import remat_policy
-from xlstm_jax.distributed.resilience import (
-    LoopGuard,
-    NonFiniteError,
-    ReplicaError,
-    check_replicas,
+from xlstm_jax.distributed.hardware import compiler_options
+from xlstm_jax.distributed.optimizers import (
+    clip_by_global_norm,
+    elementwise_only,
+    global_norm,
     skip_counts,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.training import abstract_train_state, create_train_state, init_sharded, make_train_step
+from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
+from xlstm_jax.distributed.processes import (
+    assert_same_everywhere,
+    available_devices,
+    initialize_distributed,
+    simulate_cpu_devices,
+)
+from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
+from xlstm_jax.distributed.training import (
+    LMHead,
+    TokenLosses,
+    abstract_train_state,
+    accumulate_gradients,
+    chunked_cross_entropy,
+    create_train_state,
+    fold_rng_over_axis,
+    init_sharded,
+    make_train_step,
+    value_and_grad,
+)
 
 __all__ = [
     "CheckpointError",

@@ -1,12 +1,15 @@
 """What a training step will cost on devices that are not there: memory, traffic, time; and what it wastes."""
 
-from xlstm_jax.distributed.forecast.chips import CHIPS, Chip, Roofline, Topology, parse_topology
-from xlstm_jax.distributed.forecast.estimate import Forecast, forecast
-from xlstm_jax.distributed.forecast.findings import Finding, LintError, lint
-from xlstm_jax.distributed.forecast.planner import Fit, Options, fit
-from xlstm_jax.distributed.forecast.topology import CompileError
-from xlstm_jax.distributed.forecast.traffic import Collective
+from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, fit
+from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
+from xlstm_jax.distributed.forecast.linting.findings import LintError, lint
+from xlstm_jax.distributed.forecast.linting.step import Finding
 from xlstm_jax.distributed.forecast.workload import Workload
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 
 __all__ = [
     "CHIPS",

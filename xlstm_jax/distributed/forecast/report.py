@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.distributed.plan_leaves import format_bytes
+from xlstm_jax.distributed.wording import format_bytes
 
 MIN_WIDTH = 12  # of columns of text, which numbers would squeeze out of a narrow terminal
 ROWS = 12  # of each table; the rest is summed up in a last one

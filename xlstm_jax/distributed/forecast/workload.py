@@ -22,10 +22,12 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch
-from xlstm_jax.distributed.gradients import LossFn
-from xlstm_jax.distributed.partitioning import leaves_with_path
-from xlstm_jax.distributed.training import abstract_train_state, make_train_step
+from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
+from xlstm_jax.distributed.device_mesh.batches import abstract_batch
+from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.training.gradients import LossFn
+from xlstm_jax.distributed.training.state import abstract_train_state
+from xlstm_jax.distributed.training.step import make_train_step
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))

@@ -1,6 +1,6 @@
 """Distributed metrics: reductions of dictionaries, states for the training step, metrics that keep their own state."""
 
-from xlstm_jax.distributed.metrics.aggregation import (
+from xlstm_jax.distributed.metrics.catalogue.basic import (
     Compose,
     GlobalNorm,
     Max,
@@ -10,7 +10,7 @@ from xlstm_jax.distributed.metrics.aggregation import (
     Throughput,
     WeightedMean,
 )
-from xlstm_jax.distributed.metrics.classification import (
+from xlstm_jax.distributed.metrics.catalogue.classification import (
     Accuracy,
     Binary,
     ConfusionMatrix,
@@ -20,10 +20,11 @@ from xlstm_jax.distributed.metrics.classification import (
     Precision,
     Recall,
 )
+from xlstm_jax.distributed.metrics.catalogue.ranking import BinnedRanking
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
-from xlstm_jax.distributed.metrics.logger import MetricLogger
-from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
-from xlstm_jax.distributed.metrics.ranking import BinnedRanking
+from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, make_log_step
 from xlstm_jax.distributed.metrics.reductions import (
     all_gather,
     collect_from_devices,
@@ -39,7 +40,6 @@ from xlstm_jax.distributed.metrics.reductions import (
     reduce_sum_collective,
 )
 from xlstm_jax.distributed.metrics.stateful import Metric, MetricAccumulator, MetricReduceOp, StatefulMetric
-from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, make_log_step
 
 __all__ = [
     "Accuracy",

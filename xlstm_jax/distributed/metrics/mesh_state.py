@@ -15,9 +15,10 @@ from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, auto_mesh, mesh_axes
-from xlstm_jax.distributed.metrics.packing import Cells, Layout, Vectors
-from xlstm_jax.distributed.metrics.states import Local, PureMetric, Synced, sync_states
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
+from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, sync_states
 
 DEVICES_AXIS = "devices"
 

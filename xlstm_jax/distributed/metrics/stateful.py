@@ -29,10 +29,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.layout import Cells, Vectors
 from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
-from xlstm_jax.distributed.metrics.monoids import Count, Maximum, Minimum, Total
-from xlstm_jax.distributed.metrics.packing import Cells, Vectors
-from xlstm_jax.distributed.metrics.states import PureMetric
+from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 
 
 class MetricReduceOp(enum.StrEnum):

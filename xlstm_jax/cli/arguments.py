@@ -1,0 +1,162 @@
+"""The commands of ``xlstm-jax`` and their options."""
+
+import argparse
+import ast
+import re
+from typing import Any, NoReturn
+
+UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+EXIT_CODES = "Exit codes: 0 all is well, 1 {bad}, 2 an error."
+FACTORY = "--factory docs.example_training:training"
+EXAMPLES = {
+    "plan": f"xlstm-jax plan {FACTORY} --mesh dp=4,fsdp=64",
+    "forecast": f"xlstm-jax forecast {FACTORY} --topology v5e:16x16",
+    "fit": f"xlstm-jax fit {FACTORY} --topology v5e:2x4 --budget 6GiB",
+    "lint": f"xlstm-jax lint {FACTORY} --mesh dp=2,fsdp=4",
+    "doctor": "xlstm-jax doctor",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help.")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``dp=4,fsdp=64`` -> {"dp": 4, "fsdp": 64}; one size may be -1."""
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d*", size.strip()) for axis, size in pairs)
+    mesh = {axis.strip(): int(size) for axis, size in pairs} if good else {}
+    if len(mesh) != len(pairs) or list(mesh.values()).count(-1) > 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not axis=size,axis=size with different axes and positive sizes, one of which may be -1; as "
+            "dp=4,fsdp=64"
+        )
+    return mesh
+
+
+def parse_bytes(text: str) -> int:
+    """``14GiB`` -> 14 * 2**30; ``14GB`` -> 14 * 10**9; ``1024`` -> 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 14GiB, 14GB or 15032385536")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].upper()])
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """``remat=True`` -> ("remat", True); the value is a Python literal."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in quotes"
+        ) from None
+
+
+def parse_count(text: str) -> int:
+    """A positive number."""
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def make_parser() -> Parser:
+    """All commands and their options."""
+    parser = Parser(
+        prog="xlstm-jax",
+        description="What a sharded training will cost, before it runs: on devices that need not be there.",
+        epilog=f"Example, in a checkout:\n  {EXAMPLES['forecast']}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_plan(commands)
+    _add_forecast(commands)
+    _add_fit(commands)
+    _add_lint(commands)
+    _add(commands, "doctor", "versions, devices, extras, and a self-test of half a minute", "something failed")
+    return parser
+
+
+def _add(commands: Any, name: str, text: str, bad: str) -> Parser:
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"{EXIT_CODES.format(bad=bad)}\n\nExample, in a checkout:\n  {EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("--json", action="store_true", help="JSON to stdout, and nothing else")
+    command.add_argument("--traceback", action="store_true", help="where an error came from")
+    return command
+
+
+def _add_training(command: Parser, *, topology: str, required: bool = False) -> None:
+    command.add_argument(
+        "--factory", required=True, metavar="module:function", help="your function that returns a Workload"
+    )
+    command.add_argument(
+        "--set", action="append", default=[], type=parse_setting, metavar="name=value",
+        help="an argument of the factory, as remat=True; may be given several times",
+    )  # fmt: skip
+    command.add_argument("--topology", required=required, metavar="chip:shape", help=f"as v5e:16x16; {topology}")
+    command.add_argument(
+        "--mesh", type=parse_mesh, metavar="axis=size,...",
+        help="axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
+        "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
+        "torus, or one flat fsdp, if the factory has no argument shard_axes",
+    )  # fmt: skip
+
+
+def _add_minibatches(command: Parser) -> None:
+    command.add_argument(
+        "--minibatches", type=parse_count, default=1, metavar="N", help="parts of each device's batch; 1 by default"
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    text = "what is split, why not where it is not, and what each device keeps"
+    command = _add(commands, "plan", text, "a check is not met, or --diff finds something")
+    _add_training(command, topology="not needed with --mesh")
+    command.add_argument("--explain", metavar="leaf", help="one leaf in one sentence, as blocks/up/kernel")
+    command.add_argument("--diff", metavar="old.json", help="what differs from a plan that --json wrote")
+    command.add_argument(
+        "--max-replicated-fraction", type=float, metavar="x", help="of the parameters' bytes, what may stay whole; 0.02"
+    )
+    command.add_argument(
+        "--max-bytes-per-device", type=parse_bytes, metavar="size", help="what a device may keep, as 14GiB"
+    )
+
+
+def _add_forecast(commands: Any) -> None:
+    text = "memory, traffic and time of a compiled step"
+    command = _add(commands, "forecast", text, "it does not fit")
+    _add_training(command, topology="without it, simulated CPU devices: collectives alone")
+    _add_minibatches(command)
+    command.add_argument("--out", metavar="picture.png", help="draw memory and time")
+
+
+def _add_fit(commands: Any) -> None:
+    text = "options of the step that fit, the fastest first; compiles several times"
+    command = _add(commands, "fit", text, "nothing fits")
+    _add_training(command, topology="the devices to fit into", required=True)
+    command.add_argument(
+        "--budget", type=parse_bytes, metavar="size", help="of each device, as 14GiB; by default all that there is"
+    )
+
+
+def _add_lint(commands: Any) -> None:
+    text = "what in a compiled step costs more than it need"
+    command = _add(commands, "lint", text, "there are findings")
+    _add_training(command, topology="without it, simulated CPU devices, whose schedule is not that of TPUs")
+    _add_minibatches(command)
+    command.add_argument(
+        "--rules", type=lambda text: text.split(","), metavar="name,...", help="those that count; by default all"
+    )

@@ -1,0 +1,185 @@
+"""What there is on this machine: versions, devices, extras; and whether the library is right on it.
+
+    examine() -> Diagnosis
+
+This process touches no accelerator: devices are listed, and sharded training is compared with that of one device, in
+child processes (``self_test``), which can simulate devices and leave an accelerator free when they end.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xlstm_jax.cli import self_test
+from xlstm_jax.cli.self_test import Check
+from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.forecast.compiling.compile import CompileError, compile_for_topology
+from xlstm_jax.distributed.forecast.report import rich_table
+
+NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy")
+# What each extra of setup.cfg installs; jax[tpu] is libtpu.
+EXTRAS = {
+    "checkpoint": ("orbax-checkpoint",),
+    "forecast": ("flatbuffers", "libtpu", "matplotlib", "rich"),
+    "tensorboard": ("tensorboardX",),
+}
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+CHILD_TIMEOUT_S = 300.0
+TOPOLOGY = "v5e:2x2"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ``examine`` found.
+
+    Attributes:
+      versions: of Python and of packages; None for those that are not installed.
+      missing: extras that are not whole, with the packages that they lack.
+      devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" where JAX cannot start.
+      tested_on: where the comparisons ran.
+      checks: all self-tests.
+    """
+
+    versions: dict[str, str | None]
+    missing: dict[str, list[str]]
+    devices: str
+    tested_on: str
+    checks: tuple[Check, ...]
+
+    def tables(self) -> list[Any]:
+        """What there is to read, as ``rich`` renderables."""
+        versions = [[name, found or "not installed"] for name, found in self.versions.items()]
+        extras = [
+            [f"[{extra}]", f"pip install xlstm_jax[{extra}], for {', '.join(self.missing[extra])}"]
+            if extra in self.missing
+            else [f"[{extra}]", "installed"]
+            for extra in EXTRAS
+        ]
+        checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
+        return [
+            rich_table("Versions", ["package", "version"], versions, left=2),
+            rich_table("Extras", ["extra", "what to do"], extras, left=2),
+            f"Devices at hand: {self.devices or 'none; see the first self-test'}\n",
+            rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks),
+        ]
+
+    def to_json(self) -> str:
+        """All of it, for programs."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def examine(say: Callable[[str], None]) -> Diagnosis:
+    """Looks at the machine and runs all self-tests, about half a minute.
+
+    Args:
+      say: called with what is being done.
+    """
+    say("reading versions")
+    versions, missing = installed(), missing_extras()
+    say("starting JAX on the devices at hand")
+    listed = run_child("devices", dict(os.environ))
+    kinds = listed.get("kinds", [])
+    several = len(kinds) > 1 and listed["platform"] != "cpu"
+    tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
+    say(f"training a small model on {tested_on} and on one device")
+    environment = dict(os.environ) if several else dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+    tested = run_child("parity" if several else "simulated", environment)
+    say(f"compiling for {TOPOLOGY}")
+    return Diagnosis(
+        versions=versions,
+        missing=missing,
+        devices=f"{len(kinds)} x {kinds[0]} ({listed['platform']})" if kinds else "",
+        tested_on=tested_on,
+        checks=(
+            *_checks("JAX starts", listed),
+            *_checks("training", tested),
+            *_compiles(missing),
+            *_agreeing(versions),
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- what is installed
+
+
+def installed() -> dict[str, str | None]:
+    """The versions of Python, of what the library needs and can use, and of those plugins of JAX that are there."""
+    names = (*NEEDED, *(name for names in EXTRAS.values() for name in names))
+    plugins = {name: found for name in PLUGINS if (found := _version(name))}
+    return {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
+
+
+def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
+    """The extras that lack something, and what: {"tensorboard": ["tensorboardX"]}."""
+    lacking = {extra: [name for name in names if not _version(name)] for extra, names in extras.items()}
+    return {extra: names for extra, names in lacking.items() if names}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _agreeing(versions: dict[str, str | None]) -> Iterator[Check]:
+    """Whether libtpu, where it is, is the one that this version of JAX asks for."""
+    wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "")
+    wanted = wanted.partition(";")[0].strip()
+    if versions["libtpu"] and wanted:
+        prefix = wanted.partition("==")[2].removesuffix("*")
+        same = versions["libtpu"].startswith(prefix)
+        yield Check("libtpu is the one that JAX asks for", versions["libtpu"], wanted, same)
+
+
+# ---------------------------------------------------------------------------------------------------------- self-tests
+
+
+def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
+    """What a child of ``self_test`` found; {"error": why} where it found nothing."""
+    with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-P", "-m", self_test.__name__, what, str(path)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"did not end within {timeout_s:.0f} s"}
+        if done.returncode == 0 and path.exists():
+            return json.loads(path.read_text())
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        return {"error": lines[-1]}
+
+
+def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
+    if "error" in found:
+        return [Check(name, found["error"], "", False)]
+    return [Check(**check) for check in found.get("checks", ())]
+
+
+def _compiles(missing: dict[str, list[str]]) -> Iterator[Check]:
+    """Whether a small program compiles for TPUs that are not there; nothing where that is not installed."""
+    if not {"libtpu", "flatbuffers"} & set(missing.get("forecast", ())):
+        start = time.monotonic()
+        mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
+        place = NamedSharding(mesh, PartitionSpec("fsdp"))
+        try:
+            x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=place)
+            compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGY, timeout_s=CHILD_TIMEOUT_S)
+        except (CompileError, TimeoutError) as error:
+            yield Check(f"a program compiles for {TOPOLOGY}", " ".join(str(error).split()), "", False)
+        else:
+            yield Check(f"a program compiles for {TOPOLOGY}", f"{time.monotonic() - start:.0f} s", "", True)

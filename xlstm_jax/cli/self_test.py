@@ -1,0 +1,208 @@
+"""Whether sharded training is right on this machine: a small model against one device, in half a minute.
+
+``doctor`` runs this file in child processes, which leave what they found in FILE:
+
+  python -m xlstm_jax.distributed.self_test devices FILE         the devices at hand
+  python -m xlstm_jax.distributed.self_test parity FILE          comparisons on these devices
+  python -m xlstm_jax.distributed.self_test simulated FILE       comparisons on 8 simulated CPU devices
+
+The reference is the plain model on one device and the whole batch, without any collective. Devices see shares of
+different scale, so that no share has the gradient of all: the last comparison leaves a mean out, and must fail.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.boxes import partition_specs, unbox
+from xlstm_jax.distributed.data_parallel.linen import shard_module_params
+from xlstm_jax.distributed.data_parallel.sync import sync_gradients
+from xlstm_jax.distributed.device_mesh.batches import shard_batch
+from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
+from xlstm_jax.distributed.training.state import create_train_state
+from xlstm_jax.distributed.training.step import make_train_step
+
+MAX_DEVICES = 8
+TOLERANCE = 1e-4  # of a leaf's largest entry; the order of float32 sums makes 1e-6
+GUARD = 100 * TOLERANCE  # what a missing mean must at least make
+STEPS, LEARNING_RATE = 3, 1e-3
+WIDTH, MIN_WEIGHT_SIZE, ROWS = 16, 32, 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: what was measured, what was allowed, and whether it is."""
+
+    name: str
+    measured: str
+    allowed: str
+    ok: bool
+
+
+class Block(nn.Module):
+    """A residual MLP; its norm is too small to be split."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH)(h), None
+
+
+class Model(nn.Module):
+    """Two rematerialized blocks in a scan, between two layers."""
+
+    wrap: Callable[[Any], Any]
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(WIDTH)(x)
+        block = nn.remat(self.wrap(Block), prevent_cse=False)
+        x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()(x, None)
+        return self.wrap(nn.Dense)(WIDTH)(x)
+
+
+PLAIN = Model(lambda cls: cls)
+SHARDED = Model(functools.partial(shard_module_params, axis_name="fsdp", min_weight_size=MIN_WEIGHT_SIZE))
+
+
+def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any], rng: Any = None) -> jax.Array:
+    """Mean squared error."""
+    del rng
+    return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def example_batch() -> dict[str, np.ndarray]:
+    """Rows whose scale grows, so that devices see different shares."""
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
+    return {"x": x * np.linspace(0.2, 2, ROWS, dtype=np.float32)[:, None], "y": y}
+
+
+def optimizer() -> optax.GradientTransformation:
+    """AdamW, behind a transform that remembers the last gradients."""
+    seen = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
+    )
+    return optax.chain(seen, optax.adamw(LEARNING_RATE))
+
+
+# ----------------------------------------------------------------------------------------------------------- comparing
+
+
+def difference(got: PyTree, want: PyTree) -> float:
+    """The largest over all leaves, as a fraction of the leaf's largest entry; of the tree's, where a leaf vanishes."""
+    got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
+    largest = np.array([np.abs(leaf).max() for leaf in want])
+    scale = np.where(largest > 1e-6 * largest.max(), largest, largest.max())
+    off = np.array([np.abs(g - w).max() for g, w in zip(got, want, strict=True)])
+    return float((off / scale).max())
+
+
+def within(name: str, got: PyTree, want: PyTree) -> Check:
+    """The check that two trees are the same to rounding; a NaN is not."""
+    found = difference(got, want)
+    return Check(name, f"{found:.1e}", f"at most {TOLERANCE:.0e}", found <= TOLERANCE)
+
+
+def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
+    """One device, no collective: the initial parameters, the first gradients, the last parameters."""
+    tx = optimizer()
+    first = params = jax.jit(PLAIN.init)(jax.random.key(0), batch["x"])["params"]
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state):
+        grads = jax.grad(loss_fn)(params, PLAIN.apply, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, grads
+
+    params, opt_state, grads = step(params, opt_state)
+    for _ in range(STEPS - 1):
+        params, opt_state, _ = step(params, opt_state)
+    return jax.device_get((first, grads, params))
+
+
+def parity(mesh: Mesh) -> list[Check]:
+    """All comparisons on a mesh with the axis "fsdp", and other axes of data parallelism."""
+    with jax.default_matmul_precision("highest"):  # else accelerators round the inputs of matrix products
+        batch, axes = example_batch(), tuple(mesh.axis_names)
+        first, grads, last = reference(batch)
+        placed = shard_batch(batch, mesh, axes)
+        state = create_train_state(SHARDED, optimizer(), mesh, jax.random.key(0), batch["x"], batch_axes=axes)
+        params = jax.tree.map(jnp.copy, state.params)
+        checks = [within("initial values", unbox(params), first)]
+        for check_vma in (True, False):
+            how, mode = f"check_vma={check_vma}", {"mesh": mesh, "check_vma": check_vma}
+            own = by_hand(params, placed, **mode, sync=True)
+            checks.append(within(f"jax.grad and sync_gradients, {how}", own, grads))
+            got_grads, got_last = trained(jax.tree.map(jnp.copy, state), placed, **mode)
+            checks.append(within(f"make_train_step, gradients, {how}", got_grads, grads))
+            checks.append(within(f"make_train_step, {STEPS} steps of AdamW, {how}", got_last, last))
+        missed = difference(by_hand(params, placed, mesh=mesh, check_vma=False, sync=False), grads)
+    guard = Check("without sync_gradients it would be seen", f"{missed:.1e}", f"at least {GUARD:.0e}", missed >= GUARD)
+    return [*checks, guard]
+
+
+def by_hand(params: PyTree, batch: PyTree, *, mesh: Mesh, check_vma: bool, sync: bool) -> PyTree:
+    """Gradients as a step of one's own computes them; without ``sync``, each device's own where nothing is split."""
+    axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
+
+    def per_device(params, batch):
+        grads = jax.grad(loss_fn)(params, SHARDED.apply, batch)
+        return sync_gradients(grads, axes) if sync else grads
+
+    places = {"in_specs": (specs, PartitionSpec(axes)), "out_specs": specs}
+    return jax.device_get(unbox(jax.jit(jax.shard_map(per_device, mesh=mesh, check_vma=check_vma, **places))(
+        params, batch)))  # fmt: skip
+
+
+def trained(state: TrainState, batch: PyTree, *, mesh: Mesh, check_vma: bool) -> tuple[PyTree, PyTree]:
+    """The first gradients and the last parameters of the ready-made step, which takes the state's buffers."""
+    rng = jax.random.key(0)
+    step = make_train_step(loss_fn, mesh, tuple(mesh.axis_names), check_vma=check_vma)
+    state, _ = step(state, batch, rng)
+    grads = jax.device_get(state.opt_state[0])
+    for _ in range(STEPS - 1):
+        state, _ = step(state, batch, rng)
+    return grads, jax.device_get(unbox(state.params))
+
+
+# ---------------------------------------------------------------------------------------------------------- the child
+
+
+def mesh_of(devices: list[jax.Device]) -> Mesh:
+    """The largest power of two of them, half of it replicas where there are four or more."""
+    count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)
+    shape = {"dp": 2, "fsdp": count // 2} if count >= 4 else {"fsdp": count}
+    return DeviceMeshManager.create_device_mesh(shape, devices=devices[:count])
+
+
+def main(what: str, path: str) -> None:
+    """One child: see the top of this file."""
+    if what == "simulated":
+        simulate_cpu_devices(MAX_DEVICES)
+    devices = jax.local_devices()
+    found: dict[str, Any] = {"platform": devices[0].platform, "kinds": [device.device_kind for device in devices]}
+    if what != "devices":
+        mesh = mesh_of(devices)
+        found |= {"mesh": dict(mesh.shape), "checks": [dataclasses.asdict(check) for check in parity(mesh)]}
+    Path(path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

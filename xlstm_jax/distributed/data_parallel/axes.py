@@ -1,0 +1,50 @@
+"""Names of mesh axes: as users write them, and as entries of a box's ``names``."""
+
+from collections.abc import Sequence
+
+import jax
+
+from xlstm_jax.common_types import AxisNames
+
+AxisEntry = None | str | tuple[str, ...]
+
+
+def size_if_bound(axis: str) -> int:
+    """The size of an axis that is bound here (in ``shard_map``, say), else 1: values are global then."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
+    """One axis or a sequence of axes as a tuple of axes; a string is one axis, never its letters.
+
+    Raises:
+      ValueError: no axis at all, an axis twice, something that is not a string, or a set, which has no order.
+    """
+    if isinstance(axis_name, set | frozenset):
+        raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
+    sequence = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
+    names = tuple(axis_name) if sequence else (axis_name,)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp')."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each mesh axis once.")
+    return names
+
+
+def entry_axes(entry: AxisEntry) -> tuple[str, ...]:
+    """The axes of one entry of ``names``: ``None`` -> (), ``"a"`` -> ("a",), ``("a", "b")`` -> itself."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_entry(axes: tuple[str, ...]) -> AxisEntry:
+    """The shortest entry for these axes: the inverse of ``entry_axes``."""
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,297 @@
+"""Boxed trees: which mesh axes split which dim of a parameter, and how that is decided.
+
+A parameter that is split over mesh axes is a leaf in a box, ``nn.Partitioned(value, names)``. ``names`` has an entry
+for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
+``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
+
+Everything that must know about boxes asks here: one function walks trees with boxes as leaves (``map_leaves``), one
+reads a leaf's axes. Which dim is split, and in what order of the axes, ``shard_choice`` decides.
+No function here looks at a device or calls a collective.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.communication import PLAIN_WIRE, Replicas, Wire, value_dtype
+
+
+class Sharded(nn.Partitioned):
+    """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
+
+    ``wire`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without padding
+    where the dim was padded so that the axes divide it, else None.
+
+    It differs from its parent in two more places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
+    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox``, which is how
+    Linen reads a parameter, refuses a slice that was not gathered. (The parent would constrain its sharding, which is
+    an error where the mesh axes are manual.) This file's ``unbox`` reads slices.
+    """
+
+    wire: Wire = struct.field(default=PLAIN_WIRE, pytree_node=False)
+    true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        split = [axis for axis in leaf_axes(self) if size_if_bound(axis) > 1]
+        if split:
+            raise ValueError(
+                f"a parameter of shape {np.shape(self.value)} on this device, split as {leaf_names(self)}, is used "
+                f"where it was not gathered over {split[0]!r}. Wrap the module that owns it with shard_module_params "
+                "and enter that through a public method of the wrapped class: not its submodules, private methods, "
+                "or functions of the plain class. (To read slices on purpose, use xlstm_jax.distributed.unbox.)"
+            )
+        return true_value(self)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        index = index % (len(self.names) + 1)
+        sizes = self.true_sizes and (*self.true_sizes[:index], None, *self.true_sizes[index:])
+        return super().add_axis(index, params).replace(true_sizes=sizes)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        index = index % len(self.names)
+        sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
+        return super().remove_axis(index, params).replace(true_sizes=sizes)
+
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
+        return params.get(nn.PARTITION_NAME)
+
+
+class Part(Sharded):
+    """The box of what stays split after a gather over other axes: its module computes on its part (tensor parallel)."""
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        return self.value
+
+
+def is_box(leaf: Any) -> bool:
+    """Whether ``leaf`` is a value in a box that carries axis names."""
+    return isinstance(leaf, nn.Partitioned)
+
+
+def leaf_value(leaf: Any) -> Any:
+    """The array of a leaf, in a box or not."""
+    return leaf.value if is_box(leaf) else leaf
+
+
+def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
+    """The leaf's names, one for each dim of its value.
+
+    Names that are shorter than the value are filled up with ``None``. Where they are longer, as around the scalar that
+    an optimizer keeps for each leaf of a boxed tree, those that have no dim are left out.
+    """
+    names, ndim = tuple(leaf.names) if is_box(leaf) else (), np.ndim(leaf_value(leaf))
+    return (names + (None,) * ndim)[:ndim]
+
+
+def leaf_axes(leaf: Any) -> tuple[str, ...]:
+    """All mesh axes that a leaf is split over, in the order of its dims; () for a leaf without a box."""
+    return tuple(axis for entry in leaf_names(leaf) for axis in entry_axes(entry))
+
+
+def rebox(leaf: Any, value: Any) -> Any:
+    """``value`` in the box of ``leaf``, or bare where ``leaf`` has none."""
+    return leaf.replace_boxed(value) if is_box(leaf) else value
+
+
+def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """``jax.tree.map`` where a box is one leaf; in ``rest`` a box or a bare value may stand in its place."""
+    return jax.tree.map(fn, tree, *rest, is_leaf=is_box)
+
+
+def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Like ``map_leaves``; ``fn`` gets the leaf's path, as in ``blocks/mlp/kernel``, before the leaf."""
+
+    def with_path(path, *leaves):
+        return fn(path_string(path), *leaves)
+
+    return jax.tree_util.tree_map_with_path(with_path, tree, *rest, is_leaf=is_box)
+
+
+def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
+    """All leaves with their paths, a box being one leaf, in the order of the tree."""
+    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]]
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    """A key path as people write it: ``blocks/mlp/kernel``; ``.`` for a tree that is one leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "."
+
+
+def unbox(tree: PyTree) -> PyTree:
+    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses slices, or constrains their sharding)."""
+    return map_leaves(leaf_value, tree)
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf takes a gradient: real or complex floats do; integers, bools and PRNG keys do not."""
+    return jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
+
+
+def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
+    """The leaves that take a gradient (a box being one leaf), and the way to put others in their places.
+
+    Returns:
+      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the places of the list and
+      ``rest(leaf)`` in those of the other leaves, which stay as they are by default.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+    takes = [is_differentiable(leaf) for leaf in leaves]
+
+    def put_back(new_leaves, rest=lambda leaf: leaf):
+        new = iter(new_leaves)
+        return treedef.unflatten([next(new) if take else rest(leaf) for take, leaf in zip(takes, leaves, strict=True)])
+
+    return [leaf for take, leaf in zip(takes, leaves, strict=True) if take], put_back
+
+
+def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
+    """Puts the boxes of ``boxed`` around the values of ``tree``: the inverse of ``unbox``, after a restore, say.
+
+    Args:
+      tree: bare values.
+      boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
+    """
+    return map_leaves(rebox, boxed, tree)
+
+
+def box_dim(
+    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], wire: Wire = PLAIN_WIRE, true_size: int | None = None
+) -> Sharded:
+    """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims.
+
+    Args:
+      wire: how the leaf travels.
+      true_size: the size of ``dim`` without padding, where ``value`` was padded.
+    """
+    names = list(leaf_names(leaf))
+    names[dim] = axes_entry(axes)
+    sizes = list(true_sizes(leaf))
+    sizes[dim] = true_size
+    wire = wire._replace(replicas=_copied_over(wire.replicas or leaf_wire(leaf).replicas, names))
+    return Sharded(value, tuple(names), wire=wire, true_sizes=tuple(sizes) if any(sizes) else ())
+
+
+def _copied_over(replicas: Replicas | None, names: Sequence[AxisEntry]) -> Replicas | None:
+    """``replicas`` without the axes that split the leaf: along these there are parts of it, and no copies."""
+    axes = replicas.axis_name if replicas else ()
+    left = tuple(axis for axis in axes if not any(axis in entry_axes(entry) for entry in names))
+    return replace(replicas, axis_name=left) if left else None
+
+
+def true_sizes(leaf: Any) -> tuple[int | None, ...]:
+    """For each dim its size without padding where it was padded, else None."""
+    sizes = leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    return sizes or (None,) * np.ndim(leaf_value(leaf))
+
+
+def is_padded(leaf: Any) -> bool:
+    """Whether a leaf is stored with padding."""
+    return any(true_sizes(leaf))
+
+
+def true_shape(leaf: Any) -> tuple[int, ...]:
+    """The global shape that the plain model's leaf has, for a leaf of global shape, padded or not."""
+    shape = np.shape(leaf_value(leaf))
+    return tuple(size if true is None else true for size, true in zip(shape, true_sizes(leaf), strict=True))
+
+
+def true_value(leaf: Any) -> Any:
+    """The value of a leaf that is whole (or global) without its padding."""
+    value = leaf_value(leaf)
+    return value[tuple(slice(size) for size in true_shape(leaf))] if is_padded(leaf) else value
+
+
+def with_padding(leaf: Any, value: Any) -> Any:
+    """``value``, which has the true shape of ``leaf``, with zeros up to the shape in which ``leaf`` is stored."""
+    if not is_padded(leaf):
+        return value
+    stored = np.shape(leaf_value(leaf))
+    return jnp.pad(value, [(0, size - true) for size, true in zip(stored, np.shape(value), strict=True)])
+
+
+def copied_axes(leaf: Any) -> tuple[str, ...]:
+    """The axes along which a leaf has copies, by its box."""
+    replicas = leaf_wire(leaf).replicas
+    return replicas.axis_name if replicas else ()
+
+
+def reduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The axes over which the gather of a leaf reduces its gradient: those that split it, and those of its copies."""
+    return leaf_axes(leaf) + copied_axes(leaf)
+
+
+def leaf_wire(leaf: Any) -> Wire:
+    """How a leaf travels, by its box; ``PLAIN_WIRE`` where that does not say."""
+    return leaf.wire if isinstance(leaf, Sharded) else PLAIN_WIRE
+
+
+def with_wire(leaf: Any, **fields: Any) -> Any:
+    """The leaf with other fields of ``Wire`` in its box; itself where the box has none."""
+    return leaf.replace(wire=leaf.wire._replace(**fields)) if isinstance(leaf, Sharded) else leaf
+
+
+def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:
+    """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.
+
+    Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
+    all-reduce turns a value that a spec declared varying back into one that is not.
+    """
+    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_names(leaf)]
+    # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
+    while axes and not axes[-1]:
+        axes.pop()
+    return PartitionSpec(*map(axes_entry, axes))
+
+
+def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
+    """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
+
+    Args:
+      tree: boxed arrays or ``ShapeDtypeStruct`` of them.
+      mesh: a ``Mesh`` or ``AbstractMesh`` with all the axes that the boxes name.
+    Raises:
+      ValueError: a box names something that is not an axis of the mesh; says which leaf.
+    """
+
+    def spec(path, leaf):
+        unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
+                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
+            )
+        return leaf_spec(leaf, mesh)
+
+    return map_leaves_with_path(spec, tree)
+
+
+def shardings(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        partition_specs(tree, mesh),
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh."""
+
+    def nbytes(value):
+        shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
+        return math.prod(shape) * value_dtype(value).itemsize
+
+    return sum(nbytes(leaf_value(leaf)) for _, leaf in leaves_with_path(tree))

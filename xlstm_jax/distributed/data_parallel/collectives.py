@@ -1,0 +1,292 @@
+"""All communication of the library: the only file that calls ``jax.lax`` collectives.
+
+Two things are settled here, so that nobody else thinks of them.
+
+*Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
+over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to
+do. Under ``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
+
+*Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the
+outermost first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the
+links of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one
+vector.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+
+
+def _own_slice(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    parts = collectives.axis_size(axes)
+    if parts == 1:
+        return value
+    size = value.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(value, collectives.axis_index(axes) * size, size, dim)
+
+
+def is_bound(axis: str) -> bool:
+    """Whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap``, or ``vmap`` with that name."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes that the enclosing ``shard_map`` has bound."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def check_bound(axes: Sequence[str], *, caller: str) -> None:
+    """Raises a ``ValueError`` that names the axis and lists those that are bound, where one of ``axes`` is not."""
+    unbound = [axis for axis in axes if not is_bound(axis)]
+    if unbound:
+        raise ValueError(unbound_message(unbound[0], caller))
+
+
+def unbound_message(axis: str, caller: str) -> str:
+    """The text of an unbound axis: what was asked, which axes there are, what to do."""
+    if manual_axes():
+        there = (
+            f"the axes bound here are {manual_axes()}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
+        )
+    else:
+        there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
+    return f"{caller}: {axis!r} is not a bound mesh axis; {there}."
+
+
+def axis_size(axes: Sequence[str]) -> int:
+    """The number of devices over these axes together, a Python int."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes along which there is more than one device."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
+def axis_index(axes: Sequence[str]) -> jax.Array:
+    """This device's place along the axes, the first being the outermost; int32 scalar.
+
+    Axes of size 1 are left out: they add nothing to the place, and would make its type vary over them.
+    """
+    axes = spread_axes(axes)
+    return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual axes over which the type of ``value`` says that it varies; empty under ``check_vma=False``."""
+    aval = jax.typeof(value)
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+
+
+def is_tracked(axis: str) -> bool:
+    """Whether types say over which devices along ``axis`` a value varies, i.e. ``check_vma=True``."""
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def to_varying(tree: PyTree, axes: Sequence[str]) -> PyTree:
+    """The same values, typed as varying over the tracked ones of ``axes``; costs nothing.
+
+    JAX transposes the implicit form of this cast to a sum over the axes. Done by hand before differentiation, the cast
+    lies outside of what is differentiated, and gradients arrive as each device's own.
+    """
+    tracked = [axis for axis in axes if is_tracked(axis)]
+
+    def cast(value):
+        missing = tuple(axis for axis in tracked if axis not in varying_axes(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(cast, tree)
+
+
+def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+    """Zeros with the shape and the varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
+    varying = getattr(abstract, "manual_axis_type", abstract)
+    axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
+    return to_varying(jnp.zeros(abstract.shape, dtype), axes)
+
+
+def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
+    for axis in reversed(spread_axes(axes)):
+        value = _gather_stage(value, dim, axis)
+    return value
+
+
+def _gather_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Concatenates along ``dim`` over one axis, with ``dim`` moved to the front meanwhile.
+
+    XLA on CPU copies the whole result of a gather along another dim into place, which took 2 to 9 % of a step. Moved by
+    hand, the dim moves within the matrix product that reads it. TPU programs come out the same.
+    """
+    return jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
+
+
+def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """Sums over devices and leaves each its piece of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
+    for axis in spread_axes(axes):
+        value = _scatter_stage(value, dim, axis)
+    return value
+
+
+def _scatter_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Sums over one axis and leaves each device its piece of ``dim``.
+
+    The pieces become a leading dim, which is scattered. Scattered along ``dim`` itself, pieces that do not fill the
+    tiles in which a TPU lays out an array make XLA all-reduce the whole of it and slice: twice the bytes.
+    """
+    size, n = value.shape[dim], lax.axis_size(axis)
+    pieces = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), axis, scatter_dimension=0, tiled=False)
+
+
+def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sums over devices, in the value's own dtype; the value must vary over the tracked ones of ``axes``."""
+    return lax.psum(value, tuple(axes)) if axes else value
+
+
+def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a reduction of ``value`` has something to do.
+
+    A tracked axis of size 1 that the value varies over is kept: the reduction is what makes the type say otherwise.
+    """
+    varying = varying_axes(value)
+    return tuple(a for a in axes if (a in varying if is_tracked(a) else lax.axis_size(a) > 1))
+
+
+def _reduce_together(reduce: Any, values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Applies ``reduce(list, axes)`` once for each distinct set of axes: one collective, not one for each value."""
+    groups = defaultdict(list)
+    for index, (value, over) in enumerate(zip(values, axes, strict=True)):
+        groups[_axes_to_reduce(value, over)].append(index)
+    out = [jnp.asarray(value) for value in values]
+    for over, indices in groups.items():
+        if over:
+            wide = [out[i].astype(wide_dtype(out[i].dtype)) for i in indices]
+            for i, reduced in zip(indices, reduce(wide, over), strict=True):
+                out[i] = reduced.astype(out[i].dtype)
+    return out
+
+
+def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Sums ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes.
+
+    A value that its type declares equal along an axis counts once there, not once for each device.
+    """
+    return _reduce_together(lax.psum, values, axes)
+
+
+def pmean(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+    """Averages ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes."""
+    return _reduce_together(lax.pmean, values, axes)
+
+
+_REDUCTIONS = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+_SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+
+def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
+    """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
+
+    What each device holds counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for
+    ``lax.psum``. Values of one group travel as one vector, in their own dtype. A NaN on any device is the result, also
+    of "max" and "min", where all-reduces of some platforms pass over it.
+    """
+    dtypes = [jnp.result_type(value) for value in values]
+    sent = [x if op == "sum" else _ordered(jnp.asarray(x), op) for op, x in zip(operations, values, strict=True)]
+    keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
+
+    def reduce(key, vector):
+        vector = to_varying(vector, spread_axes(axes))
+        over = _axes_to_reduce(vector, axes)
+        return _REDUCTIONS[key[0]](vector, over) if over else vector
+
+    return [_unordered(x, dtype) for x, dtype in zip(_as_one_vector_each(reduce, keys, sent), dtypes, strict=True)]
+
+
+def _ordered(value: jax.Array, operation: str) -> jax.Array:
+    """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; others as they are.
+
+    Read as an integer, a positive float keeps its place; of a negative one all bits but the sign are turned round.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    kind = _SIGNED[value.dtype.itemsize]
+    bounds = jnp.iinfo(kind)
+    end = bounds.max if operation == "max" else bounds.min
+    return jnp.where(jnp.isnan(value), jnp.array(end, kind), _turned(lax.bitcast_convert_type(value, kind)))
+
+
+def _unordered(value: jax.Array, dtype: Any) -> jax.Array:
+    if value.dtype == dtype:
+        return value
+    return lax.bitcast_convert_type(_turned(value), dtype)
+
+
+def _turned(bits: jax.Array) -> jax.Array:
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
+    """Every device's value of each: [...] -> [n, ...], equal on all devices by type; one collective for all.
+
+    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost. Values travel as 32-bit
+    words, narrower ones widened.
+    """
+    values = [jnp.asarray(value) for value in values]
+
+    def gather(_, words):
+        words = to_varying(words, axes)[None]
+        return lax.all_gather(words, tuple(axes), tiled=True, to="invarying" if is_tracked(axes[0]) else "varying")
+
+    rows = _as_one_vector_each(gather, [None] * len(values), [_as_words(value) for value in values])
+    return [_from_words(row, value) for row, value in zip(rows, values, strict=True)]
+
+
+def _as_words(value: jax.Array) -> jax.Array:
+    """[...] -> [w] of uint32."""
+    return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
+
+
+def _from_words(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """[n, w] of uint32 -> [n, ...] with the shape and dtype of ``like``."""
+    return rows.view(_word_dtype(like.dtype)).astype(like.dtype).reshape(-1, *like.shape)
+
+
+def _word_dtype(dtype: Any) -> Any:
+    """A dtype that holds all values of ``dtype`` in whole 32-bit words."""
+    if dtype.itemsize >= 4:
+        return dtype
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
+def _as_one_vector_each(
+    fn: Callable[[Any, jax.Array], jax.Array], keys: Sequence[Any], values: Sequence[Any]
+) -> list[jax.Array]:
+    """Applies ``fn(key, vector)`` once to all values with the same key, laid end to end.
+
+    ``fn`` may put dims in front; each value gets its own part of the last dim back, in its own shape.
+    """
+    groups, out = defaultdict(list), [None] * len(values)
+    for index, key in enumerate(keys):
+        groups[key].append(index)
+    for key, indices in groups.items():
+        shapes = [jnp.shape(values[i]) for i in indices]
+        result = fn(key, jnp.concatenate([jnp.ravel(values[i]) for i in indices]))
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        for i, shape, part in zip(indices, shapes, jnp.split(result, ends[:-1], axis=-1), strict=True):
+            out[i] = part.reshape(*part.shape[:-1], *shape)
+    return out

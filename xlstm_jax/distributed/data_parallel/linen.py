@@ -1,0 +1,239 @@
+"""Fully sharded data parallelism for Linen modules, used inside ``shard_map``.
+
+Life of a parameter W[d, f] on mesh axis "fsdp" of size N (d_fsdp: dim d is split over that axis):
+  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps its slice, in a box with its names
+  forward   W[d_fsdp, f]  -- gather_params -->  W[d, f]         all-gather, dropped after use
+  backward  dW[d, f]      -- its transpose -->  dW[d_fsdp, f]   reduce-scatter, mean over N
+Leaves that stay whole are averaged by ``sync_gradients``. ``shard_module_params`` puts all of it around a module.
+
+A wrapped module is the same module in three places:
+  inside shard_map        as above
+  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
+  anywhere else           values are global and bare: it is the plain module
+For a plan, under a ``plan_boxes.planning_mesh``, init puts every leaf into a box that says what was decided about it.
+
+The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.core import lift
+from flax.linen.transforms import lift_transform
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_leaves, true_value
+from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_slices, box_whole, plan_params
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+
+Target = TypeVar("Target", bound=Any)
+
+
+# ------------------------------------------------------------------------------------------------- lifting on modules
+
+
+def shard_module_params(
+    target: Target,
+    axis_name: AxisNames,
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    reshard_after_forward: bool = False,
+    replicas: Replicas | None = None,
+    uneven: str = UNEVEN[0],
+) -> Target:
+    """Makes a module keep its parameters sharded: gathered just before it runs, sliced just after it is initialised.
+
+    Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
+    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see the top of this file).
+    Parameter names, shapes and initial values are those of the plain module: the wrapped class keeps its name.
+
+    What is gathered together lives together: wrap blocks rather than the whole model, and put transformations outside,
+    ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. Wrapped the other way around, a scan gathers all its
+    layers at once.
+
+    Args:
+      target: a Linen module class (or ``functools.partial`` of one), a module instance, or a function whose first
+        argument is a module. An instance gives an instance with the same fields and name.
+      axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
+        in an order that rotates from leaf to leaf.
+      min_weight_size: leaves with fewer values stay whole on every device.
+      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored.
+      grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: float32, or as stored where that is wider.
+      reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
+        compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
+        otherwise, as one that keeps nothing does; leave it False within those.
+      replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
+      uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
+        up to the next multiple, which the module, the optimizer and checkpoints do not see.
+    Returns:
+      The wrapped target, to be used like the target.
+    Raises:
+      ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
+      TypeError: the target is none of these, or an instance that its parent has already named.
+    """
+    axes, rule = (
+        as_axis_names(axis_name),
+        ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
+    )
+    if replicas and (both := set(axes) & set(replicas.axis_name)):
+        raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
+    wrap = functools.partial(
+        _lift,
+        gather=functools.partial(_gather_here, axes, rule),
+        shard=functools.partial(_shard_here, axes, rule),
+        reshard_over=axes if reshard_after_forward else (),
+    )
+    if isinstance(target, nn.Module):
+        return _wrap_instance(target, wrap)
+    if not callable(target):
+        raise TypeError(f"shard_module_params takes a module class, a module or a function of one, not {target!r}.")
+    return wrap(target)
+
+
+def _mode(axes: tuple[str, ...]) -> str:
+    """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    unbound = [axis for axis in axes if not collectives.is_bound(axis)]
+    if not unbound:
+        return "manual"
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
+        return "global"
+    if mesh.empty:
+        return "plain"
+    if mesh.manual_axes:
+        raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
+    raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
+
+
+def _no_axis(axis: str) -> ValueError:
+    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
+    there = tuple(jax.sharding.get_abstract_mesh().shape)
+    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
+
+
+def _gather_here(axes, rule, variables):
+    if _mode(axes) == "manual":
+        return gather_params(variables, axes, rule.wire.gather_dtype, rule.wire.grad_scatter_dtype)
+
+    def take_out(leaf):
+        if isinstance(leaf, Planned):
+            return leaf.gathered(axes)
+        # Boxes over other axes stay, for the wrapper of those.
+        return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+
+    return map_leaves(take_out, variables)
+
+
+def _shard_here(axes, rule, variables):
+    mode = _mode(axes)
+    if mode == "manual":
+        return box_slices(variables, axes, rule)
+    if mode == "plain":
+        return variables
+    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.wire.replicas
+    if replicas and (missing := [axis for axis in replicas.axis_name if axis not in mesh.shape]):
+        raise _no_axis(missing[0])
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    return (plan_params if is_planning() else box_whole)(variables, sizes, rule)
+
+
+def _lift(
+    target: Target,
+    gather: Callable[[PyTree], PyTree],
+    shard: Callable[[PyTree], PyTree],
+    reshard_over: tuple[str, ...],
+) -> Target:
+    """``nn.map_variables`` on "params" around every public method, under the target's own name."""
+    cls = target.func if isinstance(target, functools.partial) else target
+    methods = _public_methods(cls) if isinstance(cls, type) and issubclass(cls, nn.Module) else None
+    lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
+    if reshard_over:
+        lifted = lift_transform(_dropping_gathered, lifted, reshard_over, methods=methods)
+    if methods is None:
+        return lifted
+    lifted_cls = lifted.func if isinstance(target, functools.partial) else lifted
+    for name in methods:
+        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), getattr(lifted_cls, name)))
+    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
+    lifted_cls.__name__, lifted_cls.__qualname__, lifted_cls.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return lifted
+
+
+def _dropping_gathered(method: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """A lifted transformation: what ``method`` gathers over ``axes`` is gathered again for the backward pass."""
+
+    def dropping(scopes, *args, **kwargs):
+        if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
+            return method(scopes, *args, **kwargs)
+        arrays, put_back = _split_arrays((args, kwargs))
+        put_back_results = None
+
+        def run(scopes, arrays):
+            nonlocal put_back_results
+            args, kwargs = put_back(arrays)
+            results, put_back_results = _split_arrays(method(scopes, *args, **kwargs))
+            return results
+
+        results = lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
+        return put_back_results(results)
+
+    return dropping
+
+
+def _split_arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """The arrays of a tree, and how to put others in their places; the rest (a flag, a module) stays what it is."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
+    return arrays, lambda arrays: treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(rest)])
+
+
+def _public_methods(cls: type[nn.Module]) -> list[str]:
+    """The methods through which others use a module: public, its own, and not kept unlifted by ``nn.nowrap``."""
+    fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
+    linens_own = fields | set(vars(nn.Module)) | {"setup"}
+
+    def is_public(name, fn):
+        return name == "__call__" or not (name.startswith("_") or name in linens_own or getattr(fn, "nowrap", False))
+
+    return [name for name, fn in inspect.getmembers_static(cls, inspect.isfunction) if is_public(name, fn)]
+
+
+def _only_when_bound(plain: Callable[..., Any], lifted: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is lifted where the module has parameters to gather, and left as it is on an unbound module."""
+
+    @functools.wraps(plain)
+    def method(self, *args, **kwargs):
+        if self.scope is None:
+            return plain(self, *args, **kwargs)
+        # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
+        with jax.named_scope(f"{self.name or type(self).__name__}.sharded"):
+            return lifted(self, *args, **kwargs)
+
+    return method
+
+
+def _wrap_instance(module: nn.Module, wrap: Callable[[Any], Any]) -> nn.Module:
+    if isinstance(module.parent, nn.Module) and module.name is not None:
+        cls = type(module).__name__
+        raise TypeError(
+            f"shard_module_params got the instance {cls}(name={module.name!r}), which "
+            f"{type(module.parent).__name__} has named and registered already. Wrap the class, then make the instance: "
+            f"shard_module_params({cls}, axis_name)(...)."
+        )
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
+    return wrap(type(module))(**fields, parent=module.parent)

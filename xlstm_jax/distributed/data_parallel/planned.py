@@ -1,0 +1,95 @@
+"""How a plan learns what wrapped modules decide: on a mesh without devices they box every leaf with their decisions.
+
+A plan traces ``model.init`` under ``planning_mesh``. Where ``shard_module_params`` would split a leaf or leave it, it
+puts it into a ``Planned`` box instead, which travels to the end of ``init`` as the box of a split leaf does: through
+``nn.scan`` and ``nn.vmap``, which add a dim, and through further wrappers, which add decisions. Everything that a plan
+says was therefore decided by the code that decides in training, on the shapes that it sees there.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import struct
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box, leaf_axes, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
+
+_NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
+
+
+def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
+    """The mesh under which wrapped modules plan; to be set with ``jax.sharding.use_abstract_mesh``.
+
+    It is told by the name of its devices. That makes it another mesh than any real one, so that JAX, which keeps traced
+    functions by mesh, never hands what was traced for a plan to an initialisation, nor the other way around.
+    """
+    types = (AxisType.Auto,) * len(axis_sizes)
+    return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types, abstract_device=_NO_DEVICE)
+
+
+def is_planning() -> bool:
+    """Whether modules run under a ``planning_mesh``."""
+    return jax.sharding.get_abstract_mesh().abstract_device == _NO_DEVICE
+
+
+class Decision(NamedTuple):
+    """One wrapper's choice for a leaf.
+
+    ``shape`` and ``names`` are those of the leaf where that wrapper ran (within ``nn.scan``, of a single layer), the
+    names with the outcome in them. The dtypes are those on the wire.
+    """
+
+    axes: tuple[str, ...]
+    choice: ShardChoice
+    shape: tuple[int, ...]
+    names: tuple[AxisEntry, ...]
+    gather_dtype: str
+    grad_scatter_dtype: str
+
+
+class _Decisions(tuple):
+    """Decisions as a part of a tree's structure that tells no trees apart: branches of ``nn.cond`` may differ in it."""
+
+    def __eq__(self, other):
+        return isinstance(other, _Decisions)
+
+    def __hash__(self):
+        return hash(_Decisions)
+
+
+class Planned(Sharded):
+    """The box of a leaf in a plan, split or whole. ``decisions`` are those of all wrappers that saw it, in their order.
+
+    ``stands_for`` is the class of the box that the leaf has when the model is initialised, None where it has none.
+    """
+
+    decisions: tuple[Decision, ...] = struct.field(default=_Decisions(), pytree_node=False)
+    stands_for: type | None = struct.field(default=None, pytree_node=False)
+
+    @classmethod
+    def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
+        """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
+        before, box = (), type(leaf) if is_box(leaf) else None
+        if isinstance(leaf, Planned):
+            before, box = leaf.decisions, leaf.stands_for
+        if decision.choice.dim is not None:
+            box = Sharded
+        storage = {"wire": boxed.wire, "true_sizes": boxed.true_sizes} if isinstance(boxed, Sharded) else {}
+        all_decisions = _Decisions((*before, decision))
+        return cls(leaf_value(boxed), decision.names, decisions=all_decisions, stands_for=box, **storage)
+
+    def gathered(self, axes: tuple[str, ...]) -> "Planned":
+        """The leaf as a wrapper over ``axes`` hands it to its module: not split over them, to be decided once more."""
+        ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
+        if not ours and not set(leaf_axes(self)) <= set(axes):
+            return self
+        kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
+        names = tuple(map(axes_entry, kept))
+        stands_for = self.stands_for if any(names) else None
+        return self.replace(value=true_value(self), true_sizes=(), names=names, stands_for=stands_for)
+
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
+        # Only a box takes a name for the layer dim that is added to it; what was left without one takes none.
+        return None if self.stands_for is None else self.stands_for._get_partition_name(self, params)

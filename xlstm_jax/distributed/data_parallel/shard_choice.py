@@ -1,0 +1,110 @@
+"""Which dim of a leaf is split, and in what order of the axes: sharding, the plan and its explanations all ask here.
+
+Over several axes the order differs from leaf to leaf. The axis that is gathered last, the outermost, carries most of a
+leaf's bytes: so each axis of a torus is the outermost of some leaves.
+
+Pure functions of shapes and sizes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
+
+DEFAULT_MIN_WEIGHT_SIZE = 2**18
+
+# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes over slow links. A stage over them comes first,
+# when the pieces are smallest, and the other axes rotate without them.
+SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
+SLOW_AXES = (SLICE_AXIS, HOST_AXIS)
+
+UNEVEN = ("replicate", "pad")
+
+
+class ShardChoice(NamedTuple):
+    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why, in words."""
+
+    dim: int | None
+    reason: str
+
+
+def choose_shard_dim(
+    shape: tuple[int, ...],
+    names: tuple[AxisEntry, ...],
+    axis_sizes: dict[str, int],
+    min_weight_size: int,
+    uneven: str = "replicate",
+) -> ShardChoice:
+    """Decides which dim of a leaf is split over the axes: the largest that they divide and that is still whole.
+
+    Of equal dims the last is taken, which is the output dim of a Linen kernel.
+
+    Args:
+      shape: the leaf's shape as this device sees it.
+      names: its entry for each dim, ``(None,) * len(shape)`` for a leaf without a box.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
+      uneven: where the axes divide no dim: "replicate" leaves the leaf whole, "pad" takes the largest dim, which is
+        then stored with zeros up to the next multiple.
+    Returns:
+      The dim, or None with the reason.
+    """
+    held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
+    size, parts = math.prod(shape), math.prod(axis_sizes.values())
+    if held:
+        return ShardChoice(None, f"already split over {', '.join(map(repr, held))}")
+    if size == 0:
+        return ShardChoice(None, f"holds no values (shape {shape})")
+    if size < min_weight_size:
+        return ShardChoice(None, f"{size} values are fewer than min_weight_size={min_weight_size}")
+    free = [dim for dim, entry in enumerate(names) if entry is None]
+    fitting = [dim for dim in free if shape[dim] % parts == 0]
+    if fitting:
+        dim = max(fitting, key=lambda dim: (shape[dim], dim))
+        return ShardChoice(dim, f"dim {dim} of size {shape[dim]} is the largest that {parts} divides")
+    if not free:
+        return ShardChoice(None, f"every dim of shape {shape} is taken by {names}" if shape else "is a scalar")
+    if uneven == "pad":
+        dim = max(free, key=lambda dim: (shape[dim], dim))
+        padded = padded_size(shape[dim], parts)
+        return ShardChoice(dim, f"dim {dim} of size {shape[dim]} is the largest, padded to {padded} for {parts} parts")
+    return ShardChoice(None, f"{parts} divides no free dim of shape {shape}")
+
+
+def padded_size(size: int, parts: int) -> int:
+    """The next multiple of ``parts``."""
+    return -(-size // parts) * parts
+
+
+def balanced_orders(sizes: Sequence[int], axis_sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    """For each leaf the order of the axes, outermost first, so that every axis carries about the same load.
+
+    A leaf of B bytes over axes of sizes n_0 (outermost), n_1, ... sends B (n_0 - 1) / n_0 over the first, and over the
+    next B / n_0 * (n_1 - 1) / n_1: nearly all over the outermost. So the order rotates. The largest leaf has it as
+    given; the others, by size, that under which the busiest axis carries least. ``SLOW_AXES`` stay innermost.
+
+    Args:
+      sizes: bytes, or values, of the leaves that are gathered together.
+      axis_sizes: the axes in the order that was asked for, with their sizes.
+    """
+    fast, slow = ([a for a in axis_sizes if (a in SLOW_AXES) == is_slow] for is_slow in (False, True))
+    rotations = [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))] or [tuple(slow)]
+    load, orders = dict.fromkeys(fast, 0.0), [rotations[0]] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        loads = {order: _loads(load, sizes[index], order, axis_sizes) for order in rotations}
+        if any(load.values()):
+            # Of equally good ones the last, so that the first axis is left to the modules that have a single leaf.
+            orders[index] = min(reversed(rotations), key=lambda order: sorted(loads[order].values(), reverse=True))
+        load = loads[orders[index]]
+    return orders
+
+
+def _loads(load: dict[str, float], size: float, order: tuple[str, ...], axis_sizes: dict[str, int]) -> dict[str, float]:
+    """``load`` with what a leaf of ``size`` sends over each axis, gathered in this order."""
+    load = dict(load)
+    for axis in order:
+        if axis in load:
+            load[axis] += size * (axis_sizes[axis] - 1) / axis_sizes[axis]
+        size /= axis_sizes[axis]
+    return load

@@ -1,0 +1,160 @@
+"""The device mesh: named axes over the devices at hand, and batches laid out over them.
+
+The last axis lies over the devices that are closest to each other, the first axes cross the slow links:
+
+  two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
+                       create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
+
+Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit ones by default, with which arrays carry
+their sharding in their type; ``shard_map`` then refuses a batch that was not placed beforehand.)
+
+In a run of several processes each process makes the same mesh, and ``shard_batch`` puts the rows that each of them has
+read together into one global array.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.device_mesh.batches import shard_batch
+from xlstm_jax.distributed.device_mesh.sizes import filled_sizes
+from xlstm_jax.distributed.device_mesh.topology import auto, fsdp_layout, mesh_by_topology
+from xlstm_jax.distributed.processes.agreement import assert_same_everywhere
+from xlstm_jax.distributed.processes.joining import initialize_distributed
+from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
+
+# --------------------------------------------------------------------------------------------------------------- meshes
+
+
+class DeviceMeshManager:
+    """Makes device meshes, and what a run of several processes needs around them. All methods are static.
+
+    In a run of several processes each process calls them with the same arguments.
+    """
+
+    initialize_distributed = staticmethod(initialize_distributed)
+    simulate_cpu_devices = staticmethod(simulate_cpu_devices)
+    shard_batch = staticmethod(shard_batch)
+    assert_same_everywhere = staticmethod(assert_same_everywhere)
+
+    @staticmethod
+    def create_device_mesh(
+        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]], devices: Sequence[jax.Device] | None = None
+    ) -> Mesh:
+        """A mesh with the given axes, the last one over the devices that are closest to each other.
+
+        Args:
+          mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. One size
+            may be -1: what the others leave.
+          devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
+            several slices (or processes, where these are the units that slow links connect) the first axes cross them.
+        Returns:
+          A ``Mesh`` with axes of type ``Auto``.
+        Raises:
+          ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do.
+        """
+        if isinstance(mesh_shape, int):
+            raise ValueError(f"mesh_shape={mesh_shape} has no axis names; write {{'fsdp': {mesh_shape}}}, say.")
+        pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
+        names = as_axis_names(tuple(name for name, _ in pairs))
+        sizes = filled_sizes(dict(pairs), jax.device_count() if devices is None else len(devices))
+        if devices is None:
+            return mesh_by_topology(sizes, names, jax.devices())
+        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=auto(names))
+
+    @staticmethod
+    def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
+        """A mesh with the one axis "data" over all devices, or the first ``num_devices``."""
+        return _mesh_of_first("data", num_devices)
+
+    @staticmethod
+    def create_model_parallel_mesh(num_devices: int) -> Mesh:
+        """A mesh with the one axis "model" over the first ``num_devices`` devices."""
+        return _mesh_of_first("model", num_devices)
+
+    @staticmethod
+    def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
+        """A mesh with the axes "data" and "model" over all devices, "model" on the fast links. One size may be -1."""
+        return DeviceMeshManager.create_device_mesh({"data": data_parallel_size, "model": model_parallel_size})
+
+    @staticmethod
+    def create_hsdp_mesh(replicas: int, shards: int) -> Mesh:
+        """A mesh with the axes "dp" and "fsdp" over all devices, for hybrid sharding: ``replicas`` copies of the
+        parameters, each split over ``shards`` devices, which the fast links connect. One size may be -1."""
+        return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
+
+    @staticmethod
+    def create_fsdp_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A mesh for sharding over all devices, with an axis along each kind of link: pass ``mesh.axis_names`` on.
+
+        Collectives then run axis by axis, each between neighbours. Over one axis of many TPU chips XLA turns a
+        reduce-scatter into a full-size all-reduce, which over several it does not.
+
+            one device, one host       fsdp                          TPU, one slice     fsdp_x, fsdp_y, fsdp_z
+            several hosts, processes   fsdp_host, fsdp_device        several slices     fsdp_slice, fsdp_x, ...
+
+        Axes of size 1 are left out, and one that is left is called "fsdp". The slowest links come first.
+
+        Args:
+          devices: in any order; by default all.
+        Returns:
+          A ``Mesh`` with axes of type ``Auto``; neighbours along an axis of a torus are neighbours on the torus.
+        Raises:
+          ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them.
+        """
+        array, names = fsdp_layout(jax.devices() if devices is None else devices)
+        return Mesh(array, names, axis_types=auto(names))
+
+    @staticmethod
+    def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
+        """A mesh without devices, to plan and forecast for machines that are not there.
+
+        Args:
+          mesh_shape: axes and sizes, outermost first, as {"dp": 4, "fsdp": 64}.
+        Raises:
+          ValueError: a size is not a positive integer, or there is no axis.
+        """
+        if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
+            raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
+        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto(tuple(mesh_shape)))
+
+    @staticmethod
+    def get_mesh_info(mesh: Mesh) -> dict[str, Any]:
+        """What there is to know about a mesh, for a log or a file.
+
+        Returns:
+          ``total_devices``; ``axes``, a dict of sizes; ``processes``, how many have devices in it; ``platform``;
+          ``device_kind``; and ``axes_across_processes``, those axes along which collectives leave a process.
+        """
+        processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+        crossing = [(processes != processes.take([0], axis=dim)).any() for dim in range(processes.ndim)]
+        return {
+            "total_devices": mesh.size,
+            "axes": dict(mesh.shape),
+            "processes": len(np.unique(processes)),
+            "platform": mesh.devices.flat[0].platform,
+            "device_kind": mesh.devices.flat[0].device_kind,
+            "axes_across_processes": [name for name, cross in zip(mesh.axis_names, crossing, strict=True) if cross],
+        }
+
+
+def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
+    count = jax.device_count()
+    if num_devices is None or num_devices == count:
+        return DeviceMeshManager.create_device_mesh({name: count})
+    if not 1 <= num_devices <= count:
+        raise ValueError(
+            f"num_devices={num_devices} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
+        )
+    devices = jax.devices()[:num_devices]
+    left_out = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if left_out:
+        raise ValueError(
+            f"num_devices={num_devices} of {count} leaves process {min(left_out)} without a device in the mesh, where "
+            f"it could take no part in the run. Use all {count}, or start fewer processes."
+        )
+    return DeviceMeshManager.create_device_mesh({name: num_devices}, devices)

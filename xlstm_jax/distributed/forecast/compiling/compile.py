@@ -1,0 +1,386 @@
+"""From a training step to its compiled program: for accelerators that are not there, or for the devices at hand.
+
+  step, abstract args --trace, export--> StableHLO --child process, libtpu--> Compiled     compile_for_topology
+  step, abstract args --lower, compile--> Compiled                                         compile_here
+
+A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
+devices as the topology has. Nothing is allocated, and this process never loads libtpu. The mesh is the one of the
+arguments' shardings, or of ``jax.jit(in_shardings=...)``.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
+from xlstm_jax.distributed.forecast.compiling import child as compile_child
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+
+COMPILE_TIMEOUT_S = 1800.0
+# libtpu asks the cloud for its place, and takes a lock, unless it is told not to. The accelerator type is that of any
+# host; the topology decides.
+CHILD_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+}
+FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
+
+
+ARGUMENTS = ("argument", "output", "alias")
+OWN_SCOPES = "jit(call)/call_exported/"  # of the way through the child, in front of the step's own names
+ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
+CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
+GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
+
+
+class CompileError(RuntimeError):
+    """The compiler refused the step, for another reason than memory; its own words follow."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled step, as text and numbers.
+
+    Attributes:
+      platform: "tpu", "cpu", "gpu".
+      device_kind: as JAX names it.
+      topology: None for devices at hand.
+      axis_sizes: the mesh.
+      hlo: the optimized program of one device, instructions in the order of their schedule.
+      buffers, live_ranges: XLA's texts about them; None where the backend gives none.
+      memory: bytes by XLA's own count: argument, output, alias, temp, generated_code, the last two not from the CPU
+        backend, whose figures are not to be trusted; for a topology also total_allocation, where the release tells it
+        (temp counts a TPU's temporaries twice). None where the compiler refused the program.
+      seconds: of compilation.
+      coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order.
+      versions: of jax, jaxlib, libtpu.
+      unplaced: the first argument leaf of a step on several devices that has no sharding; None where all have one.
+    """
+
+    platform: str
+    device_kind: str
+    topology: Topology | None
+    axis_sizes: dict[str, int]
+    hlo: str
+    buffers: str | None
+    live_ranges: str | None
+    memory: dict[str, int] | None
+    seconds: float
+    coords: tuple[tuple[int, ...], ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    unplaced: str | None = None
+
+
+# ------------------------------------------------------------------------------------------- a step and its arguments
+
+
+def trace(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> Any:
+    """``step.trace(*args, **kwargs)``, with an error that says what a step is.
+
+    Raises:
+      TypeError: ``step`` is not a ``jax.jit`` function.
+    """
+    if not hasattr(step, "trace"):
+        raise TypeError(
+            f"step must be a jax.jit function, as make_train_step returns one, not {step!r}; pass jax.jit(step)."
+        )
+    return step.trace(*args, **(kwargs or {}))
+
+
+def step_mesh(
+    traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
+) -> Mesh | AbstractMesh | None:
+    """The mesh that the arguments lie on, or that ``jax.jit(in_shardings=...)`` lays them on; None where neither says.
+
+    Of meshes of the same shape one with devices is taken before one without.
+
+    Raises:
+      ValueError: arguments lie on meshes of different shapes; names a leaf of each.
+    """
+    own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _leaves(args, kwargs)]
+    by_jit = zip(traced.jaxpr.jaxpr.debug_info.arg_names, _in_shardings(traced), strict=False)
+    placed = [(path, place.mesh) for path, place in [*own, *by_jit] if isinstance(place, NamedSharding)]
+    found = {}
+    for path, mesh in sorted(placed, key=lambda pair: isinstance(pair[1], AbstractMesh)):
+        found.setdefault(tuple(mesh.shape.items()), (path, mesh))
+    if len(found) > 1:
+        (one, (path, _)), (two, (other, _)), *_ = found.items()
+        raise ValueError(
+            f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one mesh."
+        )
+    return next((mesh for _, mesh in found.values()), None)
+
+
+def unplaced_leaf(traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> str | None:
+    """The path of the first argument leaf that nobody has laid on the mesh, where there is a mesh of several devices.
+
+    Scalars and PRNG keys are left out: they are small, and everyone has them whole.
+    """
+    mesh = step_mesh(traced, args, kwargs)
+    if mesh is None or mesh.size == 1:
+        return None
+    # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
+    arrays = [(path, leaf) for path, leaf in _leaves(args, kwargs) if hasattr(leaf, "dtype") and leaf.shape]
+    infos = zip(jax.tree.leaves(traced.args_info), _in_shardings(traced), strict=False)
+    by_jit = [sharding for info, sharding in infos if info.shape]
+    pairs = zip(arrays, by_jit, strict=False)
+    return next((path for (path, leaf), sharding in pairs if not _is_key(leaf) and not _placed(leaf, sharding)), None)
+
+
+def _leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> list[tuple[str, Any]]:
+    """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
+    return [
+        (path, leaf_value(leaf)) for tree in (tuple(args), dict(kwargs or {})) for path, leaf in leaves_with_path(tree)
+    ]
+
+
+def _in_shardings(traced: Any) -> tuple[Any, ...]:
+    """What ``jax.jit(in_shardings=...)`` says of each leaf. JAX has no public name for it before the compilation."""
+    return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
+
+
+def _placed(leaf: Any, sharding: Any) -> bool:
+    """Whether the leaf's own sharding, or the one by ``jax.jit``, speaks of several devices."""
+    given = (getattr(leaf, "sharding", None), sharding)
+    return any(isinstance(place, NamedSharding) or getattr(place, "num_devices", 1) > 1 for place in given)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a PRNG key, or several; a raw one is two or four words."""
+    raw = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
+    return raw or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+
+def compile_here(
+    step: Any,
+    *args: PyTree,
+    kwargs: Mapping[str, PyTree] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Compiled:
+    """Compiles a step for the devices of its own mesh, in this process.
+
+    Raises:
+      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices, or on no mesh, but the step does.
+    """
+    traced = trace(step, args, kwargs)
+    mesh = step_mesh(traced, args, kwargs)
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the arguments lie on the abstract mesh {_axes(mesh)}, which has no devices. Give a topology, as "
+            "topology='v5e:2x4', or make them on a mesh of devices at hand."
+        )
+    start = time.monotonic()
+    compiled = traced.lower().compile(compiler_options=compiler_options)
+    seconds = time.monotonic() - start
+    devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
+    if mesh is None and len(devices) > 1:
+        raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
+    device = next(iter(devices))
+    stats = compiled.memory_analysis()
+    trusted = compile_child.MEMORY if device.platform != "cpu" else ARGUMENTS
+    return Compiled(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        topology=None,
+        axis_sizes=_axes(mesh),
+        hlo=compiled.as_text(),
+        buffers=None,
+        live_ranges=None,
+        memory={name: getattr(stats, f"{name}_size_in_bytes") for name in trusted},
+        seconds=seconds,
+        coords=_coords(compiled),
+        versions={"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        unplaced=unplaced_leaf(traced, args, kwargs),
+    )
+
+
+def _axes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
+    return dict(mesh.shape) if mesh is not None else {}
+
+
+def _coords(compiled: Any) -> tuple[tuple[int, ...], ...]:
+    """Where on the torus the devices lie, in the mesh's order; () where they are no TPUs, or no mesh."""
+    places = [place for place in jax.tree.leaves(compiled.input_shardings) if isinstance(place, NamedSharding)]
+    devices = places[0].mesh.devices.flat if places else ()
+    return tuple(tuple(device.coords) for device in devices if device.platform == "tpu")
+
+
+def compile_for_topology(
+    step: Any,
+    *args: PyTree,
+    topology: str,
+    kwargs: Mapping[str, PyTree] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    timeout_s: float = COMPILE_TIMEOUT_S,
+) -> Compiled:
+    """Compiles a step for TPUs that are not there, in a child process that loads libtpu.
+
+    Args:
+      step: a ``jax.jit`` function.
+      *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the topology
+        has; an ``AbstractMesh`` will do.
+      topology: as "v5e:16x16".
+      kwargs: what the step takes by keyword.
+      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile``. LIBTPU_INIT_ARGS reaches the child too.
+      timeout_s: how long the compilation may take.
+    Raises:
+      ImportError: libtpu is not installed, or flatbuffers.
+      ValueError: an unknown topology, or its devices are not as many as the mesh's: says both; or the step calls Python
+        (``jax.debug.print``), which it can only on the devices of its process.
+      CompileError: the compiler refuses the step, for another reason than memory.
+      TimeoutError: it did not end in time.
+    """
+    place = parse_topology(topology)
+    traced = trace(step, args, kwargs)
+    mesh = step_mesh(traced, args, kwargs)
+    _check_size(mesh, place, topology)
+    _check_installed()
+    exported = _export(step, args, kwargs)
+    if exported.nr_devices not in (1, place.num_devices):
+        raise ValueError(
+            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_axes(mesh)}. "
+            f"{GIVE_SHARDINGS}"
+        )
+    request = {
+        "axes": _axes(mesh) or {"device": 1},
+        "axis_types": [kind.name for kind in mesh.axis_types] if mesh is not None else ["Auto"],
+        "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
+        "options": dict(compiler_options or {}),
+        "topology": place.description(),
+    }
+    with tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_") as name:
+        folder = Path(name)
+        (folder / "step.bin").write_bytes(exported.serialize())
+        (folder / "request.json").write_text(json.dumps(request))
+        _run_child(folder, timeout_s)
+        compiled = _read(folder, place, request["axes"], traced.jaxpr.jaxpr.debug_info.arg_names)
+    return dataclasses.replace(compiled, unplaced=unplaced_leaf(traced, args, kwargs))
+
+
+def _check_size(mesh: Mesh | AbstractMesh | None, place: Topology, topology: str) -> None:
+    if mesh is None and place.num_devices > 1:
+        raise ValueError(
+            f"topology={topology!r} has {place.num_devices} devices, but the arguments lie on no mesh. {GIVE_SHARDINGS}"
+        )
+    if mesh is not None and mesh.size != place.num_devices:
+        raise ValueError(
+            f"the step's mesh {_axes(mesh)} has {mesh.size} devices, but topology={topology!r} has "
+            f"{place.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+        )
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("libtpu", "flatbuffers") if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"compiling for a TPU topology needs {' and '.join(missing)}, on a machine without TPUs too: "
+            "pip install xlstm_jax[forecast]"
+        )
+
+
+def _export(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
+    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it."""
+    try:
+        exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
+    except ValueError as error:
+        if CALLS_PYTHON not in str(error):
+            raise
+        raise ValueError(
+            "the step calls back into Python, by jax.debug.print, jax.debug.callback, io_callback or pure_callback, "
+            "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
+            "out."
+        ) from error
+    inputs, outputs = ((0,) * len(exported.in_avals), {}), (0,) * len(exported.out_avals)
+    return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
+
+
+def _run_child(folder: Path, timeout_s: float) -> None:
+    """Runs the child to its end; a child that outlives its time, or this process's interrupt, is killed."""
+    environment = {key: value for key, value in os.environ.items() if key != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
+    command = [sys.executable, "-P", compile_child.__file__, str(folder)]
+    with (
+        open(folder / "log", "wb") as log,
+        _killed_at_the_end(
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        ) as child,
+    ):
+        try:
+            child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"compiling for the topology took longer than timeout_s={timeout_s:.0f}. Scan the layers (nn.scan), "
+                "which compiles one of them, or give it more time."
+            ) from None
+    if not (folder / "result.json").exists():
+        end = (folder / "log").read_text(errors="replace")[-2000:]
+        raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
+
+
+@contextlib.contextmanager
+def _killed_at_the_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read(folder: Path, place: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
+    result = json.loads((folder / "result.json").read_text())
+    # The text after code generation has the compiler's cycles; a program that does not fit may not come so far.
+    hlo = _dumped(folder / "dump", "codegen") or _dumped(folder / "dump", "optimizations")
+    buffers = _dumped(folder / "dump", "optimizations-buffer-assignment")
+    if not (hlo and buffers):
+        raise CompileError(f"the compiler refuses the step for {place.name}: {result['error']}")
+    return Compiled(
+        platform="tpu",
+        device_kind=result["device_kind"],
+        topology=place,
+        axis_sizes=axes,
+        hlo=_with_names(hlo, arguments),
+        buffers=buffers,
+        live_ranges=_dumped(folder / "dump", "optimizations-live-range"),
+        memory=result["memory"],
+        seconds=result["seconds"],
+        coords=tuple(map(tuple, result["coords"])),
+        versions=result["versions"],
+    )
+
+
+def _with_names(hlo: str, arguments: Sequence[str]) -> str:
+    """The program with the names that it has when JAX compiles it without an export."""
+
+    def named(match):
+        return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
+
+    return ARGUMENT.sub(named, hlo.replace(OWN_SCOPES, ""))
+
+
+def _dumped(folder: Path, name: str) -> str | None:
+    paths = list(folder.glob(f"*.after_{name}.txt"))
+    assert len(paths) <= 1, paths  # the child compiles one program
+    return paths[0].read_text() if paths else None

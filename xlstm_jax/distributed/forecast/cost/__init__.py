@@ -1,0 +1,1 @@
+"""What a compiled program costs: memory, traffic, cycles and FLOP; and the least time by a chip's figures."""

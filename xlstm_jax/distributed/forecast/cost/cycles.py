@@ -1,0 +1,223 @@
+"""What a compiled step costs besides the network: the compiler's own cycles, and the bytes that HBM moves.
+
+    Program --cycles-->    Cycles    TPU: the estimate by which the compiler chose its kernels, loops multiplied out
+    Program --hbm_bytes--> HbmBytes  every backend: operands and results of what is scheduled, as far as they lie in HBM
+
+``compiled.cost_analysis()`` counts a loop's body once and can be negative; neither number is taken from it.
+
+An instruction reads its operands and writes its results, each once, where they lie in memory space 0; what stays in
+VMEM counts nothing. A fusion reads what it needs: of a parameter that it only slices, the slices. An update written in
+place, ``dynamic-update-slice``, moves the update and not the array around it. Names for values (tuples, bitcasts),
+constants and what a loop carries move nothing by themselves. A kernel that reads an operand more than once, as a large
+matrix product may, moves more.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.forecast.hlo.computation import MAIN_THREAD, Computation
+from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
+from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
+from xlstm_jax.distributed.forecast.hlo.program import Program
+
+_ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
+_ALIASED = re.compile(r"\{(\d*)\}: \(\d+")
+_SLICES = frozenset("dynamic-slice slice gather".split())
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written in place, and which operand is the update
+_SAME_BYTES = frozenset("bitcast get-tuple-element".split())
+_CONTROL = frozenset("while conditional call".split())
+_CHAINED = re.compile(r'chain_id="|custom_call_target="AsyncCollectiveDone"')
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """The compiler's estimate for one step on one core, by the schedule's own thread.
+
+    Attributes:
+      total: of all instructions that have an estimate.
+      in_loops, outside_loops: its parts.
+      by_module: by module path; "" for what serves none, such as the optimizer.
+      without: scheduled instructions that have none, such as collectives, each as often as it runs.
+    """
+
+    total: int
+    in_loops: int
+    outside_loops: int
+    by_module: dict[str, int]
+    without: int
+
+
+@dataclass(frozen=True)
+class HbmBytes:
+    """Bytes that one step moves between HBM and one core.
+
+    Attributes:
+      read, written: in all.
+      by_module: both together, by module path; "" for what serves none.
+    """
+
+    read: int
+    written: int
+    by_module: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+
+def cycles(program: Program) -> Cycles | None:
+    """The compiler's estimated cycles, loops multiplied out; None where the backend gives none (CPU, GPU).
+
+    The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
+    have no estimates yet.
+    """
+    looped, by_module, without = defaultdict(int), defaultdict(int), 0
+    modules = _modules(program)
+    for computation, trips, instruction in _scheduled(program):
+        if instruction.estimated_cycles is None:
+            without += trips * (instruction.is_work and instruction.opcode not in _CONTROL)
+            continue
+        spent = trips * instruction.estimated_cycles
+        looped[computation.name in program.in_loops] += spent
+        by_module[modules.get(instruction.op_name, "")] += spent
+    if not by_module:
+        return None
+    return Cycles(sum(looped.values()), looped[True], looped[False], dict(by_module), without)
+
+
+def hbm_bytes(program: Program) -> HbmBytes:
+    """Bytes that the scheduled instructions read from HBM and write to it, loops multiplied out.
+
+    On a CPU, and in programs that do not tell memory spaces, all memory counts as HBM.
+    """
+    modules, by_module = _modules(program), defaultdict(int)
+    reads = writes = 0
+    for computation, trips, instruction in _scheduled(program):
+        read, written = _moved(program, computation, instruction)
+        reads, writes = reads + trips * read, writes + trips * written
+        by_module[modules.get(instruction.op_name, "")] += trips * (read + written)
+    return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
+
+
+def _scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
+    """What the main thread runs; what it starts beside itself counts where it is started."""
+    for computation, trips in program.executed():
+        if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
+            for instruction in computation.instructions:
+                yield computation, trips, instruction
+
+
+def _modules(program: Program) -> dict[str, str]:
+    """The module path of every name in the program."""
+    names = {i.op_name for computation in program.computations.values() for i in computation.instructions if i.op_name}
+    return {name: path for name, (path, _) in module_paths(names).items()}
+
+
+# ----------------------------------------------------------------------------------------------------- bytes of HBM
+
+
+def _moved(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, int]:
+    """(read, written) by one execution."""
+    if instruction.opcode in _CONTROL or not (instruction.is_work or instruction.opcode.endswith("-start")):
+        return 0, 0
+    operands = [computation.by_name[name] for name in instruction.operands]
+    results = _results(instruction, operands)
+    if callee := _callee(program, instruction):
+        read = sum(_read_inside(program, callee, number, operand) for number, operand in enumerate(operands))
+        return read, _written_by(program, callee, instruction, results)
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in _SLICES:
+        return _total(results[:1]) if _in_hbm(operands[0].shapes) else 0, _in_hbm(results[:1])
+    if opcode in _UPDATES:
+        updates = operands[_UPDATES[opcode]].shapes
+        return _in_hbm(updates), _total(updates) if _in_hbm(results) else 0
+    return sum(_in_hbm(operand.shapes) for operand in set(operands)), _in_hbm(results)
+
+
+def _in_hbm(shapes: Iterable[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes if shape.space == HBM)
+
+
+def _total(shapes: Iterable[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes)
+
+
+def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
+    """What an instruction makes: its own type, but for one that starts something, whose type lists operands too."""
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.shapes
+    if instruction.opcode == "copy-start":
+        return instruction.shapes[:1]
+    return instruction.shapes[sum(len(operand.shapes) for operand in operands) :]
+
+
+def _callee(program: Program, instruction: Instruction) -> Computation | None:
+    role = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}.get(instruction.opcode)
+    return program.computations[instruction.called[role][0]] if role else None
+
+
+def _read_inside(program: Program, callee: Computation, number: int, operand: Instruction) -> int:
+    whole = _in_hbm(operand.shapes)
+    needed = _needed(program, callee, callee.parameters[number]) if whole else 0
+    return whole if needed is None else min(whole, needed)
+
+
+def _needed(program: Program, computation: Computation, instruction: Instruction) -> int | None:
+    """The bytes of a value that are read inside of a fusion; None for all."""
+    parts = [_needed_by(program, computation, *user) for user in computation.users.get(instruction.name, ())]
+    return None if None in parts else sum(parts)
+
+
+def _needed_by(program: Program, computation: Computation, user: Instruction, position: int) -> int | None:
+    if user.opcode in _SAME_BYTES:
+        return _needed(program, computation, user)
+    if user.opcode in _SLICES and position == 0:
+        return _total(user.shapes)
+    if user.opcode in _UPDATES and position == 0:
+        return 0 if _is_result(computation, user) else None
+    if user.opcode == "fusion":
+        callee = _callee(program, user)
+        return _needed(program, callee, callee.parameters[position])
+    # A fusion hands on what it does not read, and sends pieces of a collective that has counted where it started.
+    handed_on = user.opcode == "tuple" and user.is_root
+    return 0 if handed_on or (_CHAINED.search(user.attributes) and not _starts(computation)) else None
+
+
+def _starts(computation: Computation) -> bool:
+    return '"AsyncCollectiveStart"' in computation.root.attributes
+
+
+def _is_result(computation: Computation, instruction: Instruction) -> bool:
+    """Whether a value goes nowhere but into the result."""
+    users = [user for user, _ in computation.users.get(instruction.name, ())]
+    passed = all(user.opcode in ("bitcast", "tuple") and _is_result(computation, user) for user in users)
+    return passed if users else instruction.is_root
+
+
+def _written_by(program: Program, callee: Computation, caller: Instruction, results: tuple[Shape, ...]) -> int:
+    root = callee.root
+    parts = root.operands if root.opcode == "tuple" else (root.name,)
+    parts = parts if len(parts) == len(results) else ()
+    aliasing = _ALIASING.search(caller.attributes)
+    aliased = {int(index or 0) for index in _ALIASED.findall(aliasing[1])} if aliasing else set()
+    written = 0
+    for index, shape in enumerate(results):
+        update = _update(program, callee, parts[index]) if parts else None
+        whole = 0 if index in aliased else shape.nbytes
+        written += (whole if update is None else update) if shape.space == HBM else 0
+    return written
+
+
+def _update(program: Program, computation: Computation, name: str) -> int | None:
+    """The bytes of a result that are written, where it is an array that is there already; None where it is new."""
+    instruction = computation.by_name[name]
+    if instruction.opcode == "bitcast":
+        return _update(program, computation, instruction.operands[0])
+    if instruction.opcode == "parameter":
+        return 0
+    if instruction.opcode in _UPDATES:
+        return _total(computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].shapes)
+    callee = _callee(program, instruction) if instruction.opcode == "fusion" else None
+    return _update(program, callee, callee.root.name) if callee else None

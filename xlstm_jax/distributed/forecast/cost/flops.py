@@ -1,0 +1,243 @@
+"""The FLOP of a step, counted in its jaxpr: by module, forward, backward and recomputed.
+
+``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr knows how often it runs:
+
+    step.trace(*abstract_args).jaxpr    -- count_flops -->    Flops: 2 for each multiply-add, per device
+
+Counted are matrix products and convolutions, also inside of Pallas kernels, which is what the peak rates of chips are
+about. Elementwise work, reductions, gathers and sorts are not: they are bound by memory, not by arithmetic. Nor is what
+no output needs, such as the value of a loss of which only the gradient is taken.
+
+Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is taken to be spread evenly
+over the devices, as it is where every operand is sharded over the whole mesh.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
+
+# What computes matrix products or the like that cannot be seen in the jaxpr.
+OPAQUE = frozenset(
+    "cholesky custom_linear_solve eig eigh fft ffi_call hessenberg householder_product io_callback lu pure_callback "
+    "qr schur svd triangular_solve tridiagonal tridiagonal_solve".split()
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP per device and step of one module, direction and dtype of the left operand; "" is outside of all modules."""
+
+    path: str
+    direction: str
+    dtype: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOP of matrix products and convolutions per device and step.
+
+    Attributes:
+      work: largest first.
+      unknown_loops: names of ``while`` loops with products inside; how often they run is not known before they do, so
+        they are counted as if once.
+      opaque: names of operations whose FLOP cannot be seen, and are not counted: solvers, custom calls.
+    """
+
+    work: tuple[Work, ...]
+    unknown_loops: tuple[str, ...]
+    opaque: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(work.flops for work in self.work)
+
+    def by_module(self) -> dict[str, float]:
+        return self._sums("path")
+
+    def by_direction(self) -> dict[str, float]:
+        """Keys are "forward", "backward", "recompute" and "other" as far as there are any."""
+        return self._sums("direction")
+
+    def by_dtype(self) -> dict[str, float]:
+        return self._sums("dtype")
+
+    def _sums(self, key: str) -> dict[str, float]:
+        sums = defaultdict(float)
+        for work in self.work:
+            sums[getattr(work, key)] += work.flops
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
+    """Counts the FLOP of one step per device.
+
+    Args:
+      jaxpr: of the step, as ``step.trace(*args).jaxpr``; the arguments may be abstract, and so may their mesh.
+      num_devices: of the mesh.
+    Returns:
+      Loops of a known length are multiplied out; of a ``cond`` the branch with the most FLOP counts.
+    """
+    seen = _Seen([], [])
+    counted = _count(jaxpr, "jit(step)", seen)
+    paths = module_paths(name for name, _ in counted)
+    sums = Counter()
+    for (name, dtype), flops in counted.items():
+        sums[(*paths[name], dtype)] += flops / num_devices
+    work = tuple(Work(*key, flops) for key, flops in sums.most_common())
+    return Flops(work, tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    loops: list[str]
+    opaque: list[str]
+
+
+def _count(jaxpr: Any, prefix: str, seen: _Seen) -> Counter:
+    """FLOP by (name, dtype), on the shapes that this jaxpr shows."""
+    counted = Counter()
+    for eqn in _live(jaxpr):
+        primitive = eqn.primitive.name
+        name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
+        if primitive in FORMULAS:
+            counted[f"{name}/{primitive}", eqn.invars[0].aval.dtype.name] += FORMULAS[primitive](eqn)
+        elif primitive in OPAQUE:
+            seen.opaque.append(f"{name}/{primitive}")
+        elif primitive == "cond":
+            branches = [_count(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
+            counted.update(max(branches, key=Counter.total))
+        else:
+            counted.update(_count_inside(eqn, name, seen))
+    return counted
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The operations that an output needs, or that have effects: the compiler drops the others."""
+    needed, live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _count_inside(eqn: Any, name: str, seen: _Seen) -> Counter:
+    """What the jaxprs of an operation come to, times how often they run."""
+    scope, times = RUNS.get(eqn.primitive.name, _once)(eqn)
+    counted = Counter()
+    for jaxpr in _jaxprs(eqn.params):
+        counted.update(_count(jaxpr, f"{name}/{scope}".rstrip("/"), seen))
+    if times is None and counted:
+        seen.loops.append(f"{name}/{eqn.primitive.name}")
+    return Counter({key: flops * (times or 1) for key, flops in counted.items()})
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for part in value if isinstance(value, Sequence) else (value,):
+            if hasattr(part, "eqns"):
+                yield part
+
+
+# -------------------------------------------------- how often the inside of an operation runs, None where nobody knows
+
+
+def _once(eqn: Any) -> tuple[str, int]:
+    return (f"jit({eqn.params['name']})" if eqn.primitive.name in ("jit", "pjit") else "", 1)
+
+
+def _remat(eqn: Any) -> tuple[str, int]:
+    del eqn
+    return "checkpoint", 1
+
+
+def _scan(eqn: Any) -> tuple[str, int]:
+    return "while/body", eqn.params["length"]
+
+
+def _while(eqn: Any) -> tuple[str, None]:
+    del eqn
+    return "while/body", None
+
+
+def _shard_map(eqn: Any) -> tuple[str, int]:
+    """One device's work becomes that of all devices over which the shapes inside are split."""
+    return "shard_map", math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+
+
+def _pallas_call(eqn: Any) -> tuple[str, int | None]:
+    grid = eqn.params["grid_mapping"].grid
+    return "", math.prod(grid) if all(isinstance(size, int) for size in grid) else None
+
+
+RUNS = {
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+    "pallas_call": _pallas_call,
+}
+
+
+# ------------------------------------------------------------------------------------------------ FLOP of one operation
+
+
+def _dot_general(eqn: Any) -> int:
+    """2 x outputs x length of the contraction."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+
+
+def _ragged_dot_general(eqn: Any) -> int:
+    """Every row of the left operand meets one group of the right: its columns, not its groups, count."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2 * eqn.invars[0].aval.size * math.prod(eqn.invars[1].aval.shape[dim] for dim in out)
+
+
+def _conv_general_dilated(eqn: Any) -> int:
+    """2 x batch x features out x features in of a group x taps that meet a value, not padding or dilation.
+
+    Of both groupings the right operand's shape tells: its features in are those of one group, and each of its features
+    out is made once for every batch that is left in the output.
+    """
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    taps = [
+        _taps(left[i], right[j], out[k], *settings)
+        for i, j, k, *settings in zip(
+            numbers.lhs_spec[2:],
+            numbers.rhs_spec[2:],
+            numbers.out_spec[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    out_batch, out_features, in_features = out[numbers.out_spec[0]], *(right[d] for d in numbers.rhs_spec[:2])
+    return 2 * out_batch * out_features * in_features * math.prod(taps)
+
+
+def _taps(size, window, out, stride, padding, dilation, window_dilation) -> int:
+    """Along one dim: pairs of an output and a place of the window that lies on a value of the input."""
+    place = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
+    return int(((place >= 0) & (place <= (size - 1) * dilation) & (place % dilation == 0)).sum())
+
+
+FORMULAS = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _conv_general_dilated,
+}

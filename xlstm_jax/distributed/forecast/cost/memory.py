@@ -1,0 +1,347 @@
+"""The memory of a compiled program, by module, at the moment when it is largest.
+
+XLA plans all memory before the program runs, and says how in two texts that ``xla_dump_to`` writes:
+
+  buffer assignment   allocations and, in them, every value with its offset and size: arguments, outputs, constants,
+                      and one large allocation in which all temporaries find a place
+  live range          the schedule (instructions numbered, loop bodies included) and for every value from when to when
+
+So at each point of the schedule it is known which bytes of the temporaries' allocation are in use, and by what. The
+point where most are in use is the peak. Values that share bytes, as the carry of a loop and what is written into it
+in place, count once: the sum at the peak is at most the allocation, and what is left of it lies between buffers.
+
+Sizes are those of the device's tiled layout, so a float32[10] takes 512 bytes on a TPU. Only the device's main memory
+counts, which is XLA's memory space 0: not the on-chip VMEM.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xlstm_jax.distributed.forecast.hlo.dataflow import Value, upstream
+from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
+from xlstm_jax.distributed.forecast.hlo.program import Program
+
+MAIN_MEMORY = 0  # XLA's number ("color") of a TPU's HBM
+TIMELINE_POINTS = 400
+COLLECTIONS = ("parameter", "tuple", "while")  # of many values, which stem from many operations
+
+_ALLOCATION = re.compile(r"allocation \d+: (?:0x[0-9a-f]+, )?size (\d+)(.*):$")
+_COLOR = re.compile(r", color (\d+)")
+_PARAMETER = re.compile(r", parameter (\d+)")
+_VALUE = re.compile(r" value: <\d+ ([^\s{]+)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S.*)$")
+_STEP = re.compile(r"    (\d+):(\S+)$")
+_RANGE = re.compile(r"    ([^\s{]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the program on one device: ``name`` as in ``state.params['head']['kernel']``, "" if unknown."""
+
+    name: str
+    shape: str
+    bytes: int
+    donated: bool  # an output takes its place
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """A buffer that is live at the peak, after what was written into it. ``first`` and ``last`` are schedule points."""
+
+    bytes: int
+    shape: str
+    instruction: str
+    op_name: str
+    path: str
+    direction: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in the schedule: the module that runs, and the bytes of temporaries that are live."""
+
+    point: int
+    live_bytes: int
+    path: str
+    direction: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a program takes of one device's main memory. All sizes in bytes, padded as the device lays arrays out.
+
+    Attributes:
+      argument_bytes: all arguments, donated ones included.
+      alias_bytes: of these, arguments that are donated, in whose place an output is written.
+      output_bytes: outputs that have a place of their own.
+      temporary_bytes: the allocation in which all temporaries live.
+      constant_bytes: constants.
+      peak_point: the point of the schedule where most bytes of that allocation are in use.
+      peak_live_bytes: the bytes in use there.
+      temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
+      arguments: largest first.
+      timeline: use over the schedule, the peak among its points.
+    """
+
+    argument_bytes: int
+    alias_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    constant_bytes: int
+    peak_point: int
+    peak_live_bytes: int
+    temporaries: tuple[Temporary, ...]
+    arguments: tuple[Argument, ...]
+    timeline: tuple[Moment, ...]
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What of the temporaries' allocation no buffer uses at the peak."""
+        return self.temporary_bytes - self.peak_live_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it: arguments, own outputs, temporaries and constants, without the program's code.
+
+        It is what libtpu compares with the chip's memory. ``temp_size_in_bytes`` of JAX's ``memory_analysis`` may be a
+        third more than the allocation, also for a program that the compiler accepts.
+        """
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.constant_bytes
+
+    def by_module(self) -> dict[str, int]:
+        """Bytes of temporaries at the peak by module path, largest first; "" for what lies in no module."""
+        sums = defaultdict(int)
+        for temporary in self.temporaries:
+            sums[temporary.path] += temporary.bytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value in an allocation, live from ``first`` to ``last`` (both included)."""
+
+    name: str
+    shape: str
+    start: int  # of its bytes
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    bytes: int
+    kind: str  # "argument", "output", "constant", "temporary" or "thread-local"
+    parameter: int | None
+    color: int
+    donated: bool
+    lines: tuple[re.Match, ...]  # one for each value in it
+
+
+def memory(
+    buffer_assignment: str, live_range: str, op_names: Mapping[str, str], *, points: int = TIMELINE_POINTS
+) -> Memory:
+    """Reads XLA's two texts (see the top of this file) into sums, the peak's temporaries and a timeline.
+
+    Args:
+      buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
+      live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
+      op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
+      points: the timeline is thinned to at most so many; of neighbours the highest is kept.
+    Raises:
+      ValueError: a text has not the form that is known, or the two are not of one program.
+    """
+    op_names = {instruction: name for instruction, name in op_names.items() if name}
+    allocations = [a for a in _allocations(buffer_assignment) if a.color == MAIN_MEMORY]
+    schedule, ranges = _live_ranges(live_range)
+    values, temporary_bytes = _temporaries(allocations, ranges)
+    live = _live_bytes(values, len(schedule))
+    modules = module_paths(op_names.values())
+    peak = int(live.argmax())
+    sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
+    return Memory(
+        argument_bytes=sums["argument"],
+        alias_bytes=sum(a.bytes for a in allocations if a.donated),
+        output_bytes=sums["output"],
+        temporary_bytes=temporary_bytes,
+        constant_bytes=sums["constant"],
+        peak_point=peak,
+        peak_live_bytes=int(live[peak]),
+        temporaries=_at(peak, values, op_names, modules),
+        arguments=_arguments(allocations, op_names),
+        timeline=_timeline(live, schedule, op_names, modules, points),
+    )
+
+
+def operation_names(program: Program) -> dict[str, str]:
+    """For each instruction that runs its ``op_name``, or that of the nearest named one from which its value stems.
+
+    The compiler names nothing that it adds by itself: casts out of a loop, and copies between HBM and VMEM. An argument
+    is named too, so a copy of a weight is called ``state.params['head']['kernel']``.
+    """
+    found = {}
+    for computation, _ in program.executed():
+        for instruction in computation.instructions:
+            before = upstream(program, Value(computation, instruction.name))
+            names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
+            found[instruction.name] = instruction.op_name or next(filter(None, names), "")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- the texts
+
+
+def _allocations(text: str) -> list[_Allocation]:
+    found = []
+    for line in text.splitlines():
+        if header := _ALLOCATION.match(line):
+            found.append((header, []))
+        elif value := _VALUE.match(line):
+            found[-1][1].append(value)
+    if not found:
+        raise ValueError(f"This is no buffer assignment of XLA, whose allocations start a line each: {text[:80]!r}.")
+    return [_allocation(header, lines) for header, lines in found]
+
+
+def _allocation(header: re.Match, lines: list[re.Match]) -> _Allocation:
+    size, flags = int(header[1]), header[2]
+    color, parameter = _COLOR.search(flags), _PARAMETER.search(flags)
+    live_out = "maybe-live-out" in flags
+    kind = "argument" if parameter else "output" if live_out else "temporary"
+    for other in ("constant", "thread-local"):  # scratch of a reduction's scalar function has no place in memory
+        kind = other if f", {other}" in flags else kind
+    number = int(parameter[1]) if parameter else None
+    return _Allocation(
+        size, kind, number, int(color[1]) if color else 0, parameter is not None and live_out, tuple(lines)
+    )
+
+
+def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """The instructions in the order in which they run, and for each value its first and last point."""
+    schedule, ranges = {}, {}
+    for line in text.splitlines():
+        if step := _STEP.match(line):
+            schedule[int(step[1])] = step[2]
+        elif found := _RANGE.match(line):
+            ranges[found[1] + found[2]] = (int(found[3]), int(found[4]))
+    if not schedule or not ranges:
+        raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
+    return [
+        schedule.get(point, "") for point in range(1 + max(max(schedule), *(r[1] for r in ranges.values())))
+    ], ranges
+
+
+def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> tuple[list[_Value], int]:
+    """All values that are temporaries, and the bytes of their allocations, which are laid one behind the other."""
+    values, base = [], 0
+    for allocation in (a for a in allocations if a.kind == "temporary"):
+        for line in allocation.lines:
+            name, index, size, offset = line[1], line[2] or "{}", int(line[4]), int(line[5])
+            if name + index not in ranges:
+                raise ValueError(
+                    f"The buffer assignment has a temporary {name + index} of {size} bytes, of which the live-range "
+                    f"text says nothing; it knows {len(ranges)} values. Pass both texts of one and the same program."
+                )
+            start = base + offset
+            values.append(_Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index]))
+        base += allocation.bytes
+    return values, base
+
+
+def _arguments(allocations: Sequence[_Allocation], op_names: Mapping[str, str]) -> tuple[Argument, ...]:
+    found = []
+    for allocation in (a for a in allocations if a.kind == "argument"):
+        value = allocation.lines[0]  # the parameter itself; others are written into its place later
+        name = op_names.get(value[1], "").replace("\\'", "'")
+        found.append(Argument(name, _LAYOUT.sub("", value[6]), allocation.bytes, allocation.donated))
+    return tuple(sorted(found, key=lambda argument: -argument.bytes))
+
+
+# -------------------------------------------------------------------------------------------------- the use over time
+
+
+def _live_bytes(values: Sequence[_Value], points: int) -> np.ndarray:
+    """At each point the number of bytes that any live value uses; bytes that several share count once."""
+    edges = np.unique([edge for value in values for edge in (value.start, value.stop)])
+    widths = np.diff(edges)
+    users, live = np.zeros(len(widths), np.int64), np.zeros(points, np.int64)
+    starting, ending = defaultdict(list), defaultdict(list)
+    for value in values:
+        span = slice(*np.searchsorted(edges, (value.start, value.stop)))
+        starting[value.first].append(span)
+        ending[value.last].append(span)
+    for point in range(points):
+        for span in starting[point]:
+            users[span] += 1
+        live[point] = widths[users > 0].sum()
+        for span in ending[point]:
+            users[span] -= 1
+    return live
+
+
+def _at(
+    point: int, values: Sequence[_Value], op_names: Mapping[str, str], modules: Mapping[str, tuple[str, str]]
+) -> tuple[Temporary, ...]:
+    """The buffers in use at a point. Where some overlap, the larger one has the bytes."""
+    places = defaultdict(list)
+    for value in values:
+        places[value.start, value.stop].append(value)
+    live = {place: _history(found, point) for place, found in places.items()}
+    taken, temporaries = [], []
+    for place in sorted((place for place in live if live[place]), key=lambda place: (place[0] - place[1], place)):
+        size = _untaken(place, taken)
+        taken.append(place)
+        if size:
+            temporaries.append(_temporary(size, live[place], point, op_names, modules))
+    return tuple(sorted(temporaries, key=lambda temporary: -temporary.bytes))
+
+
+def _history(values: Sequence[_Value], point: int) -> list[_Value]:
+    """Of the values of one place those live at the point, and those that hand the place on to them or take it over."""
+    first, last = point, point
+    history, more = [], [value for value in values if value.first <= point <= value.last]
+    while more:
+        history += more
+        first, last = min(value.first for value in history), max(value.last for value in history)
+        more = [value for value in values if value not in history and value.first <= last and first <= value.last]
+    return history
+
+
+def _untaken(place: tuple[int, int], taken: Sequence[tuple[int, int]]) -> int:
+    """The bytes of ``place`` outside of all that is taken."""
+    free, position = 0, place[0]
+    for start, stop in sorted(taken):
+        free += max(0, min(start, place[1]) - position)
+        position = max(position, min(stop, place[1]))
+    return free + max(0, place[1] - position)
+
+
+def _temporary(size, history, point, op_names, modules) -> Temporary:
+    """Named after the value that tells most: live at the point rather than before or after, in a module, named."""
+
+    def tells(value):
+        name = op_names.get(value.name, "")
+        return value.first <= point <= value.last and bool(name), bool(name) and bool(modules[name][0]), bool(name)
+
+    value = max(history, key=tells)
+    name = op_names.get(value.name, "")
+    path, direction = modules.get(name, ("", "other"))
+    first, last = min(v.first for v in history), max(v.last for v in history)
+    return Temporary(size, value.shape, value.name, name, path, direction, first, last)
+
+
+def _timeline(live, schedule, op_names, modules, points: int) -> tuple[Moment, ...]:
+    """The highest point of each of at most ``points`` equal stretches, with the module last seen to run."""
+    running, current = [], ("", "other")
+    for instruction in schedule:
+        current = modules.get(op_names.get(instruction, ""), current)
+        running.append(current)
+    stretches = np.array_split(np.arange(len(live)), min(points, len(live)))
+    highest = [int(stretch[live[stretch].argmax()]) for stretch in stretches]
+    return tuple(Moment(point, int(live[point]), *running[point]) for point in highest)

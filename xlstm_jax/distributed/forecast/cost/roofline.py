@@ -1,0 +1,81 @@
+"""What makers publish about accelerators, and the least time that a step takes by these figures (its roofline).
+
+All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
+given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+
+  compute   FLOP of matrix products / peak rate
+  memory    bytes read and written in HBM / HBM bandwidth
+  wire      bytes each device sends on the busiest axis of the torus / that axis's bandwidth
+
+The largest of the three is the least time of a step in which everything overlaps. None of it is a measurement.
+
+Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
+specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
+sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity; for networks the DGX data sheets.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
+from xlstm_jax.distributed.hardware.links import Links
+
+# ------------------------------------------------------------------------------------------------------------- roofline
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The three bounds of a step's time, in seconds, and what they come from, per device and step.
+
+    ``ridge_tokens`` is the number of tokens per device at which computing takes as long as sending: the time of
+    compute grows with the tokens, the traffic of weights does not. None where the tokens were not told.
+    """
+
+    compute_s: float
+    memory_s: float
+    wire_s: float
+    flops: float
+    hbm_bytes: float
+    wire_bytes: float
+    ridge_tokens: float | None = field(default=None)
+
+    @property
+    def seconds(self) -> float:
+        """The largest of the three: the least time of a step in which everything overlaps."""
+        return max(self.compute_s, self.memory_s, self.wire_s)
+
+    @property
+    def bound(self) -> str:
+        """Which one that is: "compute", "memory" or "wire"."""
+        times = {"compute": self.compute_s, "memory": self.memory_s, "wire": self.wire_s}
+        return max(times, key=times.__getitem__)
+
+
+def roofline(
+    flops: Mapping[str, float],
+    hbm_bytes: float,
+    wire_bytes: Mapping[tuple[str, ...], float],
+    chip: Chip,
+    links: Links,
+    *,
+    tokens_per_device: float | None = None,
+) -> Roofline:
+    """The three bounds by the chip's published figures.
+
+    Args:
+      flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.
+      hbm_bytes: bytes read and written in HBM per device and step.
+      wire_bytes: bytes that each device sends per step, by the mesh axes of the collective: {("fsdp",): 8e9}.
+      chip: the device.
+      links: between the devices of the mesh.
+      tokens_per_device: of this step.
+    Raises:
+      ValueError: bytes travel over an axis that the mesh has not.
+    """
+    compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
+    wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
+    ridge = None
+    if tokens_per_device is not None and compute_s:
+        ridge = tokens_per_device * wire_s / compute_s
+    total, memory_s = sum(flops.values()), hbm_bytes / chip.hbm_bandwidth
+    return Roofline(compute_s, memory_s, wire_s, total, hbm_bytes, sum(wire_bytes.values()), ridge)

@@ -1,0 +1,354 @@
+"""What a compiled step sends over the network: every collective, how often, how much, for which module.
+
+    Program --collectives--> [Collective(kind, count, dtype, payload_bytes, wire_bytes, axes, module, direction, ...)]
+
+Bytes on the wire follow the ring algorithm, which needs the fewest (Patarasu and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009). Each of n devices sends
+
+    all-gather, reduce-scatter, all-to-all     (n - 1) / n  x payload
+    all-reduce                               2 (n - 1) / n  x payload
+    collective-permute                                        payload
+
+where the payload is the whole array: what a gather results in, what a reduction starts from.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
+from xlstm_jax.distributed.forecast.hlo.computation import Computation
+from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
+from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, connected, mesh_axes
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
+from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, module_path
+from xlstm_jax.distributed.forecast.hlo.program import Program
+
+MIXED = "mixed"
+
+_OWN_SCOPES = ("gather_params", "sync_gradients")
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
+_ZERO = re.compile(r"-?0(\.0*)?")
+_SAME_VALUES = frozenset(
+    "bitcast convert copy copy-done copy-start fusion get-tuple-element opt-barrier parameter reshape transpose tuple "
+    "while".split()
+)
+_SCATTER_NAMES, _GATHER_NAMES = ("reduce_scatter", "psum_scatter"), ("all_gather", "all_gather_invariant")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What runs while a collective is under way.
+
+    Attributes:
+      op_names: of the compute instructions; those without a name are left out.
+      modules: that they serve, in order.
+      instructions: how many there are.
+      cycles: the compiler's estimate for all of them; None where it gives none.
+    """
+
+    op_names: tuple[str, ...]
+    modules: tuple[str, ...]
+    instructions: int
+    cycles: int | None
+
+
+NO_OVERLAP = Overlap((), (), 0, None)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a step.
+
+    Attributes:
+      name: of its instruction in the program.
+      kind: what is executed: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
+      stands_for: what was asked for, where an all-reduce does the work of a "reduce-scatter" or an "all-gather".
+      count: executions per step; those in a loop of unknown length count once per execution of the loop.
+      dtype: on the wire; "mixed" where several arrays of different dtypes travel together.
+      payload_bytes: of one execution, the whole array; of several arrays that travel together, their sum.
+      wire_bytes: sent by each device in one execution.
+      group_size: the devices that take part in one exchange; of a permute those that it connects.
+      axes: of the mesh that it runs over; None if its groups follow no set of axes.
+      op_name: the name that JAX gave it, or where the compiler dropped it, that of the nearest operation with one.
+      modules: that it serves, one for each array that travels.
+      leaves: paths of the parameters that are gathered, one for each array, where they can be told, else empty.
+      slices: into how many pieces a loop cuts what was gathered in front of it, to read one at a time; else 1.
+      direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
+      asynchronous: whether the schedule goes on while it is under way.
+      overlapped: what is scheduled meanwhile.
+    """
+
+    name: str
+    kind: str
+    stands_for: str | None
+    count: int
+    dtype: str
+    payload_bytes: int
+    wire_bytes: float
+    group_size: int
+    axes: tuple[str, ...] | None
+    op_name: str
+    modules: tuple[str, ...]
+    leaves: tuple[str, ...]
+    direction: str
+    asynchronous: bool
+    overlapped: Overlap = field(default=NO_OVERLAP)
+    slices: int = 1
+
+    @property
+    def module(self) -> str:
+        """The module that it serves; of several, the nearest that holds them all; "" for the whole model or none."""
+        return common_path(self.modules)
+
+    @property
+    def wire_bytes_per_step(self) -> float:
+        return self.count * self.wire_bytes
+
+
+def collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
+    """Every collective that a program executes, in the order of the text.
+
+    Args:
+      program: as ``hlo.parse`` gives it.
+      axis_sizes: the mesh, sizes by axis, the last running fastest over the devices.
+    Raises:
+      ValueError: the mesh does not have as many devices as the program was compiled for.
+    """
+    devices = 1
+    for size in axis_sizes.values():
+        devices *= size
+    if program.num_partitions not in (None, devices):
+        raise ValueError(
+            f"the mesh {dict(axis_sizes)} has {devices} devices, the program was compiled for "
+            f"{program.num_partitions}. Pass the axis sizes of the mesh that the step was compiled on."
+        )
+    return [_collective(program, site, axis_sizes, devices) for site in sites(program)]
+
+
+def wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+    """Bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
+    share = (group_size - 1) / group_size
+    return payload_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
+        kind, share
+    )
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """The longest path that all of ``paths`` begin with."""
+    parts = [path.split("/") for path in paths]
+    same = []
+    for step in zip(*parts, strict=False):
+        if len(set(step)) > 1:
+            break
+        same.append(step[0])
+    return "/".join(same)
+
+
+# ------------------------------------------------------------------------------------------------- describing each one
+
+
+def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
+    groups = _groups(site.inner, devices)
+    group_size = max(len(group) for group in groups)
+    shapes = _wire_shapes(site)
+    payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
+    dtypes = {shape.dtype for shape in shapes}
+    names = _op_names(program, site)
+    stands_for = _stands_for(site, program, group_size, names)
+    gathers = "all-gather" in (site.kind, stands_for)
+    leaves = _leaves(program, site) if gathers else ()
+    return Collective(
+        name=site.scheduled.name,
+        kind=site.kind,
+        stands_for=stands_for,
+        count=site.trips,
+        dtype=dtypes.pop() if len(dtypes) == 1 else MIXED,
+        payload_bytes=payload,
+        wire_bytes=wire_bytes(site.kind, payload, group_size),
+        group_size=group_size,
+        axes=mesh_axes(groups, axis_sizes),
+        op_name=names[0],
+        modules=tuple(_parent(leaf) for leaf in leaves) or _modules(program, site, names, gathers),
+        leaves=leaves,
+        direction=_direction(site, names[0], gathers),
+        asynchronous=site.during is not None,
+        overlapped=_overlap(site.during or ()),
+        slices=_slices(program, site) if gathers else 1,
+    )
+
+
+def _wire_shapes(site: Site) -> list[Shape]:
+    """What travels: the operands, and for a sum that is wider than they are, as a TPU may take it, the result."""
+    if site.inner.opcode.removesuffix("-start") == "all-reduce":
+        return list(site.inner.shapes)
+    return [shape for value in _operands(site) for shape in value.instruction.shapes]
+
+
+def _direction(site: Site, name: str, gathers: bool) -> str:
+    direction = module_path(name)[1] if name else OTHER
+    # A gather that has lost its name goes by its neighbours'; in the backward pass it computes forward values again.
+    return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
+
+
+def _groups(inner: Instruction, devices: int) -> Groups:
+    if inner.opcode.startswith("collective-permute"):
+        return connected(inner.source_target_pairs) or ((0,),)
+    return inner.groups or (tuple(range(devices)),)
+
+
+def _operands(site: Site) -> list[Value]:
+    arrays = [name for name in site.inner.operands if site.within.by_name[name].type_text != "token[]"]
+    return [Value(site.within, name) for name in arrays]
+
+
+def _overlap(during: tuple[Instruction, ...]) -> Overlap:
+    work = [instruction for instruction in during if instruction.is_work]
+    cycles = [instruction.estimated_cycles for instruction in work if instruction.estimated_cycles is not None]
+    names = tuple(instruction.op_name for instruction in work if instruction.op_name)
+    modules = dict.fromkeys(module_path(name)[0] for name in names)
+    return Overlap(names, tuple(path for path in modules if path), len(work), sum(cycles) if cycles else None)
+
+
+def _op_names(program: Program, site: Site) -> tuple[str, ...]:
+    """Names of the operations that the collective stems from, several where the compiler merged them.
+
+    Where it has none of its own, its reducer may still hold the name; else it is that of the nearest operation before
+    or after it.
+    """
+    if site.own_names:
+        return site.own_names
+    reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
+    told = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
+    near = told or [name for value in _operands(site) if (name := _name_near(program, value))]
+    return (near[0] if near else _name_after(program, site),)
+
+
+def _name_near(program: Program, value: Value) -> str:
+    names = (found.instruction.op_name for found in (value, *upstream(program, value)))
+    return next((name for name in names if "/" in name), "")
+
+
+def _name_after(program: Program, site: Site) -> str:
+    names = (found.instruction.op_name for found in downstream(program, Value(site.computation, site.scheduled.name)))
+    return next((name for name in names if "/" in name), "")
+
+
+def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str, ...]) -> str | None:
+    if site.kind != "all-reduce":
+        return None
+    primitive = names[0].rsplit("/", 1)[-1]
+    if primitive in _SCATTER_NAMES:
+        return "reduce-scatter"
+    placed = not site.own_names and all(_is_placed_in_zeros(program, value, group_size) for value in _operands(site))
+    return "all-gather" if primitive in _GATHER_NAMES or placed else None
+
+
+def _is_placed_in_zeros(program: Program, value: Value, group_size: int) -> bool:
+    """Whether an array is zero but for the part that each device writes: what an all-reduce then sums is a gather."""
+    while value.instruction.opcode != "dynamic-update-slice":
+        before = sources(program, value)
+        if len(before) != 1 or before[0].instruction.opcode == "while":
+            return False
+        value = before[0]
+    whole, part = (value.computation.by_name[name] for name in value.instruction.operands[:2])
+    base = origin(program, Value(value.computation, whole.name)).instruction
+    is_zero = base.opcode == "constant" and _ZERO.fullmatch(base.operand_text)
+    return bool(is_zero) and whole.shapes[0].nbytes == group_size * part.shapes[0].nbytes
+
+
+# ----------------------------------------------------------------------------------------------- whom each one serves
+
+
+def _modules(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
+    """A module for each array: by its own name, or by who computes what is reduced, who reads what is gathered.
+
+    A gather carries the name of the module around the one that it serves, as the parameters are gathered before that
+    one's scope is entered; so its own name is only the last resort.
+    """
+    values = _operands(site)
+    names = names if len(names) == len(values) else names[:1] * len(values)
+    own = tuple(module_path(name)[0] for name in names)
+    if site.own_names and not any(_is_in_own_scope(name) for name in names):
+        return own
+    near = [
+        _reader(program, site, position)
+        if gathers
+        else _first_module(itertools.chain([value], upstream(program, value)))
+        for position, value in enumerate(values)
+    ]
+    return tuple(found or path for found, path in zip(near, own, strict=True))
+
+
+def _slices(program: Program, site: Site) -> int:
+    """Into how many pieces a loop that the gather is not in cuts what was gathered; 1 where none does."""
+    trips = {computation.name: count for computation, count in program.executed()}
+    elements = [(i,) for i in range(len(_operands(site)))] if len(_operands(site)) > 1 else [()]
+    arrays = [Value(site.within, site.inner.name, element) for element in elements]
+    cuts = [
+        math.prod(whole.instruction.shapes[0].dims) // max(math.prod(piece.instruction.shapes[0].dims), 1)
+        for array in arrays
+        for whole, piece in _cuts(program, array)
+        if trips.get(_scheduled_in(program, piece.computation), 1) > site.trips
+    ]
+    return max(cuts, default=1)
+
+
+def _cuts(program: Program, array: Value) -> Iterator[tuple[Value, Value]]:
+    """(whole, piece) wherever a piece is cut out of an array, through all that leaves its values as they are."""
+    queue, seen = [array], {array.key}
+    while queue and len(seen) < MAX_VISITED:
+        value = queue.pop()
+        found = [use for use in uses(program, value) if use.key not in seen]
+        seen.update(use.key for use in found)
+        yield from ((value, use) for use in found if use.instruction.opcode == "dynamic-slice")
+        queue += [use for use in found if use.instruction.opcode in _SAME_VALUES]
+
+
+def _scheduled_in(program: Program, computation: Computation) -> str:
+    """The computation whose schedule runs it, where it is a fusion."""
+    while calls := [caller for caller, call in program.callers[computation.name] if call.opcode == "fusion"]:
+        computation = calls[0]
+    return computation.name
+
+
+def _is_in_own_scope(op_name: str) -> bool:
+    return any(scope in op_name.split("/") for scope in _OWN_SCOPES)
+
+
+def _reader(program: Program, site: Site, position: int) -> str:
+    """The module of the first operation that reads an array that was gathered."""
+    element = (position,) if len(_operands(site)) > 1 else ()
+    return _first_module(downstream(program, Value(site.within, site.inner.name, element)))
+
+
+def _first_module(values: Iterable[Value]) -> str:
+    names = (value.instruction.op_name for value in values)
+    paths = (module_path(name)[0] for name in names if name and not _is_in_own_scope(name))
+    return next((path for path in paths if path), "")
+
+
+def _leaves(program: Program, site: Site) -> tuple[str, ...]:
+    leaves = tuple(_leaf(program, value) for value in _operands(site))
+    return leaves if all(leaves) else ()
+
+
+def _leaf(program: Program, value: Value) -> str:
+    """The path of the parameter that an array stems from, as in the model's tree: "blocks/up/kernel"; "" if unknown.
+
+    JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.
+    """
+    while (value := origin(program, value)).instruction.opcode.removesuffix("-start") in COLLECTIVES:
+        value = Value(value.computation, value.instruction.operands[0])  # a gather in stages, one per axis
+    instruction = value.instruction
+    if instruction.opcode != "parameter" or not value.computation.is_entry:
+        return ""
+    name = instruction.op_name.removesuffix(".value")  # that of a box
+    steps = [re.split(r"[.\[]", name)[0], *("".join(step) for step in _STEP.findall(name))]
+    return "/".join(steps[len(steps) - steps[::-1].index("params") :]) if "params" in steps else ""
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]

@@ -1,0 +1,279 @@
+"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast.
+
+  1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
+  2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
+  3. each other mesh: with the options of the fastest that fits; where nothing fits yet, with those of 1 that took
+     least, and then minibatches as in 2
+  4. another threshold, with the options of the fastest that fits
+
+Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
+the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
+what is best here need not be the best of all. Options that fail (they do not divide the batch, the compiler refuses the
+step, the user's code raises) are a row of the result that says why; at the very first, that is an error.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
+from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
+from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.forecast.workload import in_a_line
+from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.wording import format_bytes
+
+SHARD_AXIS_PREFIX = "fsdp"
+OTHER_MIN_WEIGHT_SIZE = 2**12
+MAX_MINIBATCHES = 64
+MAX_PROBLEM = 200  # characters of it in a table
+
+
+@dataclass(frozen=True)
+class Options:
+    """One way to build a step.
+
+    Attributes:
+      mesh: axes and sizes, outermost first. Parameters are split over those named fsdp..., the batch over all.
+      min_weight_size: see ``shard_module_params``.
+      keep_gathered: whether gathered weights are kept from the forward to the backward pass.
+      remat: whether the activations of each block are computed again in the backward pass.
+      num_minibatches: see ``make_train_step``.
+    """
+
+    mesh: dict[str, int]
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
+    keep_gathered: bool = True
+    remat: bool = False
+    num_minibatches: int = 1
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that parameters are split over."""
+        return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
+
+
+_WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathered=False, remat=True))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One forecast of the search; ``problem`` says in a line why there is none."""
+
+    options: Options
+    forecast: Forecast | None
+    fits: bool
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of a step; infinite where there is no forecast."""
+        return self.forecast.step_seconds if self.forecast else float("inf")
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """What a device must hold, at the peak."""
+        return self.forecast.total_bytes if self.forecast else None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """All that was tried: what fits first, the fastest first."""
+
+    topology: str
+    budget_bytes: int
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that fits."""
+        return next((trial for trial in self.trials if trial.fits), None)
+
+    def table(self) -> Any:
+        """A rich table, one row for each trial."""
+        rows = [_row(trial) for trial in self.trials]
+        title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
+        columns = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "bytes per device", "step", "fits"]
+        return rich_table(title, columns, rows)
+
+    def to_json(self) -> str:
+        """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
+        rows = [
+            dataclasses.asdict(trial.options)
+            | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
+            | {"step_seconds": trial.forecast and trial.seconds}
+            for trial in self.trials
+        ]
+        return json.dumps({"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}, indent=2)
+
+
+def _row(trial: Trial) -> list[str]:
+    options = trial.options
+    mesh = ",".join(f"{axis}={size}" for axis, size in options.mesh.items())
+    kept = "kept" if options.keep_gathered else "gathered again"
+    cells = [mesh, f"{options.min_weight_size:,}", kept, "yes" if options.remat else "no", str(options.num_minibatches)]
+    if trial.forecast is None:
+        return [*cells, "", "", _cut(trial.problem)]
+    fits = "yes" if trial.fits else "no"
+    return [*cells, format_bytes(trial.bytes_per_device), f"{trial.seconds * 1e3:.1f} ms", fits]
+
+
+def _cut(text: str) -> str:
+    half = MAX_PROBLEM // 2
+    return text if len(text) <= MAX_PROBLEM else f"{text[:half]} ... {text[-half:]}"
+
+
+def fit(
+    build_step: Callable[[Options], tuple[Any, Sequence[PyTree]]],
+    topology: str,
+    budget_bytes: int | None = None,
+    *,
+    meshes: Sequence[dict[str, int]] | None = None,
+    on_trial: Callable[[Options], None] | None = None,
+) -> Fit:
+    """Searches for the fastest step that fits.
+
+    Args:
+      build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
+        ``Workload.build_step`` makes them. It may raise for options that it does not support.
+      topology: as "v5e:16x16".
+      budget_bytes: of each device; None: what the compiler lets a program have on that chip.
+      meshes: those to try, the first one first. By default one axis for each dim of the torus, one flat axis, and
+        hybrid sharding (replicas over the first dim).
+      on_trial: called before each forecast, to show progress.
+    Raises:
+      ValueError: an unknown topology; a budget that is not positive; no mesh; or there is no forecast of the very first
+        options, chained to the reason.
+      ImportError: libtpu is not installed, or flatbuffers.
+    """
+    place = parse_topology(topology)
+    budget = place.chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
+    if budget <= 0:
+        raise ValueError(
+            f"budget_bytes={budget}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
+            f"None for all that {place.chip.name} has, {place.chip.usable_hbm_bytes}."
+        )
+    meshes = default_meshes(place.shape) if meshes is None else meshes
+    if not meshes:
+        raise ValueError(
+            "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
+        )
+
+    def build(options: Options) -> tuple[Any, Sequence[PyTree]]:
+        step, args = build_step(options)
+        trace(step, args)  # runs the user's loss here, where it may raise what it likes; JAX keeps the trace
+        return step, args
+
+    search = Search(build, lambda built: forecast(built[0], *built[1], topology=topology), budget, on_trial)
+    return Fit(topology, budget, search.run(meshes))
+
+
+@dataclass
+class Search:
+    """The search itself, apart from what is searched over.
+
+    Attributes:
+      build: options -> a step. The user's code, so it may raise anything.
+      forecast_of: that step -> its forecast.
+      budget_bytes: of each device.
+      on_trial: see ``fit``.
+      trials: so far, in their order.
+    """
+
+    build: Callable[[Options], Any]
+    forecast_of: Callable[[Any], Forecast]
+    budget_bytes: int
+    on_trial: Callable[[Options], None] | None = None
+    trials: list[Trial] = field(default_factory=list)
+
+    def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
+        """All trials: what fits first, the fastest first.
+
+        Raises:
+          ValueError: there is no forecast of the very first options.
+        """
+        for way in _WAYS:
+            self.attempt(dataclasses.replace(way, mesh=meshes[0]))
+        smallest = min((trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device)
+        self.try_minibatches(smallest.options)
+        for mesh in meshes[1:]:
+            self.try_mesh(mesh, smallest.options)
+        if self.best is not None:
+            self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
+        return tuple(sorted(self.trials, key=lambda trial: (not trial.fits, trial.seconds)))
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest so far of what fits."""
+        return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
+
+    def try_mesh(self, mesh: dict[str, int], smallest: Options) -> None:
+        """The mesh with the best options; where nothing fits yet, with the smallest, and its minibatches."""
+        if self.best is not None:
+            self.attempt(dataclasses.replace(self.best.options, mesh=mesh))
+            return
+        options = dataclasses.replace(smallest, mesh=mesh)
+        if self.attempt(options).forecast is not None:
+            self.try_minibatches(options)
+
+    def try_minibatches(self, options: Options) -> None:
+        """Twice as many each time, until something fits or no more can be made of the batch."""
+        count = 2 * options.num_minibatches
+        while self.best is None and count <= MAX_MINIBATCHES:
+            if self.attempt(dataclasses.replace(options, num_minibatches=count)).forecast is None:
+                return
+            count *= 2
+
+    def attempt(self, options: Options) -> Trial:
+        """One trial.
+
+        Raises:
+          ValueError: it is the first, and there is no forecast of it.
+        """
+        if self.on_trial is not None:
+            self.on_trial(options)
+        try:
+            trial = self._trial(options)
+        except _NoForecast as failed:
+            problem = in_a_line(failed.__cause__)
+            if not self.trials:
+                raise ValueError(f"no forecast of the first options, {options}: {problem}") from failed.__cause__
+            trial = Trial(options, None, False, problem)
+        self.trials.append(trial)
+        return trial
+
+    def _trial(self, options: Options) -> Trial:
+        try:
+            built = self.build(options)
+        except Exception as error:  # whatever the user's code raises
+            raise _NoForecast from error
+        try:
+            found = self.forecast_of(built)
+        except (ValueError, CompileError, TimeoutError) as error:  # others are no matter of these options
+            raise _NoForecast from error
+        return Trial(options, found, found.total_bytes <= self.budget_bytes)
+
+
+class _NoForecast(Exception):
+    """There is no forecast of these options; its cause says why."""
+
+
+def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
+    """Meshes worth trying on a torus of this shape; dims of size 1 are left out.
+
+    One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
+    all-reduce of twice the bytes.
+    """
+    dims = [size for size in shape if size > 1] or [1]
+    flat = {SHARD_AXIS_PREFIX: 1}
+    for size in dims:
+        flat[SHARD_AXIS_PREFIX] *= size
+    if len(dims) == 1:
+        return [flat]
+    staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
+    hybrid = {"dp": dims[0]} | {axis: size for axis, size in list(staged.items())[1:]}
+    return [staged, flat, hybrid]

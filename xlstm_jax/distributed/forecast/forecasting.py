@@ -1,0 +1,370 @@
+"""What a step will cost on each device, before there is a device: memory, traffic, time.
+
+    forecast(step, state, batch, rng, topology="v5e:16x16") -> Forecast
+
+The step is compiled for the topology, and what is said is read from the compiled program: what XLA has planned in
+memory, the collectives it has scheduled, the cycles that it expects. FLOP are counted in the step's jaxpr. Times come
+from these and from the chip's published figures; they rank variants of a step and are no measurement.
+"""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.forecast import report
+from xlstm_jax.distributed.forecast.compiling.compile import (
+    Compiled,
+    compile_for_topology,
+    compile_here,
+    step_mesh,
+    trace,
+)
+from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, cycles, hbm_bytes
+from xlstm_jax.distributed.forecast.cost.flops import Flops, Work, count_flops
+from xlstm_jax.distributed.forecast.cost.memory import Argument, Memory, Moment, Temporary, memory, operation_names
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline, roofline
+from xlstm_jax.distributed.forecast.cost.traffic import Collective, Overlap, collectives
+from xlstm_jax.distributed.forecast.hlo.program import Program, parse
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.xla_options import resolved
+
+FORMAT = 1
+CPU_NOTE = (
+    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
+    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one step costs each device. All sizes in bytes, all times in seconds, per device and step.
+
+    Attributes:
+      platform, device_kind: as JAX names them.
+      topology: None for devices at hand.
+      axis_sizes: the mesh.
+      memory: see ``Memory``; on a CPU only its arguments, on a GPU no list of temporaries.
+      code_bytes: of the program itself; 0 where it does not fit, as the compiler does not say then.
+      available_bytes: what a program may fill; None for a device without figures.
+      collectives: all that the step executes.
+      flops: of matrix products, from the jaxpr.
+      cycles: the compiler's own estimate; None where it gives none.
+      hbm_bytes: moved between HBM and the cores.
+      roofline: three bounds of the time by the chip's published figures; None for a device without figures.
+      exposed_seconds: the time of collectives that the schedule waits for, one after the other, each on its own links;
+        of an asynchronous one what its links take longer than what runs beside it. None where the roofline is.
+      tokens: in the batch of all devices; None where they were not told.
+      unknown_loops: loops whose length the program does not tell; what is in them counts once.
+      compile_seconds: how long the compilation took.
+      versions: of jax, jaxlib, libtpu.
+      notes: what the reader should know.
+    """
+
+    platform: str
+    device_kind: str
+    topology: str | None
+    axis_sizes: dict[str, int]
+    memory: Memory
+    code_bytes: int
+    available_bytes: int | None
+    collectives: tuple[Collective, ...]
+    flops: Flops
+    cycles: Cycles | None
+    hbm_bytes: HbmBytes | None
+    roofline: Roofline | None
+    exposed_seconds: float | None
+    tokens: int | None
+    unknown_loops: tuple[str, ...]
+    compile_seconds: float
+    versions: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axis_sizes.values())
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    @property
+    def total_bytes(self) -> int:
+        """What the step takes of a device's memory at its peak."""
+        return self.memory.total_bytes + self.code_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is available; None where it is not known how much is, or how much is taken."""
+        known = self.available_bytes is not None and self.platform != "cpu"
+        return self.total_bytes <= self.available_bytes if known else None
+
+    # --------------------------------------------------------------------------------------------------------- traffic
+
+    @property
+    def wire_bytes(self) -> float:
+        """What each device sends in a step."""
+        return sum(collective.wire_bytes_per_step for collective in self.collectives)
+
+    @property
+    def asynchronous_fraction(self) -> float:
+        """The share of these bytes that travels while the schedule goes on; 0 where nothing travels."""
+        hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
+        return hidden / self.wire_bytes if self.wire_bytes else 0.0
+
+    def wire_bytes_by(self, *attributes: str) -> dict[tuple[Any, ...], float]:
+        """What each device sends, summed by attributes of the collectives: ``("kind", "direction")``; largest first."""
+        sums = defaultdict(float)
+        for collective in self.collectives:
+            sums[tuple(getattr(collective, name) for name in attributes)] += collective.wire_bytes_per_step
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    @property
+    def chip(self) -> Chip | None:
+        """The published figures of the device."""
+        name = self.topology.split(":")[0] if self.topology else None
+        return CHIPS[name] if name else chip_of(self.device_kind)
+
+    @property
+    def cycle_seconds(self) -> float | None:
+        """The compiler's cycles at the chip's clock: the time of all that is not communication."""
+        known = self.cycles and self.chip and self.chip.clock_hz
+        return self.cycles.total / self.chip.clock_hz if known else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """An estimate of a step's time: what runs, and the collectives that it waits for.
+
+        What runs is the compiler's estimate, but no less than the rooflines of compute and memory; and no step is
+        shorter than its links take.
+        """
+        if self.roofline is None:
+            return None
+        busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
+        return max(busy + self.exposed_seconds, self.roofline.wire_s)
+
+    # --------------------------------------------------------------------------------------------------------- reports
+
+    def table(self) -> Any:
+        """Tables of memory, traffic and time, as a ``rich`` renderable.
+
+        Raises:
+          ImportError: rich is not installed.
+        """
+        return report.tables(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws memory over the schedule and the bounds of the time into a PNG (or what the name's end says).
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        report.plot(self, path)
+
+    def to_json(self) -> str:
+        """Everything, to be kept and compared; ``Forecast.from_json`` reads it."""
+        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Forecast":
+        """The inverse of ``to_json``.
+
+        Raises:
+          ValueError: another format; names both.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
+        return Forecast(
+            **data
+            | {
+                "memory": _memory_from(data["memory"]),
+                "collectives": tuple(_collective_from(c) for c in data["collectives"]),
+                "flops": _flops_from(data["flops"]),
+                "cycles": data["cycles"] and Cycles(**data["cycles"]),
+                "hbm_bytes": data["hbm_bytes"] and HbmBytes(**data["hbm_bytes"]),
+                "roofline": data["roofline"] and Roofline(**data["roofline"]),
+                "unknown_loops": tuple(data["unknown_loops"]),
+                "notes": tuple(data["notes"]),
+            }
+        )
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _memory_from(data: dict[str, Any]) -> Memory:
+    parts = {"temporaries": Temporary, "arguments": Argument, "timeline": Moment}
+    return Memory(**data | {name: tuple(kind(**part) for part in data[name]) for name, kind in parts.items()})
+
+
+def _collective_from(data: dict[str, Any]) -> Collective:
+    return Collective(**_tuples(data) | {"overlapped": Overlap(**_tuples(data["overlapped"]))})
+
+
+def _flops_from(data: dict[str, Any]) -> Flops:
+    return Flops(**_tuples(data) | {"work": tuple(Work(**work) for work in data["work"])})
+
+
+# ---------------------------------------------------------------------------------------------------------- forecasting
+
+
+def forecast(
+    step: Any,
+    *args: PyTree,
+    topology: str | Mesh | None = None,
+    kwargs: Mapping[str, PyTree] | None = None,
+    tokens: int | None = None,
+    compiler_options: dict[str, Any] | str | None = None,
+) -> Forecast:
+    """Compiles a training step and reads what it will cost each device.
+
+    Args:
+      step: a ``jax.jit`` function, as ``make_train_step`` returns one.
+      *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings, as ``abstract_train_state`` and
+        ``abstract_batch`` make them on a mesh or on an ``AbstractMesh``; static ones as the step is called with them.
+        Shardings may be left to ``jax.jit(in_shardings=...)``.
+      topology: as "v5e:16x16": TPUs that need not be there, as many as the mesh of the arguments has devices. A mesh,
+        or None: the devices at hand that the arguments lie on.
+      kwargs: what the step takes by keyword, as ``{"train": True}``.
+      tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
+      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of
+        ``compiler_options(device_kind)``. (What the step itself asks for, with ``make_train_step(...,
+        compiler_options=...)``, is for the devices of its own mesh and not taken.)
+    Raises:
+      ValueError: an unknown topology, or it has other than the mesh's number of devices; the arguments lie on no mesh
+        or on several; a step for a topology calls back into Python (``jax.debug.print``).
+      TypeError: ``step`` is not a ``jax.jit`` function.
+      ImportError: what the compiler for TPUs needs is not installed.
+      CompileError: the compiler refuses the step, for another reason than memory.
+    """
+    traced = trace(step, args, kwargs)
+    kind = parse_topology(topology).chip.device_kinds[0] if isinstance(topology, str) else jax.devices()[0].device_kind
+    compiler_options = resolved(compiler_options, kind)
+    options = {"kwargs": kwargs, "compiler_options": compiler_options}
+    if isinstance(topology, str):
+        compiled = compile_for_topology(step, *args, topology=topology, **options)
+    else:
+        _check_mesh(topology, step_mesh(traced, args, kwargs))
+        compiled = compile_here(step, *args, **options)
+    return read(compiled, count_flops(traced.jaxpr, math.prod(compiled.axis_sizes.values())), tokens)
+
+
+def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:
+    """Raises a ``ValueError`` where the arguments lie on another mesh than the one that was named."""
+    axes = dict(found.shape) if found is not None else {}
+    if mesh is not None and dict(mesh.shape) != axes:
+        raise ValueError(
+            f"topology is the mesh {dict(mesh.shape)}, but the arguments lie on {axes or 'no mesh'}. Make them on that "
+            "mesh, or leave topology out."
+        )
+
+
+def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
+    """The forecast of a compiled step."""
+    program = parse(compiled.hlo)
+    chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
+    found = tuple(collectives(program, compiled.axis_sizes))
+    moved = hbm_bytes(program) if compiled.platform != "cpu" else None
+    links = _links(compiled, chip) if chip and moved else None
+    return Forecast(
+        platform=compiled.platform,
+        device_kind=compiled.device_kind,
+        topology=compiled.topology and compiled.topology.name,
+        axis_sizes=compiled.axis_sizes,
+        memory=_memory(compiled, program),
+        code_bytes=(compiled.memory or {}).get("generated_code", 0),
+        available_bytes=chip and chip.usable_hbm_bytes,
+        collectives=found,
+        flops=flops,
+        cycles=cycles(program),
+        hbm_bytes=moved,
+        roofline=links and _roofline(links, flops, moved, found, tokens),
+        exposed_seconds=links and sum(exposed_seconds(links, collective) for collective in found),
+        tokens=tokens,
+        unknown_loops=tuple(program.unknown_trips) + flops.unknown_loops,
+        compile_seconds=compiled.seconds,
+        versions=compiled.versions,
+        notes=tuple(_notes(compiled, flops)),
+    )
+
+
+def _memory(compiled: Compiled, program: Program) -> Memory:
+    if compiled.buffers and compiled.live_ranges:
+        return memory(compiled.buffers, compiled.live_ranges, operation_names(program))
+    stats = compiled.memory or {}
+    alias = stats.get("alias", 0)
+    return Memory(
+        argument_bytes=stats.get("argument", 0),
+        alias_bytes=alias,
+        output_bytes=stats.get("output", 0) - alias,
+        temporary_bytes=stats.get("temp", 0),
+        constant_bytes=0,
+        peak_point=0,
+        peak_live_bytes=stats.get("temp", 0),
+        temporaries=(),
+        arguments=(),
+        timeline=(),
+    )
+
+
+def _links(compiled: Compiled, chip: Chip) -> Links:
+    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
+    topology = compiled.topology
+    if topology is None and chip.torus_axes:
+        spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
+        topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
+    return Links(chip, compiled.axis_sizes, topology, compiled.coords)
+
+
+def _axes(links: Links, collective: Collective) -> tuple[str, ...]:
+    """The axes that a collective runs over; groups that follow no set of axes may cross any link."""
+    return tuple(links.axis_sizes) if collective.axes is None else collective.axes
+
+
+def _roofline(
+    links: Links, flops: Flops, moved: HbmBytes, found: tuple[Collective, ...], tokens: int | None
+) -> Roofline:
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    for collective in found:
+        sent[_axes(links, collective)] += collective.wire_bytes_per_step
+    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
+    return roofline(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+
+
+def exposed_seconds(links: Links, collective: Collective) -> float:
+    """How long the schedule waits for a collective in a step.
+
+    Where the compiler gives no cycles for what runs beside an asynchronous one, it is taken to be hidden.
+    """
+    alone = links.seconds(_axes(links, collective), collective.wire_bytes)
+    beside = collective.overlapped.cycles
+    if not collective.asynchronous:
+        return collective.count * alone
+    if beside is None or links.chip.clock_hz is None:
+        return 0.0 if collective.overlapped.instructions else collective.count * alone
+    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
+
+
+def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:
+    if compiled.platform == "cpu":
+        yield CPU_NOTE
+    if compiled.unplaced:
+        yield (
+            f"Argument {compiled.unplaced} has no sharding: the compiler places it, maybe whole on each device. Give "
+            "it one, as abstract_batch and shard_batch do."
+        )
+    if flops.opaque:
+        yield f"FLOP of {', '.join(flops.opaque)} are not counted."

@@ -1,0 +1,147 @@
+"""Where a compiled program executes collectives, in whichever form its compiler has written them.
+
+Compilers write the same collective in several ways, all of which count once here:
+    all-reduce(x)                                           the schedule waits for it
+    all-gather-start(x) ... all-gather-done                 under way while what stands between runs
+    call-start(x), to_apply=... ... call-done               likewise, on a TPU's SparseCore; also async-start
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces in the midst of each fusion between them
+    fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
+    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.forecast.hlo.computation import Computation
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
+from xlstm_jax.distributed.forecast.hlo.program import Program
+
+_ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
+_IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a collective is executed.
+
+    Attributes:
+      trips: of the computation that schedules it.
+      scheduled: the instruction of the schedule, at which it begins.
+      kind: what is executed.
+      inner, within: the collective itself and the computation that holds it, the same or one called.
+      during: what the schedule runs while it is under way; None where the schedule waits.
+    """
+
+    computation: Computation
+    trips: int
+    scheduled: Instruction
+    kind: str
+    inner: Instruction
+    within: Computation
+    during: tuple[Instruction, ...] | None
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names that the collective carries itself; () for what a TPU's compiler puts in place of another."""
+        return self.inner.op_names or self.scheduled.op_names
+
+
+def sites(program: Program) -> Iterator[Site]:
+    """Every place where the program executes a collective, in the order of the text."""
+    for computation, trips in program.executed():
+        if computation.name in program.asynchronous:
+            continue  # counted where it is started
+        for instruction in computation.instructions:
+            yield from _sites_at(program, computation, trips, instruction)
+
+
+def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
+    opcode = at.opcode
+    if opcode in COLLECTIVES:
+        yield Site(computation, trips, at, opcode, at, computation, None)
+    elif opcode.removesuffix("-start") in COLLECTIVES:
+        yield Site(computation, trips, at, opcode.removesuffix("-start"), at, computation, _during(computation, at))
+    elif opcode in ("async-start", "call-start"):
+        for within, inner in _collectives_in(program, at):
+            kind = inner.opcode.removesuffix("-start")
+            yield Site(computation, trips, at, kind, inner, within, _during(computation, at))
+    elif opcode == "fusion":
+        yield from _sites_in_fusion(program, computation, trips, at)
+
+
+def _sites_in_fusion(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
+    found = list(_collectives_in(program, at))
+    role = _role_in_chain(program, at) if found else None
+    if role == "start":
+        within, inner = found[0]
+        during = _during_chain(program, computation, at, _chain(inner))
+        yield Site(computation, trips, at, inner.opcode, inner, within, during)
+    if role is None:
+        for within, inner in found:
+            scatters = inner.opcode == "all-reduce" and _is_sliced(within, inner)
+            yield Site(computation, trips, at, "reduce-scatter" if scatters else inner.opcode, inner, within, None)
+
+
+def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives in what an instruction calls, fusions in fusions included."""
+    for names in caller.called.values():
+        for name in names:
+            for instruction in program.computations[name].instructions:
+                if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+                    yield program.computations[name], instruction
+                elif instruction.opcode in ("fusion", "call"):
+                    yield from _collectives_in(program, instruction)
+
+
+def _is_sliced(computation: Computation, reduced: Instruction) -> bool:
+    """Whether a fusion keeps only a device's own part of an all-reduce."""
+    users = computation.users.get(reduced.name, ())
+    return bool(users) and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
+
+
+def _chain(inner: Instruction) -> str | None:
+    match = _CHAIN.search(inner.attributes)
+    return match[1] if match else None
+
+
+def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
+    """ "start", "middle" or "done" of a collective that is spread over several fusions; None for any other fusion."""
+    for name in fusion.called.get("calls", ()):
+        for instruction in program.computations[name].instructions:
+            if match := _ASYNC_FUSION.search(instruction.attributes):
+                return match[1].lower()
+    return "middle" if any(_chain(inner) is not None for _, inner in _collectives_in(program, fusion)) else None
+
+
+def _during(computation: Computation, start: Instruction) -> tuple[Instruction, ...] | None:
+    """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
+    if _IS_SYNC.search(start.attributes):
+        return None
+    first = computation.position[start.name] + 1
+    return computation.instructions[first : _end(computation, start.name)]
+
+
+def _end(computation: Computation, name: str) -> int:
+    """The place in the schedule of the ``-done`` of what ``name`` starts; the end of the schedule if there is none."""
+    for user, _ in computation.users.get(name, ()):
+        if user.opcode.endswith("-done"):
+            return computation.position[user.name]
+        if user.opcode.endswith("-update"):
+            return _end(computation, user.name)
+    return len(computation.instructions)
+
+
+def _during_chain(
+    program: Program, computation: Computation, start: Instruction, chain: str | None
+) -> tuple[Instruction, ...]:
+    """The fusions between the start of a chain and its end in the midst of which its pieces are sent."""
+    middle = []
+    for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
+        if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:
+            if _role_in_chain(program, instruction) != "middle":
+                break
+            middle.append(instruction)
+    return tuple(middle)

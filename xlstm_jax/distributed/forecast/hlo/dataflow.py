@@ -1,0 +1,158 @@
+"""Where a value of a compiled program comes from, and where it goes: through tuples, fusions, loops and async calls.
+
+%g = all-gather(%x)        downstream: into the fusion that reads %g, to the dot_general in it
+%t = tuple(%g, ...)                    element 0 of %t, of the loop's carry, of its body's parameter
+%w = while(%t), body=...   upstream:   a gradient that a loop has stacked: the operations in its body
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.forecast.hlo.computation import Computation
+from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
+from xlstm_jax.distributed.forecast.hlo.program import Program
+
+MAX_VISITED = 2000  # values looked at for one question; what serves a collective lies within some ten
+
+
+@dataclass(frozen=True)
+class Value:
+    """A result, or the element of a tuple that it is: (1, 0) is the first element of the second."""
+
+    computation: Computation
+    name: str
+    element: tuple[int, ...] = ()
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.computation.by_name[self.name]
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return (self.computation.name, self.name, self.element)
+
+
+def upstream(program: Program, value: Value) -> Iterator[Value]:
+    """What a value is made from, nearest first, itself left out."""
+    return _walk(program, value, sources)
+
+
+def downstream(program: Program, value: Value) -> Iterator[Value]:
+    """What is made from a value, nearest first, itself left out."""
+    return _walk(program, value, uses)
+
+
+def _walk(program: Program, value: Value, step: Callable[[Program, Value], list[Value]]) -> Iterator[Value]:
+    queue, seen = deque([value]), {value.key}
+    while queue and len(seen) < MAX_VISITED:
+        for found in step(program, queue.popleft()):
+            if found.key not in seen:
+                seen.add(found.key)
+                queue.append(found)
+                yield found
+
+
+def origin(program: Program, value: Value) -> Value:
+    """The parameter of the program, or the operation, from which a value stems through all that takes one array.
+
+    Of an update written into a larger array it is the update's origin; of what a loop carries, that before the loop.
+    """
+    for _ in range(MAX_VISITED):
+        before = sources(program, value)
+        if not before or (len(before) > 1 and not _has_main_source(program, value)):
+            return value
+        value = before[0]
+    return value
+
+
+def _has_main_source(program: Program, value: Value) -> bool:
+    """Whether the first of several sources is the one to follow."""
+    instruction = value.instruction
+    if instruction.opcode == "parameter":
+        return any(caller.opcode == "while" for _, caller in program.callers[value.computation.name])
+    # A TPU brings an array into VMEM in slices, and puts them side by side.
+    return instruction.opcode == "dynamic-update-slice" or '"ConcatBitcast"' in instruction.attributes
+
+
+def sources(program: Program, value: Value) -> list[Value]:
+    """One step upstream, the main source first."""
+    computation, instruction, element = value.computation, value.instruction, value.element
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "parameter":
+        return _sources_of_parameter(program, value)
+    if opcode == "tuple" and element:
+        return [Value(computation, operands[element[0]], element[1:])]
+    if opcode == "get-tuple-element":
+        return [Value(computation, operands[0], (instruction.tuple_index, *element))]
+    if callees := _callees(program, instruction):
+        return [Value(callee, callee.root.name, element) for callee in callees]
+    if opcode.endswith(("-done", "-update")):
+        return [Value(computation, operands[0], element)]
+    if opcode in ("dynamic-slice", "gather"):
+        operands = operands[:1]
+    if opcode == "dynamic-update-slice":
+        operands = (operands[1], operands[0])
+    return [Value(computation, operand) for operand in operands]
+
+
+def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
+    number, found = value.instruction.tuple_index, []
+    for caller, call in program.callers[value.computation.name]:
+        if call.opcode == "while":
+            body = program.computations[call.called["body"][0]]
+            found += [Value(caller, call.operands[0], value.element), Value(body, body.root.name, value.element)]
+        elif call.opcode == "conditional":
+            branch = call.called["branches"].index(value.computation.name)
+            found.append(Value(caller, call.operands[1 + branch], value.element))
+        elif _is_call(call) and number < len(call.operands):  # work offloaded to a SparseCore may be started without
+            found.append(Value(caller, call.operands[number], value.element))
+    return found
+
+
+def uses(program: Program, value: Value) -> list[Value]:
+    """One step downstream."""
+    found = _out_of_its_computation(program, value) if value.instruction.is_root else []
+    for user, position in value.computation.users.get(value.name, ()):
+        found += _used_by(program, value, user, position)
+    return found
+
+
+def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
+    computation, element = value.computation, value.element
+    if user.opcode == "tuple":
+        return [Value(computation, user.name, (position, *element))]
+    if user.opcode == "get-tuple-element":
+        is_other = element and element[0] != user.tuple_index
+        return [] if is_other else [Value(computation, user.name, element[1:])]
+    if user.opcode == "conditional" and position == 0:
+        return []
+    if callees := _callees(program, user):
+        number = {"while": 0, "conditional": 0}.get(user.opcode, position)
+        callees = callees[position - 1 : position] if user.opcode == "conditional" else callees
+        return [Value(c, c.parameters[number].name, element) for c in callees if number in c.parameters]
+    return [Value(computation, user.name)]
+
+
+def _out_of_its_computation(program: Program, value: Value) -> list[Value]:
+    """The root of a computation is the result of what calls it, and in a loop the parameter of the next trip."""
+    found = []
+    for caller, call in program.callers[value.computation.name]:
+        if call.opcode == "while" and value.computation.name in call.called["body"]:
+            found.append(Value(value.computation, value.computation.parameters[0].name, value.element))
+            found.append(Value(caller, call.name, value.element))
+        elif call.opcode == "conditional" or _is_call(call):
+            found.append(Value(caller, call.name, value.element))
+    return found
+
+
+def _is_call(instruction: Instruction) -> bool:
+    return instruction.opcode in ("fusion", "call", "call-start", "async-start")
+
+
+def _callees(program: Program, instruction: Instruction) -> list[Computation]:
+    """The computations whose roots are the result of an instruction."""
+    called = instruction.called if instruction.opcode == "conditional" or _is_call(instruction) else {}
+    if instruction.opcode == "while":
+        called = {"body": instruction.called["body"]}
+    return [program.computations[name] for names in called.values() for name in names]

@@ -1,0 +1,106 @@
+"""What a step does that its sharding does not need: the lint of a forecast against the plan of the same model.
+
+    forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
+    lint.raise_if(findings)                                      a refusal, for scripts
+
+  repeated-gather        a leaf is gathered more often than forward and backward need
+  wide-gather            a leaf travels in a wider dtype than its wrapper asked for
+  all-reduce-of-shards   an all-reduce where a reduce-scatter or an all-gather of half the bytes would do
+  hoisted-gather         all layers of a loop are gathered at once, in front of it
+  kept-gathered          the gathered weights of all layers live from forward to backward
+  exposed-collective     nothing is scheduled beside a collective
+  replicated-leaf        a large leaf stays whole on every device
+
+The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
+number of their module (``block_0``, ``block_1``, ...) are one finding.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xlstm_jax.distributed.forecast.forecasting import Forecast
+from xlstm_jax.distributed.forecast.linting.rules import RULES
+from xlstm_jax.distributed.forecast.linting.step import Finding, Step, listed
+from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.distributed.wording import format_bytes
+
+
+class LintError(ValueError):
+    """A step has findings; its text lists them, ``findings`` has them as data."""
+
+    def __init__(self, findings: Sequence[Finding]):
+        super().__init__("\n".join([_counted(findings), *map(str, findings)]))
+        self.findings = tuple(findings)
+
+
+def lint(
+    forecast: Forecast, plan: ShardingPlan, *, num_minibatches: int = 1, keep_gathered: bool = False
+) -> list[Finding]:
+    """Finds where a step costs more than its sharding needs.
+
+    Args:
+      forecast: of the training step.
+      plan: of the same model on the same mesh.
+      num_minibatches: of the step, each of which gathers anew; as for ``make_train_step``.
+      keep_gathered: gathered weights are kept from forward to backward on purpose, which saves the second gather.
+    Returns:
+      The findings by rule, within a rule the largest first; empty for a step that is well made.
+    Raises:
+      ValueError: the plan is of another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
+    """
+    step = Step(forecast, plan, num_minibatches, keep_gathered)
+    _check(step)
+    return [finding for rule in RULES.values() for finding in sorted(rule(step), key=lambda finding: -finding.bytes)]
+
+
+def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:
+    """Raises where there is a finding: the last line of a script that guards a step. Also ``lint.raise_if``.
+
+    Args:
+      findings: as ``lint`` returns them.
+      rules: names of the rules that count; None: all.
+    Raises:
+      LintError: there is one; its text lists all that count.
+      ValueError: a rule of that name does not exist; lists those that do.
+    """
+    wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
+    if unknown := [name for name in wanted if name not in RULES]:
+        raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
+    if found := [finding for finding in findings if finding.rule in wanted]:
+        raise LintError(found)
+
+
+lint.raise_if = raise_if
+
+
+def table(findings: Sequence[Finding]) -> Any:
+    """The findings as a ``rich`` renderable.
+
+    Raises:
+      ImportError: rich is not installed.
+    """
+    rows = [
+        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
+        for finding in findings
+    ]
+    return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
+
+
+def _check(step: Step) -> None:
+    mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
+    if mesh != planned:
+        raise ValueError(
+            f"the forecast is of the mesh {mesh}, the plan of {planned}. Make the plan for the mesh of the step."
+        )
+    if step.num_minibatches < 1:
+        raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
+    if step.gathers and not any(path in step.rows for path in step.gathers):
+        raise ValueError(
+            f"the step gathers {listed(step.gathers)}, of which the plan knows none; its parameters are "
+            f"{listed(step.rows)}. Make the plan of the model that the step trains."
+        )
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    return f"{len(findings)} finding{'s' * (len(findings) != 1)}"

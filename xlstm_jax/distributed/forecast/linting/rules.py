@@ -1,0 +1,347 @@
+"""The lint's rules: each looks at a compiled step and its plan, and yields findings.
+
+gathers   repeated, wide, hoisted
+memory    gathered weights kept, leaves that stay whole
+traffic   all-reduces in the place of something cheaper, collectives that nothing hides
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
+from xlstm_jax.distributed.forecast.linting.step import (
+    Finding,
+    Step,
+    layers,
+    listed,
+    pattern,
+    shared_name,
+    times_at_once,
+    use_elements,
+    values_carried,
+    width_of,
+    wire_bytes,
+)
+from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
+from xlstm_jax.distributed.wording import format_bytes, format_fraction
+
+# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly tells.
+MIN_KEPT_BYTES = 2**20
+MIN_REPLICATED_BYTES = 2**20
+# Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
+# mesh, they are up to 7% of a well-made step.
+MAX_ALL_REDUCED_FRACTION = 0.075
+MIN_EXPOSED_FRACTION = 0.05
+SPARSECORE_CHIPS = ("v5p", "v6e")  # chips whose SparseCores can run collectives
+_VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
+
+# -------------------------------------------------------------------------------------------------------------- gathers
+
+
+def _repeated_gathers(step: Step) -> Iterator[Finding]:
+    for name, rows in step.groups:
+        counts = [found for row in rows if (found := _repeats(step, row))]
+        if counts:
+            executed, need, wasted = (sum(column) for column in zip(*counts, strict=True))
+            planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
+            yield Finding(
+                "repeated-gather",
+                name,
+                f"is gathered {executed} times in a step, where {planned} uses need {need}: at most one gather in "
+                f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
+                _repeat_cure(rows, step.num_minibatches),
+                round(wasted),
+            )
+
+
+def _repeats(step: Step, row: LeafPlan) -> tuple[int, int, float] | None:
+    """(executed, needed, bytes wasted) of the mesh axis over which a leaf is gathered too often, the worst of them."""
+    if row.parts > 1 and not row.uses:
+        return None  # a box of the model's own, which no wrapper gathers: how often it must be is not known
+    worst = None
+    for axes in {gather.axes for gather in step.gathers[row.path]}:
+        gathers = [gather for gather in step.gathers[row.path] if gather.axes == axes]
+        forward = [gather for gather in gathers if gather.direction == FORWARD]
+        need = row.uses * step.num_minibatches
+        for found, allowed in ((forward, need), (gathers, 2 * need)):
+            executed = sum(gather.count for gather in found)
+            wasted = wire_bytes(found) * (1 - allowed / executed) if executed > allowed else 0
+            if wasted and (worst is None or wasted > worst[2]):
+                worst = (executed, allowed, wasted)
+    return worst
+
+
+def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
+    if not any(row.uses for row in rows):
+        return "By the plan it stays whole: make the plan of the model that the step trains."
+    return (
+        "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), or wrap "
+        "the loop around it rather than its body; if the step goes through more than "
+        f"{num_minibatches} minibatches, tell lint, as num_minibatches."
+    )
+
+
+def _wide_gathers(step: Step) -> Iterator[Finding]:
+    for name, rows in step.groups:
+        gathers = [(row, gather) for row in rows for gather in step.gathers[row.path] if _is_wide(step, row, gather)]
+        if gathers:
+            dtype, asked = gathers[0][1].dtype, gathers[0][0].gather_dtype
+            sent = wire_bytes(gather for _, gather in gathers)
+            extra = sum(
+                gather.wire_bytes_per_step * (1 - np.dtype(row.gather_dtype).itemsize / width_of(gather.dtype))
+                for row, gather in gathers
+            )
+            yield Finding(
+                "wide-gather",
+                name,
+                f"travels as {dtype}, where its wrapper asked for {asked}: {format_bytes(sent)} per device and step "
+                f"instead of {format_bytes(sent - extra)}.",
+                f"Pass gather_dtype={asked} to the shard_module_params around it in the step too, and compute in it.",
+                round(extra),
+            )
+
+
+def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
+    width = width_of(gather.dtype)
+    if not (row.uses and width):
+        return False
+    # The CPU backend sends bfloat16 as float32, whoever asks.
+    told = step.forecast.platform != "cpu" or row.gather_dtype != "bfloat16"
+    return told and width > np.dtype(row.gather_dtype).itemsize
+
+
+def _hoisted_gathers(step: Step) -> Iterator[Finding]:
+    for name, rows in step.groups:
+        gathers = [gather for row in rows for gather in step.gathers[row.path] if _is_hoisted(step, gather)]
+        if not gathers:
+            continue
+        layers, times = (max(count(step, gather) for gather in gathers) for count in (_layers_at_once, times_at_once))
+        whole = max(map(use_elements, rows)) * max(times, 1) * max(width_of(gather.dtype) for gather in gathers)
+        per_layer = round(whole / layers)
+        if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
+            yield Finding(
+                "hoisted-gather",
+                name,
+                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
+                f"the loop, where a layer needs {format_bytes(per_layer)}.",
+                "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
+                extra,
+            )
+
+
+def _is_hoisted(step: Step, gather: Collective) -> bool:
+    return _layers_at_once(step, gather) > 1 and not _VMAP.search(gather.op_name)
+
+
+def _layers_at_once(step: Step, gather: Collective) -> int:
+    """Of how many layers one execution of a gather brings the weights: by the plan, or by a loop that reads slices."""
+    return max(round(times_at_once(step, gather)), gather.slices)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def _kept_gathered(step: Step) -> Iterator[Finding]:
+    if step.keep_gathered:
+        return
+    for name, rows in step.groups:
+        layers = sum(_kept_layers(step, row) for row in rows)
+        each = _kept_bytes(step, rows[0])
+        kept = layers * each
+        if layers > 1 and kept >= MIN_KEPT_BYTES:
+            yield Finding(
+                "kept-gathered",
+                name,
+                f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
+                f"live from one to the other: {format_bytes(kept)} per device.",
+                "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the "
+                "wrapped module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), "
+                "which keeps no gathered weight. Where memory is there and the wire is short, pass keep_gathered=True "
+                "to lint.",
+                kept,
+            )
+
+
+def _kept_bytes(step: Step, row: LeafPlan) -> int:
+    """What one use leaves: in the dtype that was asked for, or that of the wire where the compiler has narrowed it."""
+    widths = [width_of(gather.dtype) for gather in step.gathers[row.path]]
+    asked = np.dtype(row.gather_dtype).itemsize
+    return round(use_elements(row) * min(asked, *filter(None, widths)))
+
+
+def _kept_layers(step: Step, row: LeafPlan) -> int:
+    """In how many layers a leaf's gathered weights are left over from forward for backward.
+
+    Vectors do not count: the backward pass of a sum does not read them. Nor does one layer alone, as an embedding,
+    which a step gathers once.
+    """
+    gathers = step.gathers[row.path]
+    again = any(gather.direction != FORWARD for gather in gathers)
+    # In one piece of the program the CPU's compiler merges the gathers that nn.remat keeps apart; in loops it cannot.
+    told = step.forecast.platform != "cpu" or layers(row) > 1
+    if again or not told or len(row.use_shape) < 2 or not row.gradients.total:
+        return 0
+    by_axes = defaultdict(int)
+    for gather in gathers:
+        by_axes[gather.axes] += 0 if round(times_at_once(step, gather)) > 1 else gather.count
+    return min(max(by_axes.values()) // step.num_minibatches or 1, layers(row)) if any(by_axes.values()) else 0
+
+
+_DIVIDES_NOT = re.compile(r"(\d+) divides no free dim")
+_TOO_SMALL = re.compile(r"fewer than min_weight_size=(\d+)")
+_UNWRAPPED = "no wrapped module owns it"
+
+
+def _replicated_leaves(step: Step) -> Iterator[Finding]:
+    found = defaultdict(list)
+    for row in step.plan.replicated:
+        # Small leaves of many layers are large together, but splitting them is many small gathers.
+        size = row.parameters.total // (layers(row) if _TOO_SMALL.search(row.reason) else 1)
+        if size >= MIN_REPLICATED_BYTES:
+            found[pattern(row.path), row.shape].append(row)
+    for rows in found.values():
+        kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
+        yield Finding(
+            "replicated-leaf",
+            shared_name(rows),
+            f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
+            f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
+            _replication_cure(rows[0]),
+            kept,
+        )
+
+
+def _replication_cure(row: LeafPlan) -> str:
+    if parts := _DIVIDES_NOT.search(row.reason):
+        size, count = max(row.use_shape), int(parts[1])
+        return (
+            f"Pass uneven='pad', or give its dim of {size} the size {-(-size // count) * count}, which {count} divides."
+        )
+    if _TOO_SMALL.search(row.reason):
+        return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
+    if row.reason == _UNWRAPPED:
+        return "Put shard_module_params around the module that owns it."
+    return "Split it over another axis, or give it a dim that the axis divides."
+
+
+# -------------------------------------------------------------------------------------------------------------- traffic
+
+
+def _all_reduces_of_shards(step: Step) -> Iterator[Finding]:
+    stand_ins = [c for c in step.forecast.collectives if c.stands_for]
+    if wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
+        yield from _merged(stand_ins, step, _stand_in)
+    for collective in step.forecast.collectives:
+        if rows := _whole_gradients(step, collective):
+            yield _whole_gradient(collective, rows)
+
+
+def _merged(
+    collectives: Iterable[Collective], step: Step, finding: Callable[[Step, str, list[Collective]], Finding]
+) -> Iterator[Finding]:
+    """A finding for each kind of collective and what it serves, whatever the number of the module."""
+    found = defaultdict(list)
+    for collective in collectives:
+        served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
+        names = served if any(served) else tuple(dict.fromkeys(collective.modules))
+        alike = tuple(dict.fromkeys(pattern(f"{name}/")[:-1] for name in names))
+        found[alike, collective.kind, collective.stands_for].append((names, collective))
+    for (alike, *_), members in found.items():
+        names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike
+        where = ", ".join(filter(None, names)) or members[0][1].name
+        yield finding(step, where, [collective for _, collective in members])
+
+
+def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
+    first, sent = members[0], wire_bytes(members)
+    share = format_fraction(sent / step.forecast.wire_bytes)
+    return Finding(
+        "all-reduce-of-shards",
+        where,
+        f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
+        f"{sum(c.count for c in members)} times in a step: {format_bytes(sent)} per device, {share} of the "
+        f"step's traffic, where {format_bytes(sent / 2)} would do.",
+        "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over one "
+        "axis of the torus is what was asked for.",
+        round(sent / 2),
+    )
+
+
+def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
+    """The leaves whose whole gradient an all-reduce averages over an axis that they are gathered over.
+
+    Many arrays travel in one all-reduce, so its size decides: what it carries beyond the leaves that belong in it.
+    """
+    if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := values_carried(reduce)):
+        return []
+    owned = step.owned_by(reduce.modules)
+    split = [row for row in owned if step.is_gathered_over(row, reduce.axes)]
+    rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
+    found = []
+    for row in sorted(split, key=lambda row: -row.parameters.total):
+        if (size := math.prod(row.shape)) <= rest:
+            found.append(row)
+            rest -= size
+    return found
+
+
+def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
+    share = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
+    sent = reduce.wire_bytes_per_step * share
+    return Finding(
+        "all-reduce-of-shards",
+        ", ".join(row.path for row in rows) if len(rows) < 4 else listed(row.path for row in rows).replace("'", ""),
+        f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
+        f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
+        "its own part.",
+        "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
+        "loss: its transpose is the reduce-scatter.",
+        round(sent / 2),
+    )
+
+
+def _exposed_collectives(step: Step) -> Iterator[Finding]:
+    if step.forecast.platform == "cpu":
+        return  # nothing is asynchronous there
+    exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
+    smallest = MIN_EXPOSED_FRACTION * step.forecast.wire_bytes
+    yield from (finding for finding in _merged(exposed, step, _exposed) if finding.bytes >= max(smallest, 1))
+
+
+def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
+    kind, sent, forecast = members[0].kind, wire_bytes(members), step.forecast
+    share = sent / forecast.wire_bytes
+    seconds = f", some {share * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
+    return Finding(
+        "exposed-collective",
+        where,
+        f"the step waits for its {kind}, with nothing scheduled beside it: {sum(c.count for c in members)} times in a "
+        f"step, {format_bytes(sent)} per device, {format_fraction(share)} of the step's traffic{seconds}.",
+        _overlap_cure(forecast.chip.name if forecast.chip else "", kind),
+        round(sent),
+    )
+
+
+def _overlap_cure(chip: str, kind: str) -> str:
+    more = "More tokens per device make it a smaller part of the step."
+    if chip in SPARSECORE_CHIPS or (chip == "v5e" and kind == "all-gather"):
+        return (
+            f"Compile with compiler_options(device_kind), as make_train_step does for compiler_options='auto'. {more}"
+        )
+    return more
+
+
+RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
+    "repeated-gather": _repeated_gathers,
+    "wide-gather": _wide_gathers,
+    "all-reduce-of-shards": _all_reduces_of_shards,
+    "hoisted-gather": _hoisted_gathers,
+    "kept-gathered": _kept_gathered,
+    "exposed-collective": _exposed_collectives,
+    "replicated-leaf": _replicated_leaves,
+}

@@ -1,0 +1,16 @@
+"""What is known about accelerators: figures of each chip, slices that there are, links between devices, XLA's options."""
+
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Links",
+    "Topology",
+    "chip_of",
+    "compiler_options",
+    "parse_topology",
+]

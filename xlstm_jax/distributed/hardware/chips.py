@@ -1,0 +1,104 @@
+"""What makers publish about accelerators.
+
+All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
+given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+
+Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
+specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
+sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity; for networks the DGX data sheets.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as JAX sees it: a TPU chip with all its cores, or a GPU.
+
+    Attributes:
+      name: as in topologies, "v5e"; GPUs "h100".
+      device_kinds: JAX's ``device_kind`` of it.
+      hbm_bytes: memory as the maker states it.
+      usable_hbm_bytes: of it, what a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
+        program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
+      peak_flops: FLOP/s of matrix products by dtype, dense. float32 is at JAX's default precision: one pass of
+        bfloat16 on TPUs, TF32 on GPUs.
+      hbm_bandwidth: bytes/s.
+      clock_hz: of the matrix units; None for GPUs. Turns cycles that the compiler estimates into seconds.
+      link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
+      torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
+      network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
+      devices_per_node: GPUs joined by NVLink; None for TPUs.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    hbm_bytes: int
+    usable_hbm_bytes: int
+    peak_flops: Mapping[str, float]
+    hbm_bandwidth: float
+    clock_hz: float | None
+    link_bandwidth: float
+    torus_axes: int
+    network_bandwidth: float | None = None
+    devices_per_node: int | None = None
+
+
+def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
+
+
+# The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock; v4 and v5p have 2 cores of 4 units each,
+# v5e 1 of 4. For v6e (256 x 256) 4 units are taken: cloud.google.com names 2, but the cycles that the compiler
+# estimates for a matrix product are fewer than 2 units could take.
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
+            clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3,
+        ),
+        Chip(
+            "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
+            clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2,
+        ),
+        Chip(
+            # 96 GiB are built in; the documentation lists the 95 that are left for users.
+            "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3,
+        ),
+        Chip(
+            "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2,
+        ),
+        Chip(
+            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
+            clock_hz=None, link_bandwidth=3e11, torus_axes=0, network_bandwidth=2.5e10, devices_per_node=8,
+        ),
+        Chip(
+            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 494.5e12), 3.35e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+        ),
+        Chip(
+            "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+        ),
+    )
+}  # fmt: skip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls ``device_kind``; None for one without figures, a CPU among them."""
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
+
+
+def peak_rate(chip: Chip, dtype: str) -> float:
+    """FLOP/s of matrix products in a dtype; narrow floats at the rate of int8, others unknown at that of float32."""
+    if dtype == "float16":
+        dtype = "bfloat16"
+    if dtype.startswith("float8"):
+        dtype = "int8"
+    return chip.peak_flops.get(dtype, chip.peak_flops["float32"])

@@ -1,0 +1,1 @@
+"""Ready metrics: sums and means, classification, ranking."""

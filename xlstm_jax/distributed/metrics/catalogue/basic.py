@@ -1,0 +1,208 @@
+"""Sums, extrema, means, norms, rates, and several metrics under one name.
+
+Every metric takes values of any shape, [b, ...], and ``weight``: one number for all, or one per row of the leading
+dims, [b] or [b, ...]. Rows with weight 0 (padding) are not looked at, whatever they hold.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value, map_leaves
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, like_rows, wide_float
+from xlstm_jax.distributed.metrics.layout import Cells
+from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+
+
+@dataclass(frozen=True)
+class Sum(PureMetric):
+    """The sum of all values: a float, compensated, or with an integer ``dtype`` an exact 64-bit integer.
+
+    Of nothing it is 0. The value of an integer sum is an int64 where x64 is on, else a float32 rounded beyond 2^24;
+    ``synced.cells.exact()`` is the integer itself, on the host.
+    """
+
+    dtype: Any = jnp.float32
+
+    def identity(self) -> Cells:
+        return self._cell().identity()
+
+    def observe(self, values: Any, weight: Any = None) -> Cells:
+        return self._cell().of(values, weight)
+
+    def result(self, cells: Cells) -> jax.Array:
+        return cells.value
+
+    def _cell(self) -> type[Total] | type[Count]:
+        return Count if jnp.issubdtype(self.dtype, jnp.integer) else Total
+
+
+@dataclass(frozen=True)
+class Max(PureMetric):
+    """The largest value in ``dtype``; of nothing it is -inf, or the dtype's minimum. A NaN among the values shows."""
+
+    dtype: Any = jnp.float32
+
+    def identity(self) -> Cells:
+        return Maximum.identity(dtype=self.dtype)
+
+    def observe(self, values: Any, weight: Any = None) -> Cells:
+        return Maximum.of(jnp.asarray(values, self.dtype), weight)
+
+    def result(self, cells: Cells) -> jax.Array:
+        return cells.value
+
+
+@dataclass(frozen=True)
+class Min(PureMetric):
+    """The smallest value in ``dtype``; of nothing it is +inf, or the dtype's maximum. A NaN among the values shows."""
+
+    dtype: Any = jnp.float32
+
+    def identity(self) -> Cells:
+        return Minimum.identity(dtype=self.dtype)
+
+    def observe(self, values: Any, weight: Any = None) -> Cells:
+        return Minimum.of(jnp.asarray(values, self.dtype), weight)
+
+    def result(self, cells: Cells) -> jax.Array:
+        return cells.value
+
+
+@dataclass(frozen=True)
+class WeightedMean(PureMetric):
+    """sum(weight * value) / sum(weight) over everything seen; ``empty_value`` where the weight is 0."""
+
+    empty_value: float = 0.0
+
+    def identity(self) -> Cells:
+        return {"total": Total.identity(), "weight": Total.identity()}
+
+    def observe(self, values: Any, weight: Any = None) -> Cells:
+        return {"total": Total.of(values, weight), "weight": weight_of(values, weight)}
+
+    def result(self, cells: Cells) -> jax.Array:
+        return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
+
+
+def weight_of(values: Any, weight: Any = None) -> Total:
+    """The weight of all values together: their number, where no weight is given."""
+    if weight is None:
+        return Total.of(jnp.asarray(math.prod(jnp.shape(values)), wide_float()))
+    values = jnp.asarray(values)
+    rows = like_rows(weight, values).astype(wide_float())
+    return Total.of(jnp.broadcast_to(rows, values.shape))
+
+
+def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: Any) -> jax.Array:
+    """numerator / denominator, and ``empty_value`` where the denominator is 0."""
+    some = denominator != 0
+    return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
+
+
+@dataclass(frozen=True)
+class Perplexity(WeightedMean):
+    """exp of the weighted mean of losses in nats per token; of nothing it is exp(empty_value) = 1."""
+
+    def result(self, cells: Cells) -> jax.Array:
+        return jnp.exp(super().result(cells))
+
+
+@dataclass(frozen=True)
+class Throughput(PureMetric):
+    """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over all devices; of nothing it is 0.
+
+    Every device adds the items that it worked on and the seconds that it took, so that their ratio is the rate of one
+    device; with ``devices=mesh.size`` it is that of all. Time passes on the host: pass the duration of the previous
+    step as an argument of the step.
+    """
+
+    devices: int = 1
+
+    def identity(self) -> Cells:
+        return {"items": Count.identity(), "seconds": Total.identity()}
+
+    def observe(self, items: Any, seconds: Any) -> Cells:
+        return {"items": Count.of(items), "seconds": Total.of(seconds)}
+
+    def result(self, cells: Cells) -> jax.Array:
+        return self.devices * ratio(cells["items"].value, cells["seconds"].value, 0.0)
+
+
+@dataclass(frozen=True)
+class GlobalNorm(PureMetric):
+    """The root of the sum of squares of all entries of all trees seen: the L2 norm of the vector that they make up.
+
+    Without ``axes`` what the devices observe are pieces of one vector. For parameters and gradients name the axes of
+    the state: a boxed leaf is then a piece along the axes of its box, and whole along the others, where it counts once;
+    so does a leaf without box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
+    """
+
+    axes: AxisNames = ()
+
+    def identity(self) -> Cells:
+        return Total.identity()
+
+    def observe(self, tree: PyTree) -> Cells:
+        squares = jax.tree.leaves(map_leaves(self._square, tree))
+        return Total.of(jnp.stack(squares)) if squares else Total.identity()
+
+    def _square(self, leaf: Any) -> jax.Array:
+        value = jnp.asarray(leaf_value(leaf)).astype(wide_float())
+        return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(self._whole_along(leaf))
+
+    def _whole_along(self, leaf: Any) -> list[str]:
+        split = set(leaf_axes(leaf)) | collectives.varying_axes(leaf_value(leaf))
+        axes = as_axis_names(self.axes) if self.axes else ()
+        return [axis for axis in axes if axis not in split]
+
+    def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        if not self.axes:
+            super().check_observed(observed, axes)
+
+    def result(self, cells: Cells) -> jax.Array:
+        return jnp.sqrt(cells.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Compose(PureMetric):
+    """Several metrics by name, in one state that is synchronized at once.
+
+    ``update(state, loss=losses, accuracy=(scores, labels), mean={"values": v, "weight": w})``: a tuple holds the
+    positional arguments of that metric, a dict its keyword arguments, and anything else is its one argument. Metrics
+    that are not named stay as they are. The value is a dict.
+
+    Raises:
+      ValueError: (in ``update``) a name that is none of the metrics; lists those that are.
+    """
+
+    metrics: Mapping[str, PureMetric]
+
+    def identity(self) -> Cells:
+        return {name: metric.identity() for name, metric in self.metrics.items()}
+
+    def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        for name, arguments in observed[1].items():
+            if name in self.metrics:
+                self.metrics[name].check_observed(arguments, axes)
+
+    def observe(self, **observed: Any) -> Cells:
+        if unknown := sorted(observed.keys() - self.metrics.keys()):
+            raise ValueError(f"there is no metric {unknown[0]!r} among {sorted(self.metrics)}.")
+        return {name: _observe(self.metrics[name], arguments) for name, arguments in observed.items()}
+
+    def result(self, cells: Cells) -> dict[str, PyTree]:
+        return {name: metric.result(cells[name]) for name, metric in self.metrics.items()}
+
+
+def _observe(metric: PureMetric, arguments: Any) -> Cells:
+    if isinstance(arguments, dict):
+        return metric.observe(**arguments)
+    return metric.observe(*arguments) if isinstance(arguments, tuple) else metric.observe(arguments)

@@ -1,0 +1,344 @@
+"""Accuracy, precision, recall and F-scores of classifiers, all from one confusion matrix per class.
+
+A task turns scores into decisions, which the state sorts by what became of them; a statistic is a share of them::
+
+    task        Binary | Multiclass | Multilabel          scores, labels -> predicted, actual: bools [b..., C]
+
+                              is the class   is not
+    state       predicted         tp           fp         each the weight of its decisions, [C]
+                not predicted     fn           tn
+
+    statistic   Accuracy   (tp + tn) / all                of every class, or averaged over the classes
+                Precision  tp / (tp + fp)
+                Recall     tp / (tp + fn)
+                FBeta      (1 + beta^2) tp / ((1 + beta^2) tp + beta^2 fn + fp)
+
+One state serves all statistics::
+
+    metric = ConfusionMatrix(Multiclass(10), {"accuracy": Accuracy(), "f1": FBeta(average="macro")})
+    local = metric.update(local, logits, labels, weight=mask)
+
+Averages are those of scikit-learn: "micro" counts the decisions of all classes as those of one, "macro" is the mean of
+the classes, "weighted" their mean by support (tp + fn, the weight of the rows of a class), "per_class" is no average:
+[C]. Balanced accuracy is ``Recall(average="macro")``, with ``zero_division=nan`` where some class may not occur at all.
+
+NaN among the scores of a row that counts shows: the values that it takes part in are NaN. Rows with weight 0 (padding)
+are not looked at, whatever they hold.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.distributed.metrics.catalogue.basic import ratio
+from xlstm_jax.distributed.metrics.cells import Total, like_rows, wide_float
+from xlstm_jax.distributed.metrics.layout import Cells
+from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+
+AVERAGES = ("micro", "macro", "weighted", "per_class")
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was predicted and what is so, bools [b..., C]; and whether a score is NaN, for each class or [b..., 1]."""
+
+    predicted: jax.Array
+    actual: jax.Array
+    unknown: jax.Array | bool
+
+
+class Task(ABC):
+    """How decisions are made of scores. ``num_classes`` is the number of confusion matrices, C."""
+
+    num_classes: int
+
+    @abstractmethod
+    def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        """Raises ValueError where the shapes or dtypes are not those that the task takes."""
+
+
+@dataclass(frozen=True)
+class Binary(Task):
+    """Yes or no: scores [b...] and labels [b...]; yes is predicted where ``score >= threshold``. C = 1.
+
+    Statistics are those of the positive class, and the average is irrelevant. Every label but 1 is negative, so that
+    labels may be {0, 1} or {-1, 1}.
+    """
+
+    threshold: float = 0.5
+    num_classes = 1
+
+    def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        check_one_score_per_label(scores, labels, "Binary")
+        reached = _at_least(scores, self.threshold)
+        return Decisions(reached[..., None], labels[..., None] == 1, jnp.isnan(scores)[..., None])
+
+
+@dataclass(frozen=True)
+class Multilabel(Task):
+    """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
+
+    The weight may be that of rows, [b...], or of single labels, [b..., L].
+    """
+
+    num_labels: int
+    threshold: float = 0.5
+
+    def __post_init__(self):
+        if self.num_labels < 1:
+            raise ValueError(f"Multilabel with num_labels={self.num_labels}: there must be at least 1.")
+
+    @property
+    def num_classes(self) -> int:
+        return self.num_labels
+
+    def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        check_one_score_per_label(scores, labels, "Multilabel")
+        if labels.shape[-1:] != (self.num_labels,):
+            raise ValueError(f"labels of shape {labels.shape} do not end in num_labels={self.num_labels}.")
+        return Decisions(_at_least(scores, self.threshold), labels == 1, jnp.isnan(scores))
+
+
+@dataclass(frozen=True)
+class Multiclass(Task):
+    """One of C classes: scores [b..., C] and integer labels [b...]; the highest score is the prediction.
+
+    With ``top_k`` > 1 the prediction is the label where that is among the k highest scores, else the highest score. Of
+    equal scores the lower class counts as the higher. With ``top_k`` 1 the scores may also be integer predictions
+    [b...].
+
+    A label outside of 0..C-1 (an ignore index such as -1) matches no class: its row is wrong, a false positive of the
+    class that was predicted and no class's false negative. Give such rows weight 0 to leave them out. Likewise an
+    integer prediction outside of 0..C-1 is a false negative only.
+    """
+
+    num_classes: int
+    top_k: int = 1
+
+    def __post_init__(self):
+        if self.num_classes < 2:
+            raise ValueError(f"Multiclass with num_classes={self.num_classes}: there must be at least 2; see Binary.")
+        if not 1 <= self.top_k <= self.num_classes:
+            raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
+
+    def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        check_labels(labels)
+        if scores.shape == (*labels.shape, self.num_classes):
+            predictions, unknown = self._predictions(scores, labels), jnp.isnan(scores).any(-1, keepdims=True)
+        elif scores.shape == labels.shape and jnp.issubdtype(scores.dtype, jnp.integer) and self.top_k == 1:
+            predictions, unknown = scores, False
+        else:
+            raise ValueError(
+                f"scores of shape {scores.shape} and dtype {scores.dtype} do not fit labels of shape {labels.shape}: "
+                f"with num_classes={self.num_classes} they have shape {(*labels.shape, self.num_classes)}, or with "
+                f"top_k 1 (here {self.top_k}) are integer predictions of the labels' shape."
+            )
+        classes = jnp.arange(self.num_classes)
+        return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown)
+
+    def _predictions(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
+        if self.top_k == 1:
+            return jnp.argmax(scores, axis=-1)
+        _, highest = lax.top_k(scores, self.top_k)
+        among = (highest == labels[..., None]).any(-1)
+        return jnp.where(among, labels, highest[..., 0])
+
+
+def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
+    """``scores >= threshold``, compared in float32: in a narrow dtype the threshold would be rounded to it."""
+    return scores.astype(wide_float()) >= threshold
+
+
+def check_labels(labels: jax.Array) -> None:
+    """Raises ValueError where labels are not integers or bools, e.g. probabilities or one-hot floats."""
+    if not (jnp.issubdtype(labels.dtype, jnp.integer) or jnp.issubdtype(labels.dtype, jnp.bool_)):
+        raise ValueError(
+            f"labels of dtype {labels.dtype}: they are integers or bools. Scores come first, labels second."
+        )
+
+
+def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str) -> None:
+    """Raises ValueError where labels are no labels, or scores have another shape."""
+    check_labels(labels)
+    if scores.shape != labels.shape:
+        raise ValueError(f"scores of shape {scores.shape}, labels of shape {labels.shape}: {caller} has one per label.")
+
+
+def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
+    """The weight [b...] of the rows where ``which`` [b..., C] is true; NaN where one that counts is unknown."""
+    counted = like_rows(weight, which) != 0
+    rows = tuple(range(weight.ndim)) if weight.ndim < which.ndim else tuple(range(which.ndim - 1))
+
+    def add(half):
+        half = like_rows(half, which)
+        return jnp.sum(jnp.where(counted & unknown, jnp.nan, jnp.where(which & counted, half, 0)), axis=rows)
+
+    return Total.of_halves(weight, add)
+
+
+def weight_per_label(weight: Any, labels: jax.Array) -> jax.Array:
+    """The weight with all dims of the labels; 1 where none is given.
+
+    Raises:
+      ValueError: it does not have their leading dims.
+    """
+    return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), labels.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic(ABC):
+    """A share of decisions, by class or averaged. A subclass says which share (``parts``).
+
+    Args:
+      average: one of ``AVERAGES``; see the module.
+      zero_division: what a share of no decisions is, of one class or of all. NaN leaves such classes out of "macro" and
+        "weighted", and is the value if all are.
+    """
+
+    average: str = "macro"
+    zero_division: float = 0.0
+
+    def __post_init__(self):
+        if self.average not in AVERAGES:
+            raise ValueError(f"average={self.average!r} of {type(self).__name__} is none of {', '.join(AVERAGES)}.")
+
+    @abstractmethod
+    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        """(numerator, denominator) of the share, of every class [C] or of all classes as one []."""
+
+    def of(self, cells: Cells, task: Task) -> jax.Array:
+        """The value: [C] for "per_class", else []."""
+        del task
+        if self.average == "micro":
+            return ratio(*self.parts(**_over_classes(cells)), self.zero_division)
+        numerator, denominator = self.parts(**cells)
+        share = ratio(numerator, denominator, self.zero_division)
+        if self.average == "per_class":
+            return share
+        weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(share)
+        return _mean(share, weight, (denominator != 0) | (not math.isnan(self.zero_division)), self.zero_division)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(Statistic):
+    """The share of right decisions; of nothing it is ``zero_division``.
+
+    "micro" is the share of rows (Binary, Multiclass) or of single labels (Multilabel) that are right. The other
+    averages are over "this class against the rest", in which most decisions of many classes are true negatives: for
+    balanced accuracy take ``Recall(average="macro")``.
+    """
+
+    average: str = "micro"
+
+    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        right = tp.merge(tn)
+        return right.value, right.merge(fp).merge(fn).value
+
+    def of(self, cells: Cells, task: Task) -> jax.Array:
+        if self.average == "micro" and isinstance(task, Multiclass):
+            # A row is one decision among C, not C decisions: right rows over rows, which every class has seen all of.
+            _, rows = self.parts(**cells)
+            return ratio(_over_classes(cells)["tp"].value, rows[0], self.zero_division)
+        return super().of(cells, task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(Statistic):
+    """The share of a class among what was predicted to be it; ``zero_division`` where nothing was."""
+
+    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        return tp.value, tp.merge(fp).value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Statistic):
+    """The share of a class that was predicted to be it; ``zero_division`` where it did not occur.
+
+    The mean over the classes, ``average="macro"``, is the balanced accuracy.
+    """
+
+    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        return tp.value, tp.merge(fn).value
+
+
+@dataclass(frozen=True)
+class FBeta(Statistic):
+    """The harmonic mean of precision and recall, in which recall counts ``beta`` times as much; F1 by default.
+
+    ``zero_division`` where a class was neither predicted nor occurred, so that precision and recall are both undefined.
+    """
+
+    beta: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta={self.beta} of FBeta is not in (0, inf); at 0 it is Precision, at infinity Recall.")
+
+    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        square = self.beta**2
+        return (1 + square) * tp.value, square * tp.merge(fn).value + tp.merge(fp).value
+
+
+def _over_classes(cells: Cells) -> Cells:
+    """[C] -> []: the sum over classes, of both parts of the pairs."""
+    return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
+
+
+def _mean(share: jax.Array, weight: jax.Array, defined: jax.Array, empty_value: float) -> jax.Array:
+    """The mean by weight of what is defined; the plain mean where no weight is left, as in scikit-learn."""
+    weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
+    weight = jnp.where(defined, weight, 0)
+    return ratio(Total.of(share, weight).value, Total.of(weight).value, empty_value)
+
+
+# -------------------------------------------------------------------------------------------------------------- metric
+
+
+@dataclass(frozen=True, eq=False)
+class ConfusionMatrix(PureMetric):
+    """Statistics of the decisions of one task, by name, from one state; the value is a dict.
+
+    ``update(state, scores, labels, weight=None)``: the weight has one number for all or the leading dims of the labels,
+    and may be fractional. What the statistics are of nothing is their ``zero_division``. The state's cells are the
+    counts themselves, ``Total`` of shape [C].
+
+    Args:
+      task: ``Binary``, ``Multiclass`` or ``Multilabel``.
+      statistics: what to compute, ``{"accuracy": Accuracy(), "recall": Recall(average="per_class")}``.
+    Raises:
+      ValueError: (in ``update``) scores, labels and weight do not fit each other or the task.
+    """
+
+    task: Task
+    statistics: Mapping[str, Statistic]
+
+    def identity(self) -> Cells:
+        return {name: Total.identity((self.task.num_classes,)) for name in ("tp", "fp", "fn", "tn")}
+
+    def observe(self, scores: Any, labels: Any, weight: Any = None) -> Cells:
+        labels = jnp.asarray(labels)
+        made = self.task.decide(jnp.asarray(scores), labels)
+        weight = weight_per_label(weight, labels)
+        became = {
+            "tp": made.predicted & made.actual,
+            "fp": made.predicted & ~made.actual,
+            "fn": ~made.predicted & made.actual,
+            "tn": ~(made.predicted | made.actual),
+        }
+        return {name: total_of(which, made.unknown, weight) for name, which in became.items()}
+
+    def result(self, cells: Cells) -> dict[str, jax.Array]:
+        return {name: statistic.of(cells, self.task) for name, statistic in self.statistics.items()}

@@ -1,0 +1,1 @@
+"""Metrics on their way out: CSV, JSON lines and TensorBoard."""

@@ -1,0 +1,27 @@
+"""Optimizers on shards: what one who keeps the whole step inside ``shard_map`` needs to get right.
+
+The straight way is ``training.make_train_step``, which runs the optimizer on global arrays, where every optax transform
+is what it is on one device. Inside ``shard_map`` an optimizer sees slices. An elementwise one (AdamW, Lion) cannot
+tell; one that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on
+every device, without an error, and what should be replicated drifts apart.
+
+  global_norm           the norm of the whole tree from its shards, one collective for each set of axes
+  clip_by_global_norm   optax's clipping with that norm
+  elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
+                        where the two differ
+  skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike
+"""
+
+from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
+from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
+from xlstm_jax.distributed.optimizers.shard_guard import elementwise_only
+from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+
+__all__ = [
+    "clip_by_global_norm",
+    "elementwise_only",
+    "global_norm",
+    "optimizer_state_shardings",
+    "skip_counts",
+    "skip_nonfinite",
+]

@@ -1,0 +1,251 @@
+"""The sharding plan itself: rows, one for each leaf; what follows from them; and its forms as text.
+
+explain, table    for people
+check             a refusal, for scripts
+to_json, diff     for the review of a change
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan, Share
+from xlstm_jax.distributed.plan.table import plan_table
+from xlstm_jax.distributed.wording import format_bytes, format_fraction
+
+FORMAT_VERSION = 1
+MAX_REPLICATED_FRACTION = 0.02
+WORST_SHOWN = 3
+
+
+class Difference(NamedTuple):
+    """One leaf in which two plans differ, or the mesh, or the wrapper that is assumed; ``str`` of it is to be printed.
+
+    ``before`` and ``after`` say by name what differs; None where the leaf is not in that plan.
+    """
+
+    path: str
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            kind, leaf = ("added", self.after) if self.before is None else ("removed", self.before)
+            return f"{self.path}: {kind}, {leaf['dtype']}{list(leaf['shape'])}"
+        lines = (f"  {what}: {_readable(old)} -> {_readable(self.after[what])}" for what, old in self.before.items())
+        return "\n".join([f"{self.path}:", *lines])
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, Share):
+        return f"{format_bytes(value.total)}, {format_bytes(value.per_device)} per device"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What ``plan_sharding`` found: a row for each leaf, and what follows from all of them.
+
+    Attributes:
+      axis_sizes: the mesh: axes, outermost first, with their sizes.
+      assumed: the wrapper that the plan assumes around a model which has none; "" where the model has its own.
+      rows: the parameters in the order of their tree, then other collections, then what the optimizer keeps beside.
+    """
+
+    axis_sizes: Mapping[str, int]
+    assumed: str
+    rows: tuple[LeafPlan, ...]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def parameters(self) -> Share:
+        """Bytes of all parameters."""
+        return sum((row.parameters for row in self.rows), Share())
+
+    @property
+    def gradients(self) -> Share:
+        """Bytes of the gradients of all parameters that take one."""
+        return sum((row.gradients for row in self.rows), Share())
+
+    @property
+    def optimizer(self) -> Share:
+        """Bytes of the optimizer's state; none where the plan was made without an optimizer."""
+        return sum((row.optimizer for row in self.rows), Share())
+
+    @property
+    def other(self) -> Share:
+        """Bytes of the model's other collections."""
+        return sum((row.other for row in self.rows), Share())
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Parameters, gradients, optimizer state and other collections on each device; no activations."""
+        return (self.parameters + self.gradients + self.optimizer + self.other).per_device
+
+    @property
+    def replicated_fraction(self) -> float:
+        """The share of the parameters' bytes that every device keeps whole: 0 to 1; on one device nothing is."""
+        whole = sum(row.parameters.total for row in self.replicated)
+        return whole / self.parameters.total if whole else 0.0
+
+    @property
+    def replicated(self) -> tuple[LeafPlan, ...]:
+        """The parameters that every device keeps whole, the largest first."""
+        whole = [row for row in self.rows if row.collection == PARAMETERS and row.parts == 1 and self.devices > 1]
+        return tuple(sorted(whole, key=lambda row: -row.parameters.total))
+
+    def row(self, path: str) -> LeafPlan:
+        """The row of one leaf.
+
+        Raises:
+          ValueError: there is none of this path; lists the nearest.
+        """
+        by_path = {row.path: row for row in self.rows}
+        if path not in by_path:
+            nearest = difflib.get_close_matches(path, by_path, n=3, cutoff=0.3) or list(by_path)[:3]
+            raise ValueError(f"{path!r} is none of the plan's {len(by_path)} leaves; the nearest are {nearest}.")
+        return by_path[path]
+
+    def explain(self, path: str) -> str:
+        """One leaf in one sentence: where it lies, why, and what that costs.
+
+        Raises:
+          ValueError: there is none of this path; lists the nearest.
+        """
+        return self.row(path).sentence(self.devices)
+
+    def table(self) -> Any:
+        """A ``rich`` renderable: leaves by module, the largest first, totals, and what stays whole and why.
+
+        Modules that differ in a number alone (``block_0``, ``block_1``, ...) are one module, where their leaves agree.
+
+        Raises:
+          ImportError: rich is not installed.
+        """
+        return plan_table(self)
+
+    def check(
+        self, *, max_replicated_fraction: float = MAX_REPLICATED_FRACTION, max_bytes_per_device: int | None = None
+    ) -> None:
+        """Refuses a plan that leaves too much whole, or puts too much on a device.
+
+        Args:
+          max_replicated_fraction: of the parameters' bytes, what may stay whole on every device; 0 to 1.
+          max_bytes_per_device: for parameters, gradients, optimizer state and other collections. Leave room for
+            activations, which no plan knows. None: any number.
+        Raises:
+          ValueError: names the worst leaves, with both numbers and the cure.
+        """
+        if self.replicated_fraction > max_replicated_fraction:
+            whole = sum(row.parameters.total for row in self.replicated)
+            raise ValueError(
+                f"{format_fraction(self.replicated_fraction)} of the parameters' bytes ({format_bytes(whole)} of "
+                f"{format_bytes(self.parameters.total)}) stay whole on each of {self.devices} devices; "
+                f"max_replicated_fraction={max_replicated_fraction} allows {format_fraction(max_replicated_fraction)}. "
+                f"The largest: {_worst(self.replicated)}. Wrap the modules that own them with shard_module_params, "
+                "lower its min_weight_size, or give them a dim that the axis divides."
+            )
+        if max_bytes_per_device is not None and self.bytes_per_device > max_bytes_per_device:
+            largest = sorted(self.rows, key=lambda row: -row.all_bytes.per_device)
+            raise ValueError(
+                f"each of {self.devices} devices keeps {format_bytes(self.bytes_per_device)} ({self.bytes_per_device} "
+                f"bytes); max_bytes_per_device={max_bytes_per_device} allows {format_bytes(max_bytes_per_device)}. "
+                f"The largest per device: {_worst(largest)}. Split over more devices, wrap what stays whole, or take "
+                "an optimizer that keeps less."
+            )
+
+    def diff(self, other: "ShardingPlan") -> list[Difference]:
+        """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
+        before, after = ({row.path: vars(row) for row in plan.rows} for plan in (self, other))
+        paths = [*before, *(path for path in after if path not in before)]
+        found = [
+            _difference(
+                "(mesh)", {"axis_sizes": [*self.axis_sizes.items()]}, {"axis_sizes": [*other.axis_sizes.items()]}
+            ),
+            _difference("(wrapper)", {"assumed": self.assumed or None}, {"assumed": other.assumed or None}),
+            *(_difference(path, before.get(path), after.get(path)) for path in paths),
+        ]
+        return [difference for difference in found if difference is not None]
+
+    def to_json(self) -> str:
+        """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
+        head = {
+            "format": FORMAT_VERSION,
+            "axis_sizes": dict(self.axis_sizes),
+            "assumed": self.assumed,
+            "totals": _totals(self),
+        }
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        leaves = ",\n".join(_leaf_json(row) for row in self.rows)
+        return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardingPlan":
+        """The plan of which ``to_json`` wrote ``text``.
+
+        Raises:
+          ValueError: the text is of another format, or its totals are not those of its leaves.
+        """
+        data = json.loads(text)
+        version = data.get("format") if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"a plan of format {version!r}; this release reads format {FORMAT_VERSION}. Write it again with "
+                "plan_sharding(...).to_json()."
+            )
+        rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
+        plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows)
+        if data["totals"] != (totals := _totals(plan)):
+            raise ValueError(
+                f"the plan's totals are {data['totals']}, but its leaves add up to {totals}: it was edited."
+            )
+        return plan
+
+
+def _worst(rows: Sequence[LeafPlan]) -> str:
+    worst = [f"{row.description}, {format_bytes(row.all_bytes.per_device)} per device: {row.reason}" for row in rows]
+    return "; ".join(worst[:WORST_SHOWN]) + (
+        f"; and {len(worst) - WORST_SHOWN} more" if len(worst) > WORST_SHOWN else ""
+    )
+
+
+def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Difference | None:
+    if before == after:
+        return None
+    if before is None or after is None:
+        return Difference(path, before, after)
+    changed = [what for what in before if before[what] != after[what]]
+    return Difference(path, {what: before[what] for what in changed}, {what: after[what] for what in changed})
+
+
+def _totals(plan: ShardingPlan) -> dict[str, Any]:
+    kinds = {kind: list(getattr(plan, kind)) for kind in ("parameters", "gradients", "optimizer", "other")}
+    return kinds | {"bytes_per_device": plan.bytes_per_device, "replicated_fraction": plan.replicated_fraction}
+
+
+def _leaf_json(row: LeafPlan) -> str:
+    """One leaf: a line for what it is, where it lies, why, what it takes, and what travels."""
+    lines = [
+        {"collection": row.collection, "dtype": row.dtype, "shape": row.shape},
+        {"names": row.names, "parts": row.parts},
+        {"reason": row.reason},
+        {kind: getattr(row, kind) for kind in ("parameters", "gradients", "optimizer", "other")},
+        {"use_shape": row.use_shape, "uses": row.uses, "gathered_bytes": row.gathered_bytes}
+        | {"gather_dtype": row.gather_dtype, "grad_scatter_dtype": row.grad_scatter_dtype},
+    ]
+    body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
+    return f"    {json.dumps(row.path)}: {{\n{body}\n    }}"
+
+
+def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
+    kinds = {kind: Share(*leaf[kind]) for kind in ("parameters", "gradients", "optimizer", "other")}
+    names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
+    shapes = {"shape": tuple(leaf["shape"]), "use_shape": tuple(leaf["use_shape"])}
+    return LeafPlan(path=path, **(leaf | kinds | shapes | {"names": names}))

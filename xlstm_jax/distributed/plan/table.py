@@ -1,0 +1,188 @@
+"""A sharding plan as tables for people: leaves by module, the largest first; then what stays whole, and why."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from xlstm_jax.distributed.data_parallel.axes import entry_axes
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan, Share
+from xlstm_jax.distributed.wording import format_bytes, format_fraction
+
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+class Line(NamedTuple):
+    """One line of a table: a row, and how many leaves it stands for; ``path`` has ``*`` where their numbers differ."""
+
+    module: str
+    path: str
+    row: LeafPlan
+    count: int
+
+    def bytes_of(self, kind: str) -> Share:
+        share = getattr(self.row, kind)
+        return Share(share.total * self.count, share.per_device * self.count)
+
+    @property
+    def per_device(self) -> int:
+        return self.row.all_bytes.per_device * self.count
+
+    @property
+    def total(self) -> int:
+        return self.row.all_bytes.total * self.count
+
+
+def plan_table(plan: Any) -> Any:
+    """The renderable of ``ShardingPlan.table``."""
+    try:
+        from rich.console import Group
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
+    lines = _lines(plan.rows)
+    parts = [_leaves_table(plan, lines), Text(_summary(plan))]
+    whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
+    return Group(*parts, *([_whole_table(whole)] if whole and plan.devices > 1 else []))
+
+
+# --------------------------------------------------------------------------------------------------------------- lines
+
+
+def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
+    """Rows that differ in the first number of their path alone are one line."""
+    alike: dict[Any, list[LeafPlan]] = {}
+    for row in rows:
+        alike.setdefault((_pattern(row.path), dataclasses.replace(row, path="")), []).append(row)
+    paths = [pattern if len(group) > 1 else group[0].path for (pattern, _), group in alike.items()]
+    depth = _module_depth([path for path, group in zip(paths, alike.values(), strict=True) if _is_parameter(group[0])])
+    lines = []
+    for path, group in zip(paths, alike.values(), strict=True):
+        module, leaf = _module_and_leaf(path, depth) if _is_parameter(group[0]) else _collection_and_leaf(path)
+        lines.append(Line(module, leaf, group[0], len(group)))
+    return lines
+
+
+def _is_parameter(row: LeafPlan) -> bool:
+    return row.collection == PARAMETERS
+
+
+def _pattern(path: str) -> str:
+    """``block_7/Dense_1/kernel`` -> ``block_*/Dense_1/kernel``"""
+    return re.sub(r"\d+(?=/)", "*", path, count=1) if re.search(r"(^|[/_a-zA-Z])\d+/", path) else path
+
+
+def _module_depth(paths: list[str]) -> int:
+    """How many parts of a path name its module: one more than all paths share, so that there are several modules."""
+    parents = [path.split("/")[:-1] for path in paths]
+    shared = 0
+    while parents and all(len(p) > shared + 1 for p in parents) and len({p[shared] for p in parents}) == 1:
+        shared += 1
+    return shared + 1
+
+
+def _module_and_leaf(path: str, depth: int) -> tuple[str, str]:
+    parts = path.split("/")
+    cut = min(depth, len(parts) - 1)
+    return "/".join(parts[:cut]), "/".join(parts[cut:])
+
+
+def _collection_and_leaf(path: str) -> tuple[str, str]:
+    collection, leaf = path.split(" ", 1)
+    return collection, leaf
+
+
+def _by_module(lines: list[Line]) -> list[tuple[str, list[Line]]]:
+    """Modules and, in each, lines: the largest first."""
+    modules: dict[str, list[Line]] = {}
+    for line in lines:
+        modules.setdefault(line.module, []).append(line)
+    ordered = sorted(modules.items(), key=lambda item: -sum(line.total for line in item[1]))
+    return [(name, sorted(members, key=lambda line: -line.total)) for name, members in ordered]
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _leaves_table(plan: Any, lines: list[Line]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
+    table = Table(
+        title=f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
+        title_justify="left",
+        caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("leaf", overflow="fold", min_width=12)
+    table.add_column("shape", overflow="fold")
+    table.add_column("split", overflow="fold", min_width=7)
+    for name in ("in all", "per\ndevice", "its\ngradient", "optimizer\nstate", "gathered"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for module, members in _by_module(lines):
+        table.add_row(f"{module or '(top)'}", "", "", *_sums(members), "", style="bold")
+        for line in members:
+            table.add_row(*_cells(line))
+        table.add_section()
+    table.add_row("total", "", "", *_sums(lines), "", style="bold")
+    return table
+
+
+def _sums(lines: list[Line]) -> list[str]:
+    """Bytes of all lines: those of the values, then what a device keeps, by kind; other collections are values too."""
+    values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
+    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in KINDS[1:]]
+    counts = [sum(v.total for v in values), sum(v.per_device for v in values), *kept]
+    return [format_bytes(count) if count else "" for count in counts]
+
+
+def _cells(line: Line) -> list[Any]:
+    from rich.padding import Padding
+
+    row = line.row
+    name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
+    split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
+    gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
+    shape = "×".join(map(str, row.shape)) or "scalar"
+    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *_sums([line]), gathered]
+
+
+def _times(count: int) -> str:
+    return f" ×{count}" if count > 1 else ""
+
+
+def _short(dtype: str) -> str:
+    """``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``, ``uint8`` -> ``u8``: as compiled programs write them."""
+    for name, letter in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if dtype.startswith(name):
+            return letter + dtype.removeprefix(name)
+    return dtype
+
+
+def _summary(plan: Any) -> str:
+    other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
+    return (
+        f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
+        f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
+        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n"
+        f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
+    )
+
+
+def _whole_table(lines: list[Line]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    title = "What stays whole, and why; bytes with gradient and optimizer state"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("leaf", overflow="fold")
+    table.add_column("per device", justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for line in sorted(lines, key=lambda line: -line.per_device):
+        path = f"{line.module}/{line.path}".lstrip("/") + _times(line.count)
+        table.add_row(path, format_bytes(line.per_device), line.row.reason)
+    return table

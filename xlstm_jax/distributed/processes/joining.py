@@ -1,0 +1,165 @@
+"""How a program comes to its processes and devices: joining the other processes, and simulating devices on the CPU.
+
+  initialize_distributed()                    under SLURM, Open MPI, Kubernetes, on TPU pods: joins; alone: does nothing
+  initialize_distributed(address, n, id)      anywhere else
+  simulate_cpu_devices(8)                     this process gets 8 devices, with or without others
+
+Both come before the first use of a device. All waits are bounded, and far shorter than JAX's own (300, 100 and 300 s):
+a job whose processes do not find each other, or lose one, should end at once, so that the scheduler starts it again.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax._src import distributed
+from jax._src.clusters import ClusterEnv
+
+INITIALIZATION_TIMEOUT_S = 60
+HEARTBEAT_TIMEOUT_S = 10
+SHUTDOWN_TIMEOUT_S = 30
+RETRY_S = 0.2  # between attempts to reach the coordinator
+
+
+class Place(NamedTuple):
+    """Which process this is, of how many, and where process 0 listens. ``bind`` None: on all interfaces."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: Sequence[int] | None
+    bind: str | None
+
+
+def initialize_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    initialization_timeout_s: int = INITIALIZATION_TIMEOUT_S,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+    shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S,
+) -> None:
+    """Joins the processes of one job, so that JAX sees the devices of all. Call it before the first use of a device.
+
+    Without arguments JAX looks for the cluster that started the program: SLURM, Open MPI, Kubernetes, TPU pods. Where
+    it finds none, or one of a single process, nothing happens, so the same program runs alone. A second call does
+    nothing if it asks for the same.
+
+    Args:
+      coordinator_address: "host:port" of process 0, as the other processes reach it. Process 0 listens on this address
+        only (set JAX_COORDINATOR_BIND_ADDRESS where it has another name there).
+      num_processes, process_id: how many there are, and which one this is, from 0.
+      local_device_ids: the accelerators of this host that this process uses. By default all of them, or, under SLURM
+        and Open MPI, the one with the number of the process on its host: start one process for each, or pass the list.
+      initialization_timeout_s: how long to wait for the others. A process that finds no coordinator raises. One that
+        did, but waits for a third, is ended by JAX's runtime (SIGABRT, "RegisterTask ... Deadline Exceeded").
+      heartbeat_timeout_s: after this long without a sign of life from a process all others are ended.
+      shutdown_timeout_s: how long a process that exits waits for the others to exit.
+    Raises:
+      ValueError: some of the three arguments are given and others are not, or they make no sense.
+      TimeoutError: nothing listens at the coordinator's address.
+      RuntimeError: already joined as something else, or JAX has already started its devices.
+    """
+    place = _explicit(coordinator_address, num_processes, process_id, local_device_ids)
+    place = place or _detected(local_device_ids, initialization_timeout_s)
+    if place is None or _joined(place) or place.num_processes == 1:
+        return
+    deadline = time.monotonic() + initialization_timeout_s
+    if place.process_id != 0:
+        _wait_for_coordinator(place, deadline, initialization_timeout_s)
+    jax.distributed.initialize(
+        place.coordinator_address,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",  # done above; it would override what is given here
+        coordinator_bind_address=place.bind,
+        initialization_timeout=max(1, math.ceil(deadline - time.monotonic())),
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+        shutdown_timeout_seconds=shutdown_timeout_s,
+    )
+
+
+def _explicit(
+    address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
+) -> Place | None:
+    """The place that the arguments describe; None where there are none."""
+    given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise ValueError(
+            f"initialize_distributed got {_listed(given, missing)}, but not {' and '.join(missing)}. Pass all three, "
+            "or none of them, where SLURM, Open MPI, Kubernetes or a TPU pod starts the processes."
+        )
+    wrong = {name: value for name, value in list(given.items())[1:] if type(value) is not int}
+    if wrong:
+        raise TypeError(f"initialize_distributed got {_listed(wrong)}; write int(...) around it.")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"process_id={process_id} is not one of 0 ... {num_processes - 1} (num_processes).")
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+        raise ValueError(f"coordinator_address={address!r} is not host:port, as '10.0.0.1:1234'.")
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+    return Place(address, num_processes, process_id, local_device_ids, bind)
+
+
+def _detected(local_device_ids: Sequence[int] | None, timeout_s: int) -> Place | None:
+    """The place in the cluster that JAX finds, by the same detection as ``jax.distributed.initialize()``.
+
+    That function cannot be asked how many processes there are before it starts its service.
+    """
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, local_device_ids, None, timeout_s)
+    if found[1] is None and address is not None:
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address!r} is set, but JAX finds no cluster that would say which process this "
+            "is. Pass coordinator_address, num_processes and process_id, or unset the variable."
+        )
+    return None if found[1] is None else Place(*found, bind=None)
+
+
+def _joined(place: Place) -> bool:
+    """Whether this process has joined already.
+
+    Raises:
+      RuntimeError: it has, as something else.
+    """
+    if not jax.distributed.is_initialized():
+        return False
+    state = distributed.global_state  # jax.process_index() would start the devices
+    now = state.coordinator_address, state.num_processes, state.process_id
+    if now != place[:3]:
+        raise RuntimeError(
+            f"initialize_distributed: this is process {now[2]} of {now[1]} at {now[0]} already, and cannot become "
+            f"process {place.process_id} of {place.num_processes} at {place.coordinator_address}. Call it once."
+        )
+    return True
+
+
+def _wait_for_coordinator(place: Place, deadline: float, timeout_s: float) -> None:
+    """Returns once something listens at the coordinator's address; JAX's own wait for that ends in an abort."""
+    host, _, port = place.coordinator_address.rpartition(":")
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(left, RETRY_S)).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                raise TimeoutError(
+                    f"process {place.process_id} of {place.num_processes} found nothing that listens at "
+                    f"{place.coordinator_address} within {timeout_s:g} s ({error}). Process 0 listens there as soon "
+                    "as it runs: see its log, and whether this host reaches that address and port."
+                ) from error
+            time.sleep(min(RETRY_S, left))
+
+
+def _listed(values: dict[str, object], leave_out: Sequence[str] = ()) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if name not in leave_out)
