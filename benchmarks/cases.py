@@ -229,7 +229,7 @@ def counts(size: Size) -> Counts:
     return Counts(blocks, embedding, head, small, size.layers, size.dim, size.vocab_size)
 
 
-def limit(size: Size, devices: int) -> limits.Wire:
+def limit(size: Size, devices: int) -> limits.Communication:
     """The fewest bytes that FSDP over so many devices sends in a step, in bfloat16: what all cases are measured by."""
     return limits.wire_bytes(counts(size), devices)
 

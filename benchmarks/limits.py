@@ -96,7 +96,7 @@ def kept_gathered_bytes(counts: Counts, *, gather_bytes: int = BFLOAT16) -> int:
 
 
 @dataclass(frozen=True)
-class Wire:
+class Communication:
     """Bytes that each device sends: in gathers, in scatters of gradients, between copies, of what is small."""
 
     gather: float
@@ -118,7 +118,7 @@ def wire_bytes(
     scatter_bytes: int = BFLOAT16,
     reduce_bytes: int = BFLOAT16,
     reshard_after_forward: bool = True,
-) -> Wire:
+) -> Communication:
     """The fewest bytes that each device sends in a step.
 
     Args:
@@ -128,7 +128,7 @@ def wire_bytes(
       reshard_after_forward: blocks are gathered again in the backward pass.
     """
     gathered = (2 if reshard_after_forward else 1) * counts.blocks + counts.embedding + counts.head
-    return Wire(
+    return Communication(
         gather=share(parts) * gather_bytes * gathered,
         scatter=share(parts) * scatter_bytes * counts.sharded,
         replicas=2 * share(replicas) * reduce_bytes * counts.sharded / parts,

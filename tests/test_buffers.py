@@ -16,7 +16,7 @@ from support import fsdp, mesh_of
 from benchmarks.models import LanguageModel
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.memory import memory, operation_names
+from xlstm_jax.distributed.forecast.cost.memory import operation_names, read_memory
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware.chips import CHIPS
 
@@ -92,7 +92,7 @@ OP_NAMES = {
 
 @pytest.mark.parametrize("assignment", [ASSIGNMENT, ASSIGNMENT_EARLIER], ids=["page", "no page"])
 def test_an_excerpt_by_hand(assignment):
-    found = memory(assignment, LIVE_RANGE, OP_NAMES)
+    found = read_memory(assignment, LIVE_RANGE, OP_NAMES)
     assert (found.argument_bytes, found.alias_bytes) == (256 * MIB + 32768, 256 * MIB)
     assert (found.output_bytes, found.constant_bytes, found.temporary_bytes) == (256 * MIB, 4096, 142672384)
     assert found.total_bytes == 2 * 256 * MIB + 32768 + 4096 + 142672384
@@ -122,29 +122,29 @@ def test_of_two_that_overlap_the_larger_has_the_bytes():
     """In place, an operation may write into a part of what it reads last: both are live while it runs."""
     inside = " value: <93 slice.1 @0> (size=2097152,offset=135266304): f32[1,512,1024]{2,1,0:T(8,128)}\n"
     assignment = ASSIGNMENT.replace("allocation 6", inside + "allocation 6")
-    found = memory(assignment, LIVE_RANGE.replace("  Live ranges", "    slice.1{}:8-9\n  Live ranges"), OP_NAMES)
-    assert found.peak_live_bytes == memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES).peak_live_bytes
+    found = read_memory(assignment, LIVE_RANGE.replace("  Live ranges", "    slice.1{}:8-9\n  Live ranges"), OP_NAMES)
+    assert found.peak_live_bytes == read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES).peak_live_bytes
     assert "slice.1" not in {temporary.instruction for temporary in found.temporaries}
     assert sum(temporary.bytes for temporary in found.temporaries) == found.peak_live_bytes
 
 
 def test_a_timeline_is_thinned_to_its_heights():
-    found = memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES, points=3)
+    found = read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES, points=3)
     assert len(found.timeline) == 3
     assert max(moment.live_bytes for moment in found.timeline) == found.peak_live_bytes
 
 
 def test_what_is_no_such_text_is_refused():
     with pytest.raises(ValueError, match="This is no buffer assignment of XLA.*HloModule jit_f"):
-        memory("HloModule jit_f", LIVE_RANGE, {})
+        read_memory("HloModule jit_f", LIVE_RANGE, {})
     with pytest.raises(ValueError, match="This is no live-range text of XLA.*BufferAssignment"):
-        memory(ASSIGNMENT, ASSIGNMENT, {})
+        read_memory(ASSIGNMENT, ASSIGNMENT, {})
 
 
 def test_texts_of_two_programs_are_refused():
     other = LIVE_RANGE.replace("    convert.7{}:6-11\n", "")
     with pytest.raises(ValueError, match=r"a temporary convert.7\{\} of 134217728 bytes.*it knows 12 values"):
-        memory(ASSIGNMENT, other, {})
+        read_memory(ASSIGNMENT, other, {})
 
 
 # ---------------------------------------------------------------------------------------------------- real programs
@@ -196,7 +196,7 @@ def test_a_training_step_adds_up_to_xlas_own_sums(tmp_path):
     batch = jax.ShapeDtypeStruct((16, 64), jnp.int32)
     step, args = lowered_step(model, batch, mesh_of(2, 4), optax.adamw(0.1))
     program, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
-    found, stats = memory(assignment, live_range, names), program.memory_analysis()
+    found, stats = read_memory(assignment, live_range, names), program.memory_analysis()
 
     assert found.argument_bytes == stats.argument_size_in_bytes == sum(a.bytes for a in found.arguments)
     assert found.alias_bytes == stats.alias_size_in_bytes > 0
@@ -240,7 +240,7 @@ def test_the_module_that_fills_the_memory_is_named(tmp_path, wide):
     model, batch = Widths(wide), jax.ShapeDtypeStruct((512, 8), jnp.float32)
     step, args = lowered_step(model, batch, mesh_of(1, 8), optax.sgd(0.1))
     _, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
-    found = memory(assignment, live_range, names)
+    found = read_memory(assignment, live_range, names)
     activation = 512 // 8 * 8192 * 4
     largest = found.temporaries[0]
     assert largest.bytes >= activation
@@ -253,7 +253,7 @@ def test_a_program_without_temporaries(tmp_path):
     _, assignment, live_range, names = compiled(
         jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((64,), jnp.float32)), tmp_path
     )
-    found = memory(assignment, live_range, names)
+    found = read_memory(assignment, live_range, names)
     assert (found.argument_bytes, found.output_bytes, found.temporary_bytes, found.temporaries) == (256, 256, 0, ())
 
 
@@ -266,7 +266,7 @@ def test_a_step_compiled_for_a_tpu():
     batch = jax.ShapeDtypeStruct((4 * tokens, 1024), jnp.bfloat16)
     step, args = lowered_step(model, batch, mesh, optax.adamw(0.1))
     result = compile_for_topology(step, *args, topology="v5e:2x2")
-    found = memory(result.buffers, result.live_ranges, operation_names(parse(result.hlo)))
+    found = read_memory(result.buffers, result.live_ranges, operation_names(parse(result.hlo)))
 
     state = 3 * 2 * 4 * 1024 * 2048 * 4 // 4  # weights and two moments: up and down of 4 layers, float32, a quarter
     rest = found.argument_bytes - state - tokens * 1024 * 2

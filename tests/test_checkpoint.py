@@ -27,7 +27,7 @@ from tests.test_init import largest_buffer
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
-from xlstm_jax.distributed.checkpoint.record import checksums
+from xlstm_jax.distributed.checkpoint.record import checksum_each
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 
@@ -170,8 +170,8 @@ def test_checksums_are_taken_from_slices():
 
     program = checkpoint_leaves._checksum_to(checkpoint_leaves._sums_place(x)).lower(x).compile().as_text()
     assert largest_buffer(program) <= x.size // 8 and "all-gather" not in program
-    assert checksums({"x": x}) == checksums({"x": np.ones((256, 64), np.float32)})
-    assert checksums({"x": x}) != checksums({"x": np.ones((64, 256), np.float32)[:, ::-1] * 2})
+    assert checksum_each({"x": x}) == checksum_each({"x": np.ones((256, 64), np.float32)})
+    assert checksum_each({"x": x}) != checksum_each({"x": np.ones((64, 256), np.float32)[:, ::-1] * 2})
 
 
 # ------------------------------------------------------------------------------------------------- what does not fit

@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.cost.traffic import collectives
+from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout
 
 devices = topologies.get_topology_desc(sys.argv[1], "tpu").devices
@@ -71,7 +71,7 @@ lowered = jax.jit(run).lower(params, abstract((64 * mesh.size, 256), P(axes)))
 
 def traffic(options):
     sums = defaultdict(lambda: [0, 0])
-    for found in collectives(parse(lowered.compile(compiler_options=options).as_text()), dict(mesh.shape)):
+    for found in find_collectives(parse(lowered.compile(compiler_options=options).as_text()), dict(mesh.shape)):
         sums[found.kind][0] += found.wire_bytes_per_step
         sums[found.kind][1] += found.wire_bytes_per_step * found.asynchronous
     return sums

@@ -10,7 +10,7 @@ import pytest
 from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.cost.cycles import cycles, hbm_bytes
+from xlstm_jax.distributed.forecast.cost.cycles import count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
 ROW, ROWS = 512, 256
@@ -47,7 +47,7 @@ STRAIGHT = {
 def test_bytes_of_straight_programs_are_those_that_xla_counts(name):
     fn, *args = STRAIGHT[name]
     program = compiled(fn, *args, donate=(0,) if name == "update" else ())
-    moved = hbm_bytes(parse(program.as_text()))
+    moved = count_hbm_bytes(parse(program.as_text()))
     assert moved.total in counted_by_xla(program)
     assert moved.read > 0 and moved.written > 0 and sum(moved.by_module.values()) == moved.total
 
@@ -58,16 +58,16 @@ def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
     state = abstract_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
     step = make_train_step(lambda p, f, b, rng: mean_loss(p, f, b), mesh, batch_axes=AXES)
     program = step.lower(state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)).compile()
-    moved = hbm_bytes(parse(program.as_text()))
+    moved = count_hbm_bytes(parse(program.as_text()))
     assert moved.total in counted_by_xla(program)
     assert {"block_1/Dense_0", "block_1/LayerNorm_0", "Dense_1", ""} <= set(moved.by_module)
 
 
 def test_a_slice_counts_as_the_slice_and_an_update_as_the_update():
     four_rows = 4 * 4 * ROW
-    read = hbm_bytes(parse(compiled(*STRAIGHT["slice"]).as_text()))
+    read = count_hbm_bytes(parse(compiled(*STRAIGHT["slice"]).as_text()))
     assert (read.read, read.written) == (four_rows + 4, four_rows)
-    update = hbm_bytes(parse(compiled(*STRAIGHT["update"], donate=(0,)).as_text()))
+    update = count_hbm_bytes(parse(compiled(*STRAIGHT["update"], donate=(0,)).as_text()))
     assert (update.read, update.written) == (four_rows + 4, four_rows)
 
 
@@ -75,7 +75,7 @@ def test_a_loop_over_rows_reads_the_array_once():
     def total(x):
         return jax.lax.scan(lambda c, row: (c + jnp.sin(row), None), jnp.zeros(ROW), x)[0]
 
-    moved = hbm_bytes(parse(compiled(total, f32(ROWS, ROW)).as_text()))
+    moved = count_hbm_bytes(parse(compiled(total, f32(ROWS, ROW)).as_text()))
     carried = 3 * WHOLE  # the sum is read and written with each row, and begins with zeros
     assert WHOLE + carried * 2 / 3 <= moved.total <= WHOLE + 2 * carried
     assert moved.total < ROWS * WHOLE / 10  # guard: not the array for each row
@@ -87,7 +87,7 @@ def test_a_loop_multiplies_and_what_xla_counts_does_not():
 
     def bytes_of(length):
         program = compiled(lambda x: layers(x, length), f32(ROWS, ROWS))
-        return hbm_bytes(parse(program.as_text())).total, program.cost_analysis()["bytes accessed"]
+        return count_hbm_bytes(parse(program.as_text())).total, program.cost_analysis()["bytes accessed"]
 
     (three, xla_three), (seven, xla_seven), (eleven, _) = bytes_of(3), bytes_of(7), bytes_of(11)
     assert seven - three == eleven - seven >= 4 * 2 * 4 * ROWS * ROWS
@@ -95,7 +95,7 @@ def test_a_loop_multiplies_and_what_xla_counts_does_not():
 
 
 def test_a_cpu_estimates_no_cycles():
-    assert cycles(parse(compiled(*STRAIGHT["product"]).as_text())) is None
+    assert count_cycles(parse(compiled(*STRAIGHT["product"]).as_text())) is None
 
 
 # Cut from what libtpu wrote: a loop of six trips that reads its weights into VMEM, slice by slice, and one more kernel.
@@ -157,17 +157,17 @@ ENTRY %main (x: f32[64,1024], w: bf16[6,1024,1024]) -> f32[64,1024] {
 
 
 def test_what_lies_in_vmem_costs_no_hbm():
-    moved = hbm_bytes(parse(TPU))
+    moved = count_hbm_bytes(parse(TPU))
     layer, activation, counter = 2 * 1024 * 1024, 4 * 64 * 1024, 4
     reads = activation + 2 * layer + 6 * (layer + counter) + 6 * counter
     assert moved.read == pytest.approx(reads, abs=100)
     assert moved.written == 6 * activation + activation  # the stacked updates, and the result
-    everywhere = hbm_bytes(parse(re.sub(r"S\(1\)", "", TPU)))
+    everywhere = count_hbm_bytes(parse(re.sub(r"S\(1\)", "", TPU)))
     assert everywhere.total > 2 * moved.total  # guard
 
 
 def test_cycles_are_summed_over_trips_and_by_module():
-    found = cycles(parse(TPU))
+    found = count_cycles(parse(TPU))
     assert found.in_loops == 6 * (15377 + 160260)
     assert (found.outside_loops, found.total) == (1000, 1000 + found.in_loops)
     # What fetches the blocks' weights, in the loop of the blocks, is theirs.
@@ -187,8 +187,8 @@ ENTRY"""
   %done = f32[64,1024]{1,0} call-done(%start)
   %copy-start ="""
     text = TPU.replace("\nENTRY", beside).replace("  %copy-start =", start)
-    assert cycles(parse(text)).total == cycles(parse(TPU)).total
-    moved = hbm_bytes(parse(text)).total - hbm_bytes(parse(TPU)).total
+    assert count_cycles(parse(text)).total == count_cycles(parse(TPU)).total
+    moved = count_hbm_bytes(parse(text)).total - count_hbm_bytes(parse(TPU)).total
     assert moved == 2 * 4 * 64 * 1024  # but its bytes are read and written
 
 
@@ -231,6 +231,6 @@ ENTRY %main (x: f32[64,1024], w: bf16[1,1024,1024]) -> bf16[1,4096,1024] {
 
 
 def test_a_gather_that_is_spread_over_fusions_moves_its_bytes_once():
-    moved = hbm_bytes(parse(CHAIN))
+    moved = count_hbm_bytes(parse(CHAIN))
     piece, whole, activation = 2 * 1024 * 1024, 2 * 4096 * 1024, 4 * 64 * 1024
     assert (moved.read, moved.written) == (piece + activation, whole + activation)

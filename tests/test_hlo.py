@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast.hlo.device_groups import connected, mesh_axes, replica_groups
+from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups, connected, replica_groups
 from xlstm_jax.distributed.forecast.hlo.instruction import parse_instruction
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
@@ -291,7 +291,7 @@ def test_the_axes_of_a_collective_are_those_it_was_asked_for(axes):
     )
     program = parse(compiled_text(fn, jnp.ones((8, 4))))
     reduce = next(i for i in program.entry.instructions if i.opcode == "all-reduce")
-    assert mesh_axes(reduce.groups, AXES) == axes
+    assert axes_of_groups(reduce.groups, AXES) == axes
     assert reduce.replica_groups == (8 // 2 ** len(axes), 2 ** len(axes))
     ids = np.arange(8).reshape(2, 1, 2, 2)  # and the groups themselves, one index per axis that is not reduced
     kept = [slice(None) if axis in axes else 0 for axis in AXES]
@@ -299,9 +299,9 @@ def test_the_axes_of_a_collective_are_those_it_was_asked_for(axes):
 
 
 def test_groups_that_follow_no_axes_have_none():
-    assert mesh_axes(((0, 1), (2, 3)), {"dp": 2, "fsdp": 2}) == ("fsdp",)
-    assert mesh_axes(((0, 3), (1, 2)), {"dp": 2, "fsdp": 2}) is None
-    assert mesh_axes(((0,), (1,)), {"dp": 2}) == ()
+    assert axes_of_groups(((0, 1), (2, 3)), {"dp": 2, "fsdp": 2}) == ("fsdp",)
+    assert axes_of_groups(((0, 3), (1, 2)), {"dp": 2, "fsdp": 2}) is None
+    assert axes_of_groups(((0,), (1,)), {"dp": 2}) == ()
 
 
 def test_pairs_connect_the_devices_of_a_ring_or_a_chain():

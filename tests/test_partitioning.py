@@ -1,5 +1,7 @@
 """Which dim is split, what a box says, and which spec follows: decided from shapes and names alone."""
 
+import json
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,34 +21,68 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves_with_path,
     split_differentiable,
 )
-from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.shard_choice import (
+    AlreadySplit,
+    Indivisible,
+    Largest,
+    NoValues,
+    OfSeveral,
+    Padded,
+    Scalar,
+    Taken,
+    TooSmall,
+    choose_shard_dim,
+    reason_from_json,
+)
 
 
 @pytest.mark.parametrize(
     "shape, names, sizes, threshold, dim, reason",
     [
-        ((8, 16), (None, None), {"fsdp": 4}, 0, 1, "largest"),
-        ((16, 8), (None, None), {"fsdp": 4}, 0, 0, "largest"),
-        ((8, 8), (None, None), {"fsdp": 4}, 0, 1, "largest"),
-        ((15, 8), (None, None), {"fsdp": 4}, 0, 1, "largest that 4 divides"),
-        ((16, 8), ("tp", None), {"fsdp": 4}, 0, 1, "largest"),
-        ((16, 8), ("tp", None), {"fsdp": 16}, 0, None, "16 divides no free dim"),
-        ((16, 8), ("tp", "ep"), {"fsdp": 4}, 0, None, "taken"),
-        ((16, 8), (None, "fsdp"), {"fsdp": 4}, 0, None, "already split over 'fsdp'"),
-        ((16, 8), (None, ("dp", "fsdp")), {"fsdp": 4}, 0, None, "already split over 'fsdp'"),
-        ((16, 8), (None, "fsdp"), {"dp": 2, "fsdp": 4}, 0, None, "already split over 'fsdp'"),
-        ((16, 4), (None, None), {"dp": 2, "fsdp": 4}, 0, 0, "8 divides"),
-        ((3, 5), (None, None), {"fsdp": 4}, 0, None, "4 divides no free dim of shape"),
-        ((8, 8), (None, None), {"fsdp": 4}, 64, 1, "largest"),  # exactly the threshold: split
-        ((8, 8), (None, None), {"fsdp": 4}, 65, None, "64 values are fewer than min_weight_size=65"),
-        ((), (), {"fsdp": 4}, 0, None, "scalar"),
-        ((0, 8), (None, None), {"fsdp": 4}, 0, None, "no values"),
+        ((8, 16), (None, None), {"fsdp": 4}, 0, 1, Largest(1, 16, 4)),
+        ((16, 8), (None, None), {"fsdp": 4}, 0, 0, Largest(0, 16, 4)),
+        ((8, 8), (None, None), {"fsdp": 4}, 0, 1, Largest(1, 8, 4)),
+        ((15, 8), (None, None), {"fsdp": 4}, 0, 1, Largest(1, 8, 4)),
+        ((16, 8), ("tp", None), {"fsdp": 4}, 0, 1, Largest(1, 8, 4)),
+        ((16, 8), ("tp", None), {"fsdp": 16}, 0, None, Indivisible(16, (16, 8))),
+        ((16, 8), ("tp", "ep"), {"fsdp": 4}, 0, None, Taken((16, 8), ("tp", "ep"))),
+        ((16, 8), (None, "fsdp"), {"fsdp": 4}, 0, None, AlreadySplit("'fsdp'")),
+        ((16, 8), (None, ("dp", "fsdp")), {"fsdp": 4}, 0, None, AlreadySplit("'fsdp'")),
+        ((16, 8), (None, "fsdp"), {"dp": 2, "fsdp": 4}, 0, None, AlreadySplit("'fsdp'")),
+        ((16, 4), (None, None), {"dp": 2, "fsdp": 4}, 0, 0, Largest(0, 16, 8)),
+        ((3, 5), (None, None), {"fsdp": 4}, 0, None, Indivisible(4, (3, 5))),
+        ((8, 8), (None, None), {"fsdp": 4}, 64, 1, Largest(1, 8, 4)),  # exactly the threshold: split
+        ((8, 8), (None, None), {"fsdp": 4}, 65, None, TooSmall(64, 65)),
+        ((), (), {"fsdp": 4}, 0, None, Scalar()),
+        ((0, 8), (None, None), {"fsdp": 4}, 0, None, NoValues((0, 8))),
     ],
 )
 def test_the_dim_is_the_largest_free_one_that_divides(shape, names, sizes, threshold, dim, reason):
-    choice = choose_shard_dim(shape, names, sizes, threshold)
-    assert choice.dim == dim
-    assert reason in choice.reason
+    assert choose_shard_dim(shape, names, sizes, threshold) == (dim, reason)
+
+
+def test_a_padded_dim_says_both_sizes():
+    assert choose_shard_dim((3, 5), (None, None), {"fsdp": 4}, 0, uneven="pad") == (1, Padded(1, 5, 8, 4))
+
+
+REASONS = [
+    (Largest(1, 64, 4), "dim 1 of size 64 is the largest that 4 divides"),
+    (Padded(1, 5, 8, 4), "dim 1 of size 5 is the largest, padded to 8 for 4 parts"),
+    (Indivisible(16, (16, 8)), "16 divides no free dim of shape (16, 8)"),
+    (TooSmall(64, 65), "64 values are fewer than min_weight_size=65"),
+    (AlreadySplit("'fsdp'"), "already split over 'fsdp'"),
+    (Taken((2,), (("tp", "ep"),)), "every dim of shape (2,) is taken by (('tp', 'ep'),)"),
+    (NoValues((0, 8)), "holds no values (shape (0, 8))"),
+    (Scalar(), "is a scalar"),
+    (OfSeveral((("'dp'", Scalar()), ("'fsdp'", TooSmall(1, 2)))), "over 'dp': is a scalar; over 'fsdp': 1 values"),
+]
+
+
+@pytest.mark.parametrize("reason, words", REASONS, ids=lambda value: type(value).__name__)
+def test_a_reason_says_its_numbers_and_survives_json(reason, words):
+    assert str(reason).startswith(words)
+    assert reason_from_json(json.loads(json.dumps(reason.to_json()))) == reason
+    assert str(reason_from_json(str(reason))) == str(reason)  # as plans of older releases have it
 
 
 @pytest.mark.parametrize("given, want", [("fsdp", ("fsdp",)), (("dp", "fsdp"), ("dp", "fsdp")), (["fs"], ("fs",))])

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import math
 import re
 import sys
@@ -32,8 +33,17 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.shard_choice import (
+    Indivisible,
+    Largest,
+    NoParameter,
+    OfSeveral,
+    PrngKeys,
+    TooSmall,
+    Unwrapped,
+)
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
-from xlstm_jax.distributed.plan.leaf_plan import Share
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.wording import format_bytes, format_fraction
@@ -170,7 +180,7 @@ def share(value):
     """Bytes of a global array: of all of it, and of its piece on the first device."""
     piece = value.addressable_shards[0].data
     itemsize = value.dtype.itemsize
-    return Share(math.prod(value.shape) * itemsize, math.prod(piece.shape) * itemsize)
+    return ByteCount(math.prod(value.shape) * itemsize, math.prod(piece.shape) * itemsize)
 
 
 def state_shares(opt_state, paths):
@@ -179,7 +189,7 @@ def state_shares(opt_state, paths):
     for path, value in leaves_with_path(opt_state):
         owners = [own for own in paths if f"/{path}".endswith(f"/{own}")]
         owner = max(owners, key=len, default=f"(optimizer) {path}")
-        shares[owner] = shares.get(owner, Share()) + share(value)
+        shares[owner] = shares.get(owner, ByteCount()) + share(value)
     return shares
 
 
@@ -209,7 +219,7 @@ def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
             path
         )
     for path in (*params, *states):
-        assert plan.row(path).optimizer == states.get(path, Share()), path
+        assert plan.row(path).optimizer == states.get(path, ByteCount()), path
     # Guards: the comparison is of as many leaves, split and whole, as the model was made to have.
     parts = [row.parts > 1 for row in plan.rows if row.collection == "params"]
     assert (sum(parts), len(parts) - sum(parts)) == (num_split, num_whole)
@@ -222,7 +232,7 @@ def test_totals_are_the_bytes_of_the_state_on_a_device():
     plan = plan_of("transformer", tx=optax.adamw(1e-2))
     for kind, tree in (("parameters", state.params), ("optimizer", state.opt_state)):
         shares = [share(value) for value in jax.tree.leaves(tree)]
-        assert getattr(plan, kind) == sum(shares, Share())
+        assert getattr(plan, kind) == sum(shares, ByteCount())
     assert plan.bytes_per_device == plan.parameters.per_device * 2 + plan.optimizer.per_device
     whole = [value for value in jax.tree.leaves(state.params) if share(value).total == share(value).per_device]
     assert plan.replicated_fraction == sum(value.nbytes for value in whole) / plan.parameters.total > 0
@@ -244,7 +254,7 @@ def test_gradients_have_the_bytes_of_the_plan(name):
     for path, leaf in leaves_with_path(grads):
         value = leaf_value(leaf)
         takes_one = path not in ("counts", "flags", "key")
-        assert plan.row(path).gradients == (share(value) if takes_one else Share()), path
+        assert plan.row(path).gradients == (share(value) if takes_one else ByteCount()), path
 
 
 def gathers_of(jaxpr, times=1):
@@ -391,27 +401,26 @@ def test_branches_that_use_a_module_and_that_do_not_have_one_plan():
 @pytest.mark.parametrize(
     "name, path, reason",
     [
-        ("dense", "wide/kernel", "dim 1 of size 64 is the largest that 4 divides"),
-        ("dense", "odd/bias", "9 values are fewer than min_weight_size=32"),
-        ("dense", "odder/kernel", "4 divides no free dim of shape (9, 7)"),
-        ("dense", "bare/kernel", "no wrapped module owns it"),
-        ("scanned", "blocks/LayerNorm_0/bias", "16 values are fewer than min_weight_size=32"),
-        ("scanned", "blocks/Dense_0/kernel", "dim 1 of size 32 is the largest that 4 divides"),
-        ("batch statistics", "(batch_stats) BatchNorm_0/mean", "only parameters are split"),
-        ("boxes of the model, nested wrappers", "boxed/kernel", "dim 1 of size 32 is the largest that 4 divides"),
+        ("dense", "wide/kernel", Largest(1, 64, 4)),
+        ("dense", "odd/bias", TooSmall(9, 32)),
+        ("dense", "odder/kernel", Indivisible(4, (9, 7))),
+        ("dense", "bare/kernel", Unwrapped()),
+        ("scanned", "blocks/LayerNorm_0/bias", TooSmall(16, 32)),
+        ("scanned", "blocks/Dense_0/kernel", Largest(1, 32, 4)),
+        ("batch statistics", "(batch_stats) BatchNorm_0/mean", NoParameter()),
+        ("boxes of the model, nested wrappers", "boxed/kernel", Largest(1, 32, 4)),
         (
             "boxes of the model, nested wrappers",
             "nested/kernel",
-            "over 'dp': dim 1 of size 64 is the largest that 2 divides; "
-            "over 'fsdp': dim 0 of size 32 is the largest that 4 divides",
+            OfSeveral((("'dp'", Largest(1, 64, 2)), ("'fsdp'", Largest(0, 32, 4)))),
         ),
-        ("kinds of dtype", "key", "holds PRNG keys, which are never split"),
-        ("kinds of dtype", "scalar", "1 values are fewer than min_weight_size=32"),
+        ("kinds of dtype", "key", PrngKeys()),
+        ("kinds of dtype", "scalar", TooSmall(1, 32)),
     ],
 )
 def test_the_reason_is_that_of_the_decision(name, path, reason):
     assert plan_of(name).row(path).reason == reason
-    assert reason in plan_of(name).explain(path)
+    assert str(reason) in plan_of(name).explain(path)
 
 
 def test_a_leaf_in_one_sentence_with_its_numbers():
@@ -472,15 +481,26 @@ def test_a_small_change_is_a_small_diff_of_the_text():
     before, after = (plain(min_weight_size=size).to_json().splitlines() for size in (65, 64))
     changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
     # The wrapper, the totals; the last kernel, 16 x 4; and the reasons that name the threshold.
-    assert len(changed) == 2 + 4 + sum("min_weight_size=65" in line for line in before) - 1
+    assert len(changed) == 2 + 4 + sum('"minimum": 65' in line for line in before) - 1
     assert ('"names": [null, null], "parts": 1,', '"names": ["fsdp", null], "parts": 4,') in changed
+
+
+@pytest.mark.parametrize("name", ["dense", "boxes of the model, nested wrappers"])
+def test_a_plan_of_the_first_format_with_reasons_in_words_is_read_and_equals_todays(name):
+    plan = plan_of(name)
+    data = json.loads(plan.to_json()) | {"format": 1}
+    for path, leaf in data["leaves"].items():
+        leaf["reason"] = str(plan.row(path).reason)
+    old = ShardingPlan.from_json(json.dumps(data))
+    assert old.diff(plan) == [] == plan.diff(old)
+    assert [old.explain(row.path) for row in old.rows] == [plan.explain(row.path) for row in plan.rows]
 
 
 def test_another_format_and_edited_totals_are_refused():
     text = plan_of("dense").to_json()
-    with pytest.raises(ValueError, match=r"a plan of format 7; this release reads format 1. Write it again"):
-        ShardingPlan.from_json(text.replace('"format": 1', '"format": 7'))
-    with pytest.raises(ValueError, match=r"a plan of format None; this release reads format 1"):
+    with pytest.raises(ValueError, match=r"a plan of format 7; this release reads formats \(1, 2\). Write it again"):
+        ShardingPlan.from_json(text.replace('"format": 2', '"format": 7'))
+    with pytest.raises(ValueError, match=r"a plan of format None; this release reads formats \(1, 2\)"):
         ShardingPlan.from_json("[]")
     with pytest.raises(ValueError, match=r"the plan's totals are .* but its leaves add up to .*: it was edited"):
         ShardingPlan.from_json(text.replace('"parameters": [256, 64]', '"parameters": [256, 128]', 1))

@@ -19,7 +19,7 @@ from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.traffic import collectives, common_path, wire_bytes
+from xlstm_jax.distributed.forecast.cost.traffic import common_path, find_collectives, ring_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
 SIZES = {"dp": 2, "fsdp": 4}
@@ -45,7 +45,7 @@ def rematerialized():
 
 
 def rows(text, **wanted):
-    found = collectives(parse(text), SIZES)
+    found = find_collectives(parse(text), SIZES)
     return [c for c in found if all(getattr(c, name) == value for name, value in wanted.items())]
 
 
@@ -104,7 +104,7 @@ def test_all_reduces_average_shards_over_dp_and_whole_leaves_over_both():
 
 def test_every_collective_of_the_text_is_told_once():
     text, _ = rematerialized()
-    told = [c.name for c in collectives(parse(text), SIZES)]
+    told = [c.name for c in find_collectives(parse(text), SIZES)]
     assert len(told) == len(set(told))
     assert set(told) == set(re.findall(r"%([\w.\-]+) = .* (?:all-gather|all-reduce|reduce-scatter)\(", text))
 
@@ -198,17 +198,17 @@ def test_payload_wire_bytes_and_axes_of_each_kind(kind):
 def test_wire_bytes_are_those_of_a_ring(kind, rounds, n):
     """Counted piece by piece: in each of n - 1 steps of a round a device sends one of n pieces on."""
     pieces = [sum(1 for _ in range(n - 1)) for _ in range(rounds)]
-    assert wire_bytes(kind, 64, n) == sum(pieces) * 64 // n
+    assert ring_bytes(kind, 64, n) == sum(pieces) * 64 // n
 
 
 def test_groups_that_follow_no_axes_of_the_mesh_have_none():
-    (c,) = collectives(parse(text_of(KINDS["all-to-all"][0])), {"a": 4, "b": 2})
+    (c,) = find_collectives(parse(text_of(KINDS["all-to-all"][0])), {"a": 4, "b": 2})
     assert c.axes is None and c.group_size == 4
 
 
 def test_a_mesh_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"\{'dp': 2, 'fsdp': 2\} has 4 devices, .* compiled for 8"):
-        collectives(parse(rematerialized()[0]), {"dp": 2, "fsdp": 2})
+        find_collectives(parse(rematerialized()[0]), {"dp": 2, "fsdp": 2})
 
 
 def test_a_loop_of_unknown_length_counts_its_collectives_once():
@@ -216,7 +216,7 @@ def test_a_loop_of_unknown_length_counts_its_collectives_once():
         return jax.lax.while_loop(lambda y: y[0, 0] > 1, lambda y: jax.lax.psum(y, "dp") / 4, x)
 
     program = parse(text_of(until_small))
-    assert [(c.kind, c.count) for c in collectives(program, SIZES)] == [("all-reduce", 1)]
+    assert [(c.kind, c.count) for c in find_collectives(program, SIZES)] == [("all-reduce", 1)]
     assert len(program.unknown_trips) == 1
 
 
@@ -486,7 +486,7 @@ def collectives_on_tpu(topology, sizes):
     state = abstract_train_state(Mlp(), optax.sgd(1e-3), mesh, jax.random.key(0), batch, batch_axes=axes)
     rng = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
     step = make_train_step(loss, mesh, batch_axes=axes)
-    return collectives(parse(compile_for_topology(step, state, batch, rng, topology=topology).hlo), sizes)
+    return find_collectives(parse(compile_for_topology(step, state, batch, rng, topology=topology).hlo), sizes)
 
 
 @pytest.mark.libtpu

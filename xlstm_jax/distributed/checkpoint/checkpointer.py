@@ -28,7 +28,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record as checkpoint_leaves
 from xlstm_jax.distributed.checkpoint.orbax_io import _check_dtypes, _orbax, _read_arrays, _read_record, _save_args
 from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
-from xlstm_jax.distributed.processes.together import in_words, tell_all, together
+from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
@@ -93,7 +93,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there are folders of steps, and all of them are empty, which no job leaves behind.
         """
-        steps, folders = json.loads(tell_all(json.dumps([self._steps_here(), self._folders()]))[0])
+        steps, folders = json.loads(allgather_text(json.dumps([self._steps_here(), self._folders()]))[0])
         if folders and not steps:
             raise CheckpointError(
                 f"the steps {sorted(folders)} in {self.directory} are empty folders: their files are lost. Remove "
@@ -170,7 +170,7 @@ class Checkpointer:
         except Exception as error:
             self._own_steps.discard(step)
             raise CheckpointError(
-                f"saving step {step} to {self.directory} failed: {in_words(error)}. {self._space_left()}Steps saved "
+                f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._space_left()}Steps saved "
                 "before it are untouched."
             ) from error
 
@@ -196,7 +196,7 @@ class Checkpointer:
         local = {path: record[path] for path, array in arrays.items() if not isinstance(array, jax.Array)}
         if jax.process_count() == 1 or not local:
             return
-        everyone = [json.loads(text) for text in tell_all(json.dumps(local))]
+        everyone = [json.loads(text) for text in allgather_text(json.dumps(local))]
         for process, other in enumerate(everyone):
             unlike = sorted(
                 path for path in other.keys() | everyone[0].keys() if other.get(path) != everyone[0].get(path)
@@ -263,17 +263,17 @@ class Checkpointer:
     def _read(self, step: int, likes: dict[str, Any]) -> dict[str, Any]:
         """The leaves of one step, checked; raises ``CheckpointError`` on all processes if it does on one."""
         folder = self.directory / str(step)
-        record = together(lambda: _read_record(folder / "leaves"), CheckpointError)
+        record = fail_together(lambda: _read_record(folder / "leaves"), CheckpointError)
         checkpoint_leaves.check_fits(record, likes, f"step {step} in {self.directory}")
-        arrays = together(lambda: _read_arrays(folder / "state", record, likes), CheckpointError)
-        together(lambda: checkpoint_leaves.check_sound(record, arrays), CheckpointError)
+        arrays = fail_together(lambda: _read_arrays(folder / "state", record, likes), CheckpointError)
+        fail_together(lambda: checkpoint_leaves.check_sound(record, arrays), CheckpointError)
         return {path: checkpoint_leaves.as_like(arrays[path], record[path], like, path) for path, like in likes.items()}
 
     # ------------------------------------------------------------------------------------------------------- directory
 
     def _steps(self) -> list[int]:
         """Steps that are committed, as the first process sees them; an empty folder is none."""
-        return json.loads(tell_all(json.dumps(self._steps_here()))[0])
+        return json.loads(allgather_text(json.dumps(self._steps_here()))[0])
 
     def _steps_here(self) -> list[int]:
         return [step for step in self._folders() if any((self.directory / str(step)).iterdir())]
@@ -294,7 +294,7 @@ class Checkpointer:
         if self._manager is not None and not self._damaged:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        together(self._lock_and_clear if jax.process_index() == 0 else lambda: None, CheckpointError)
+        fail_together(self._lock_and_clear if jax.process_index() == 0 else lambda: None, CheckpointError)
         self._damaged.clear()
         if self._manager is not None:
             self._manager.reload()

@@ -126,7 +126,7 @@ def _stored(leaf: Any) -> Any:
 
 def record_of(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> Record:
     """The record of a state; ``arrays`` are its ``stored_arrays``."""
-    sums = checksums(arrays)
+    sums = checksum_each(arrays)
     return {
         path: _description(leaf)
         | {"checksum": sums[path]}
@@ -163,7 +163,7 @@ def _digest(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def checksums(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
+def checksum_each(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
     """The checksum of every array, of placed ones where they lie."""
 
     # One program for each kind of leaf. (One for all would compile each of a deep model's hundreds of leaves by itself;
@@ -204,7 +204,7 @@ def check_sound(record: Record, arrays: Mapping[str, Any]) -> None:
     bad = [path for path, s in structs.items() if (arrays[path].shape, arrays[path].dtype) != (s.shape, s.dtype)]
     if bad:
         raise ValueError(f"{listed(bad)}: what was read does not have the shape and dtype of what was saved")
-    sums = checksums(arrays)
+    sums = checksum_each(arrays)
     bad = [path for path, entry in record.items() if sums[path] != entry["checksum"]]
     if bad:
         raise ValueError(f"{listed(bad)}: what was read does not have the checksum of what was saved")

@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_as, check_placed, is_local, listed
 from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
-from xlstm_jax.distributed.processes.together import together
+from xlstm_jax.distributed.processes.together import fail_together
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
@@ -86,7 +86,7 @@ def export_safetensors(
             kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(f"'{name}' of type {kind} cannot be written to safetensors; it takes {sorted(_CODES)}.")
     target = _target(path)
-    together(lambda: _check_free(target), FileExistsError)
+    fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
     with _Writer(active=jax.process_index() == 0) as writer:
         for file, names in files.items():
@@ -94,7 +94,7 @@ def export_safetensors(
             for name in names:
                 writer.write(_whole(leaves[name]))
         writer.finish(files, _index(files, leaves) if len(files) > 1 else None, _index_file(target))
-        together(writer.check, OSError)
+        fail_together(writer.check, OSError)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

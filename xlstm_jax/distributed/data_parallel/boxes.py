@@ -12,33 +12,51 @@ No function here looks at a device or calls a collective.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from flax import struct
+from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
+from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
-from xlstm_jax.distributed.data_parallel.communication import PLAIN_WIRE, Replicas, Wire, value_dtype
+from xlstm_jax.distributed.data_parallel.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    Replicas,
+    value_dtype,
+)
 
 
-class Sharded(nn.Partitioned):
+class Box(Protocol):
+    """What the library asks of a box, whichever front has made it: a pytree node around a value, with its names."""
+
+    @property
+    def value(self) -> Any: ...
+
+    @property
+    def names(self) -> Sequence[AxisEntry]: ...
+
+    def replace_boxed(self, val: Any) -> "Box": ...
+
+
+class Sharded(meta.Partitioned):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
-    ``wire`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without padding
-    where the dim was padded so that the axes divide it, else None.
+    ``communication`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without
+    padding where the dim was padded so that the axes divide it, else None.
 
     It differs from its parent in two more places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
     ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox``, which is how
-    Linen reads a parameter, refuses a slice that was not gathered. (The parent would constrain its sharding, which is
-    an error where the mesh axes are manual.) This file's ``unbox`` reads slices.
+    Linen reads a parameter, refuses a shard that was not gathered. (The parent would constrain its sharding, which is
+    an error where the mesh axes are manual.) This file's ``unbox`` reads shards.
     """
 
-    wire: Wire = struct.field(default=PLAIN_WIRE, pytree_node=False)
+    communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -49,7 +67,7 @@ class Sharded(nn.Partitioned):
                 f"a parameter of shape {np.shape(self.value)} on this device, split as {leaf_names(self)}, is used "
                 f"where it was not gathered over {split[0]!r}. Wrap the module that owns it with shard_module_params "
                 "and enter that through a public method of the wrapped class: not its submodules, private methods, "
-                "or functions of the plain class. (To read slices on purpose, use xlstm_jax.distributed.unbox.)"
+                "or functions of the plain class. (To read shards on purpose, use xlstm_jax.distributed.unbox.)"
             )
         return true_value(self)
 
@@ -64,20 +82,20 @@ class Sharded(nn.Partitioned):
         return super().remove_axis(index, params).replace(true_sizes=sizes)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
-        return params.get(nn.PARTITION_NAME)
+        return params.get(meta.PARTITION_NAME)
 
 
-class Part(Sharded):
-    """The box of what stays split after a gather over other axes: its module computes on its part (tensor parallel)."""
+class PartlyGathered(Sharded):
+    """The box of a leaf that stays split after a gather over other axes; its module computes so (tensor parallel)."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         return self.value
 
 
-def is_box(leaf: Any) -> bool:
+def is_box(leaf: Any) -> TypeIs[Box]:
     """Whether ``leaf`` is a value in a box that carries axis names."""
-    return isinstance(leaf, nn.Partitioned)
+    return isinstance(leaf, meta.Partitioned)
 
 
 def leaf_value(leaf: Any) -> Any:
@@ -130,7 +148,7 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses slices, or constrains their sharding)."""
+    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses shards, or constrains their sharding)."""
     return map_leaves(leaf_value, tree)
 
 
@@ -167,27 +185,33 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def box_dim(
-    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], wire: Wire = PLAIN_WIRE, true_size: int | None = None
+    leaf: Any,
+    value: Any,
+    dim: int,
+    axes: tuple[str, ...],
+    communication: Communication = DEFAULT_COMMUNICATION,
+    true_size: int | None = None,
 ) -> Sharded:
     """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims.
 
     Args:
-      wire: how the leaf travels.
+      communication: how the leaf travels.
       true_size: the size of ``dim`` without padding, where ``value`` was padded.
     """
     names = list(leaf_names(leaf))
     names[dim] = axes_entry(axes)
     sizes = list(true_sizes(leaf))
     sizes[dim] = true_size
-    wire = wire._replace(replicas=_copied_over(wire.replicas or leaf_wire(leaf).replicas, names))
-    return Sharded(value, tuple(names), wire=wire, true_sizes=tuple(sizes) if any(sizes) else ())
+    replicas = _copied_over(communication.replicas or leaf_communication(leaf).replicas, names)
+    communication = replace(communication, replicas=replicas)
+    return Sharded(value, tuple(names), communication=communication, true_sizes=tuple(sizes) if any(sizes) else ())
 
 
 def _copied_over(replicas: Replicas | None, names: Sequence[AxisEntry]) -> Replicas | None:
-    """``replicas`` without the axes that split the leaf: along these there are parts of it, and no copies."""
-    axes = replicas.axis_name if replicas else ()
+    """``replicas`` without the axes that split the leaf: along these there are shards of it, and no copies."""
+    axes = replicas.axes if replicas else ()
     left = tuple(axis for axis in axes if not any(axis in entry_axes(entry) for entry in names))
-    return replace(replicas, axis_name=left) if left else None
+    return replace(replicas, axis_name=left) if replicas and left else None
 
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:
@@ -223,8 +247,8 @@ def with_padding(leaf: Any, value: Any) -> Any:
 
 def copied_axes(leaf: Any) -> tuple[str, ...]:
     """The axes along which a leaf has copies, by its box."""
-    replicas = leaf_wire(leaf).replicas
-    return replicas.axis_name if replicas else ()
+    replicas = leaf_communication(leaf).replicas
+    return replicas.axes if replicas else ()
 
 
 def reduced_axes(leaf: Any) -> tuple[str, ...]:
@@ -232,14 +256,14 @@ def reduced_axes(leaf: Any) -> tuple[str, ...]:
     return leaf_axes(leaf) + copied_axes(leaf)
 
 
-def leaf_wire(leaf: Any) -> Wire:
-    """How a leaf travels, by its box; ``PLAIN_WIRE`` where that does not say."""
-    return leaf.wire if isinstance(leaf, Sharded) else PLAIN_WIRE
+def leaf_communication(leaf: Any) -> Communication:
+    """How a leaf travels, by its box; ``DEFAULT_COMMUNICATION`` where that does not say."""
+    return leaf.communication if isinstance(leaf, Sharded) else DEFAULT_COMMUNICATION
 
 
-def with_wire(leaf: Any, **fields: Any) -> Any:
-    """The leaf with other fields of ``Wire`` in its box; itself where the box has none."""
-    return leaf.replace(wire=leaf.wire._replace(**fields)) if isinstance(leaf, Sharded) else leaf
+def with_communication(leaf: Any, **fields: Any) -> Any:
+    """The leaf with other fields of its box's ``Communication``; itself where the box has none."""
+    return leaf.replace(communication=replace(leaf.communication, **fields)) if isinstance(leaf, Sharded) else leaf
 
 
 def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:

@@ -23,16 +23,7 @@ import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-
-
-def _own_slice(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    parts = collectives.axis_size(axes)
-    if parts == 1:
-        return value
-    size = value.shape[dim] // parts
-    return lax.dynamic_slice_in_dim(value, collectives.axis_index(axes) * size, size, dim)
 
 
 def is_bound(axis: str) -> bool:
@@ -84,6 +75,15 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
     """
     axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """This device's shard of a value that is whole: [..., d, ...] -> [..., d / n, ...] over n devices."""
+    parts = axis_size(axes)
+    if parts == 1:
+        return value
+    size = value.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(value, axis_index(axes) * size, size, dim)
 
 
 def varying_axes(value: Any) -> frozenset[str]:

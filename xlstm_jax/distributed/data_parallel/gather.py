@@ -4,13 +4,13 @@
   gather_params   W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   its transpose   dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
 
-A box says how its leaf travels (``Wire``), so that a gather does the same wherever it is called. ``data_parallel`` puts
+A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called. ``linen`` puts
 all of it around modules.
 """
 
-import dataclasses
-import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,31 +18,30 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
-    Part,
+    PartlyGathered,
     is_box,
+    leaf_communication,
     leaf_names,
-    leaf_wire,
     map_leaves_with_path,
     true_sizes,
 )
-from xlstm_jax.distributed.data_parallel.collectives import _own_slice
 from xlstm_jax.distributed.data_parallel.communication import (
+    Communication,
     Replicas,
-    Wire,
+    as_sent,
+    cast_dtype,
     dtype_name,
-    is_prng_key,
     scatter_dtype,
     wide_dtype,
-    wire_dtype,
 )
 
 # --------------------------------------------------------------------------------------------------------- gathering
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Primal:
     """What the backward pass must know of the value that was gathered: a residual without any array in it."""
 
@@ -63,12 +62,12 @@ def gather_array_with_mean_grads(
     """All-gathers ``x`` along a dim; the gradient is reduce-scattered as the *mean* over the axis.
 
     Args:
-      x: this device's piece, [..., d / N, ...]. Integers and PRNG keys are gathered too, never cast, without gradient.
-      axis: the dim d along which the pieces are concatenated.
+      x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, never cast, without gradient.
+      axis: the dim d along which the shards are concatenated.
       axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
-      gather_dtype: dtype on the wire and of the result; None: x's own. Narrow it to the dtype that the module computes
+      gather_dtype: dtype that is sent, and of the result; None: x's own. Narrow it to the dtype that the module computes
         in, so that nothing is left to cast (and to save for the backward pass).
-      grad_scatter_dtype: dtype in which the gradient is summed over the wire; None: float32, or x's own where that is
+      grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is
         wider. It is divided by N before the sum, in float32 or wider, so that a float16 sum of N gradients overflows
         only where their mean does. Nothing is narrowed where nothing travels, on one device.
       replicas: other axes along which there are copies of ``x``; its gradient is then averaged over them too, after the
@@ -77,7 +76,7 @@ def gather_array_with_mean_grads(
     Returns:
       [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
     Raises:
-      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype on the wire would change the kind of the
+      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would change the kind of the
         numbers (float, complex).
     """
     axes = as_axis_names(axis_name)
@@ -85,13 +84,13 @@ def gather_array_with_mean_grads(
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
     if replicas:
-        collectives.check_bound(replicas.axis_name, caller="gather_array_with_mean_grads, replicas")
+        collectives.check_bound(replicas.axes, caller="gather_array_with_mean_grads, replicas")
     scatter_dtype(x, grad_scatter_dtype)
-    gathered_as = wire_dtype(x, gather_dtype, "gather_dtype")
+    gathered_as = cast_dtype(x, gather_dtype, "gather_dtype")
     return _gather(x, axis % x.ndim, axes, gathered_as, dtype_name(grad_scatter_dtype), replicas)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _gather(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas):
     return _gather_fwd(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas)[0]
 
@@ -101,9 +100,8 @@ def _gather_fwd(x, dim, axes, gather_dtype, grad_scatter_dtype, replicas):
     primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x))
     # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
     # of whole gradients.
-    wire = collectives.to_varying(x, collectives.spread_axes(replicas.axis_name if replicas else ()))
-    wire = wire if is_prng_key(x) else wire.astype(gather_dtype)
-    return collectives.all_gather(wire, dim, axes), primal
+    x = collectives.to_varying(x, collectives.spread_axes(replicas.axes if replicas else ()))
+    return collectives.all_gather(as_sent(x, gather_dtype), dim, axes), primal
 
 
 def _gather_bwd(dim, axes, gather_dtype, grad_scatter_dtype, replicas, primal, cotangent):
@@ -127,11 +125,11 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     ``varying`` are the axes over which the shard varies by type. Over tracked ones that it does not vary over the
     result is the sum: JAX sums what else depends on the shard (a penalty on its values), and sums add up.
     """
-    axes = collectives.spread_axes(replicas.axis_name)
+    axes = collectives.spread_axes(replicas.axes)
     wide = grad.astype(wide_dtype(grad.dtype))
     if not axes:
         return wide
-    dtype = wire_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
+    dtype = cast_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
     mean = collectives.all_reduce_sum((wide / collectives.axis_size(axes)).astype(dtype), axes).astype(wide.dtype)
     summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
     return mean * collectives.axis_size(summed) if summed else mean
@@ -153,53 +151,57 @@ def gather_params(
       every other comes back as a plain array, without padding. Leaves that were not split are not touched, nor cast.
 
       A dim split over ``("fsdp", "tp")``, gathered over "fsdp", yields the contiguous part that ``"tp"`` alone would
-      hold. Its pieces lie scattered over "tp" too, so both axes travel; with "fsdp" innermost, only "fsdp" does.
+      hold. Its shards lie scattered over "tp" too, so both axes travel; with "fsdp" innermost, only "fsdp" does.
     Raises:
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """
     axes = as_axis_names(axis_name)
     collectives.check_bound(axes, caller="gather_params")
+    given = {"gather_dtype": dtype_name(gather_dtype), "grad_scatter_dtype": dtype_name(grad_scatter_dtype)}
 
     def gather(path, leaf):
         if not is_box(leaf):
             return leaf
-        value, names, wire = leaf.value, list(leaf_names(leaf)), _wire_of(leaf, gather_dtype, grad_scatter_dtype)
+        value, names, how = leaf.value, list(leaf_names(leaf)), _communication_of(leaf, given)
         for dim, entry in enumerate(names):
             if set(entry_axes(entry)) & set(axes):
-                wire_dtype(value, wire.gather_dtype, "gather_dtype", path)
-                scatter_dtype(value, wire.grad_scatter_dtype, path)
-                wire_dtype(value, wire.replicas and wire.replicas.reduce_dtype, "reduce_dtype", path)
-                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, wire)
-                wire = wire._replace(replicas=None)  # once for each leaf
+                how.check_fits(value, path)
+                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how)
+                how = replace(how, replicas=None)  # once for each leaf
         sizes = true_sizes(leaf)
         whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
         value = value[whole] if any(sizes) else value
-        return Part(value, tuple(names), wire=wire, true_sizes=leaf.true_sizes) if any(names) else value
+        if not any(names):
+            return value
+        return PartlyGathered(value, tuple(names), communication=how, true_sizes=leaf.true_sizes)
 
     with jax.named_scope("gather_params"):
         return map_leaves_with_path(gather, params)
 
 
-def _wire_of(leaf: Any, gather_dtype: Any, grad_scatter_dtype: Any) -> Wire:
+def _communication_of(leaf: Any, given: Mapping[str, str | None]) -> Communication:
     """What the box of a leaf says, with the dtypes that are given in place of its own."""
-    given = {"gather_dtype": dtype_name(gather_dtype), "grad_scatter_dtype": dtype_name(grad_scatter_dtype)}
-    return leaf_wire(leaf)._replace(**{name: dtype for name, dtype in given.items() if dtype is not None})
+    return replace(leaf_communication(leaf), **{name: dtype for name, dtype in given.items() if dtype is not None})
 
 
-def _gather_dim(value, dim, held, axes, wire):
+def _gather_dim(
+    value: jax.Array, dim: int, held: tuple[str, ...], axes: tuple[str, ...], how: Communication
+) -> tuple[jax.Array, AxisEntry]:
     """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)
+    gather = partial(
+        gather_array_with_mean_grads, gather_dtype=how.gather_dtype, grad_scatter_dtype=how.grad_scatter_dtype
+    )
     if not kept:
-        gather = gather_array_with_mean_grads
-        return gather(value, dim, inner, *wire[:2], replicas=wire.replicas), axes_entry(outer)
-    # An axis to keep lies inside one to gather. Its pieces are gathered as well (an all-gather whose transpose is a
-    # sum, as the pieces are parts and not replicas), and the part that it holds by itself is cut out.
+        return gather(value, dim, inner, replicas=how.replicas), axes_entry(outer)
+    # An axis to keep lies inside one to gather. Its shards are gathered as well (an all-gather whose transpose is a
+    # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
-            value = gather_array_with_mean_grads(value, dim, axis, *wire[:2], replicas=wire.replicas)
-            wire = wire._replace(replicas=None)
+            value = gather(value, dim, axis, replicas=how.replicas)
+            how = replace(how, replicas=None)
         else:
             value = collectives.all_gather(value, dim, (axis,))
-    return _own_slice(value, dim, kept), axes_entry(outer + kept)
+    return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)

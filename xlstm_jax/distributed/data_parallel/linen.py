@@ -35,7 +35,7 @@ from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_slices, box_whole, plan_params
+from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_global, box_shards, plan_params
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 
 Target = TypeVar("Target", bound=Any)
@@ -89,7 +89,7 @@ def shard_module_params(
         as_axis_names(axis_name),
         ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
     )
-    if replicas and (both := set(axes) & set(replicas.axis_name)):
+    if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     wrap = functools.partial(
         _lift,
@@ -127,7 +127,7 @@ def _no_axis(axis: str) -> ValueError:
 
 def _gather_here(axes, rule, variables):
     if _mode(axes) == "manual":
-        return gather_params(variables, axes, rule.wire.gather_dtype, rule.wire.grad_scatter_dtype)
+        return gather_params(variables, axes, rule.communication.gather_dtype, rule.communication.grad_scatter_dtype)
 
     def take_out(leaf):
         if isinstance(leaf, Planned):
@@ -141,14 +141,14 @@ def _gather_here(axes, rule, variables):
 def _shard_here(axes, rule, variables):
     mode = _mode(axes)
     if mode == "manual":
-        return box_slices(variables, axes, rule)
+        return box_shards(variables, axes, rule)
     if mode == "plain":
         return variables
-    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.wire.replicas
-    if replicas and (missing := [axis for axis in replicas.axis_name if axis not in mesh.shape]):
+    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.communication.replicas
+    if replicas and (missing := [axis for axis in replicas.axes if axis not in mesh.shape]):
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    return (plan_params if is_planning() else box_whole)(variables, sizes, rule)
+    return (plan_params if is_planning() else box_global)(variables, sizes, rule)
 
 
 def _lift(

@@ -76,7 +76,9 @@ class Planned(Sharded):
             before, box = leaf.decisions, leaf.stands_for
         if decision.choice.dim is not None:
             box = Sharded
-        storage = {"wire": boxed.wire, "true_sizes": boxed.true_sizes} if isinstance(boxed, Sharded) else {}
+        storage = (
+            {"communication": boxed.communication, "true_sizes": boxed.true_sizes} if isinstance(boxed, Sharded) else {}
+        )
         all_decisions = _Decisions((*before, decision))
         return cls(leaf_value(boxed), decision.names, decisions=all_decisions, stands_for=box, **storage)
 

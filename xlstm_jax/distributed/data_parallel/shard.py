@@ -18,21 +18,21 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     leaves_with_path,
     map_leaves_with_path,
 )
-from xlstm_jax.distributed.data_parallel.collectives import _own_slice
 from xlstm_jax.distributed.data_parallel.communication import (
-    PLAIN_WIRE,
+    DEFAULT_COMMUNICATION,
+    Communication,
     Replicas,
-    Wire,
+    cast_dtype,
     dtype_name,
     is_prng_key,
     scatter_dtype,
     value_dtype,
-    wire_dtype,
 )
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
     UNEVEN,
+    PrngKeys,
     ShardChoice,
     balanced_orders,
     choose_shard_dim,
@@ -47,7 +47,7 @@ class ShardRule(NamedTuple):
 
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     uneven: str = UNEVEN[0]
-    wire: Wire = PLAIN_WIRE
+    communication: Communication = DEFAULT_COMMUNICATION
 
     @classmethod
     def of(
@@ -70,7 +70,9 @@ class ShardRule(NamedTuple):
         if not isinstance(replicas, Replicas | None):
             raise TypeError(f"replicas={replicas!r}: pass Replicas({replicas!r}), with the axes of the copies.")
         return cls(
-            int(min_weight_size), uneven, Wire(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas)
+            int(min_weight_size),
+            uneven,
+            Communication(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas),
         )
 
 
@@ -102,16 +104,16 @@ def shard_params(
     """
     axes = as_axis_names(axis_name)
     collectives.check_bound(axes, caller="shard_params")
-    return box_slices(params, axes, ShardRule.of(min_weight_size, uneven))
+    return box_shards(params, axes, ShardRule.of(min_weight_size, uneven))
 
 
-def box_slices(params: PyTree, axes: tuple[str, ...], rule: ShardRule) -> PyTree:
-    """``shard_params`` by a rule."""
-    return _box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, _own_slice)
+def box_shards(params: PyTree, axes: tuple[str, ...], rule: ShardRule) -> PyTree:
+    """``shard_params`` with all options of a wrapper in one ``rule``; inside ``shard_map``."""
+    return _box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, collectives.own_shard)
 
 
-def box_whole(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
-    """What ``shard_params`` does, on global values: each keeps its (padded) whole value in the box."""
+def box_global(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
+    """``shard_params`` outside of ``shard_map``: a box holds the global value, with padding where that is needed."""
     return _box_params(params, axis_sizes, rule, lambda value, dim, axes: value)
 
 
@@ -124,7 +126,7 @@ def _box_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule, tak
         if dim is None:
             return leaf
         value, true_size = _padded(leaf_value(leaf), dim, parts)
-        return box_dim(leaf, take(value, dim, axes), dim, axes, rule.wire, true_size)
+        return box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
 
     return map_leaves_with_path(box, params)
 
@@ -144,7 +146,7 @@ def _decisions(
 def _choice(leaf: Any, axis_sizes: dict[str, int], rule: ShardRule) -> ShardChoice:
     value = leaf_value(leaf)
     if is_prng_key(value):
-        return ShardChoice(None, "holds PRNG keys, which are never split")
+        return ShardChoice(None, PrngKeys())
     return choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, rule.min_weight_size, rule.uneven)
 
 
@@ -180,14 +182,15 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
 
     def box(path, leaf):
         value, (choice, axes) = leaf_value(leaf), decided[path]
-        shape, boxed, wire = np.shape(value), leaf, [str(value_dtype(value))] * 2
+        shape, boxed, dtypes = np.shape(value), leaf, [str(value_dtype(value))] * 2
         if choice.dim is not None:
             padded, true_size = _padded(value, choice.dim, parts)
-            boxed = box_dim(leaf, padded, choice.dim, axes, rule.wire, true_size)
-            gathered = wire_dtype(value, rule.wire.gather_dtype, "gather_dtype", path)
-            wire = [
-                str(jnp.dtype(dtype)) for dtype in (gathered, scatter_dtype(value, rule.wire.grad_scatter_dtype, path))
+            boxed = box_dim(leaf, padded, choice.dim, axes, rule.communication, true_size)
+            gathered = cast_dtype(value, rule.communication.gather_dtype, "gather_dtype", path)
+            dtypes = [
+                str(jnp.dtype(dtype))
+                for dtype in (gathered, scatter_dtype(value, rule.communication.grad_scatter_dtype, path))
             ]
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, shape, leaf_names(boxed), *wire))
+        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, shape, leaf_names(boxed), *dtypes))
 
     return map_leaves_with_path(box, params)

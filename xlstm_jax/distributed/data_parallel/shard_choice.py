@@ -1,4 +1,6 @@
-"""Which dim of a leaf is split, and in what order of the axes: sharding, the plan and its explanations all ask here.
+"""Which dim of a leaf is split, why, and in what order of the axes: sharding, the plan and its explanations ask here.
+
+The reason is data: a plan shows its text, the lint and scripts ask which one it is, and with which numbers.
 
 Over several axes the order differs from leaf to leaf. The axis that is gathered last, the outermost, carries most of a
 leaf's bytes: so each axis of a torus is the outermost of some leaves.
@@ -8,25 +10,174 @@ Pure functions of shapes and sizes.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
 
-# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes over slow links. A stage over them comes first,
-# when the pieces are smallest, and the other axes rotate without them.
+# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links. A stage
+# over them comes first, when what is sent is smallest, and the other axes rotate without them.
 SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
-SLOW_AXES = (SLICE_AXIS, HOST_AXIS)
+INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
 
 UNEVEN = ("replicate", "pad")
 
 
+# ------------------------------------------------------------------------------------------------------------- reasons
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a leaf is split along its dim, or why it is not: one of the classes below; ``str`` of it says it in words."""
+
+    TEXT: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.TEXT.format(**vars(self))
+
+    @property
+    def each(self) -> "tuple[Reason, ...]":
+        """The reasons that it is made of, where there are several; else itself."""
+        return (self,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its kind and its numbers, for ``json``."""
+        return {"kind": type(self).__name__, **vars(self)}
+
+
+@dataclass(frozen=True)
+class Largest(Reason):
+    TEXT = "dim {dim} of size {size} is the largest that {parts} divides"
+    dim: int
+    size: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Padded(Reason):
+    TEXT = "dim {dim} of size {size} is the largest, padded to {padded} for {parts} parts"
+    dim: int
+    size: int
+    padded: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Indivisible(Reason):
+    TEXT = "{parts} divides no free dim of shape {shape}"
+    parts: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TooSmall(Reason):
+    TEXT = "{size} values are fewer than min_weight_size={minimum}"
+    size: int
+    minimum: int
+
+
+@dataclass(frozen=True)
+class AlreadySplit(Reason):
+    TEXT = "already split over {axes}"
+    axes: str
+
+
+@dataclass(frozen=True)
+class Taken(Reason):
+    TEXT = "every dim of shape {shape} is taken by {names}"
+    shape: tuple[int, ...]
+    names: tuple[AxisEntry, ...]
+
+
+@dataclass(frozen=True)
+class NoValues(Reason):
+    TEXT = "holds no values (shape {shape})"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scalar(Reason):
+    TEXT = "is a scalar"
+
+
+@dataclass(frozen=True)
+class PrngKeys(Reason):
+    TEXT = "holds PRNG keys, which are never split"
+
+
+@dataclass(frozen=True)
+class Unwrapped(Reason):
+    TEXT = "no wrapped module owns it"
+
+
+@dataclass(frozen=True)
+class BoxedByModel(Reason):
+    TEXT = "boxed by the model as {names}"
+    names: tuple[AxisEntry, ...]
+
+
+@dataclass(frozen=True)
+class NoParameter(Reason):
+    TEXT = "only parameters are split"
+
+
+@dataclass(frozen=True)
+class OfNoParameter(Reason):
+    TEXT = "belongs to no parameter"
+
+
+@dataclass(frozen=True)
+class InWords(Reason):
+    """A reason of which only the words were kept: that of a plan that an older release wrote."""
+
+    TEXT = "{words}"
+    words: str
+
+
+@dataclass(frozen=True)
+class OfSeveral(Reason):
+    """The reasons of several wrappers, each with the axes that it splits over."""
+
+    reasons: tuple[tuple[str, Reason], ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"over {axes}: {reason}" for axes, reason in self.reasons)
+
+    @property
+    def each(self) -> tuple[Reason, ...]:
+        return tuple(reason for _, reason in self.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "OfSeveral", "reasons": [[axes, reason.to_json()] for axes, reason in self.reasons]}
+
+
+_KINDS = {kind.__name__: kind for kind in Reason.__subclasses__()}
+
+
+def reason_from_json(data: Any) -> Reason:
+    """The inverse of ``Reason.to_json``, of what ``json`` has read; of a text, too, as older plans have it."""
+    if isinstance(data, str):
+        return InWords(data)
+    fields = {name: _tuples(value) for name, value in data.items() if name != "kind"}
+    if data["kind"] == "OfSeveral":
+        return OfSeveral(tuple((axes, reason_from_json(reason)) for axes, reason in data["reasons"]))
+    return _KINDS[data["kind"]](**fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+
+
 class ShardChoice(NamedTuple):
-    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why, in words."""
+    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why."""
 
     dim: int | None
-    reason: str
+    reason: Reason
 
 
 def choose_shard_dim(
@@ -53,23 +204,22 @@ def choose_shard_dim(
     held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
     size, parts = math.prod(shape), math.prod(axis_sizes.values())
     if held:
-        return ShardChoice(None, f"already split over {', '.join(map(repr, held))}")
+        return ShardChoice(None, AlreadySplit(", ".join(map(repr, held))))
     if size == 0:
-        return ShardChoice(None, f"holds no values (shape {shape})")
+        return ShardChoice(None, NoValues(shape))
     if size < min_weight_size:
-        return ShardChoice(None, f"{size} values are fewer than min_weight_size={min_weight_size}")
+        return ShardChoice(None, TooSmall(size, min_weight_size))
     free = [dim for dim, entry in enumerate(names) if entry is None]
     fitting = [dim for dim in free if shape[dim] % parts == 0]
     if fitting:
         dim = max(fitting, key=lambda dim: (shape[dim], dim))
-        return ShardChoice(dim, f"dim {dim} of size {shape[dim]} is the largest that {parts} divides")
+        return ShardChoice(dim, Largest(dim, shape[dim], parts))
     if not free:
-        return ShardChoice(None, f"every dim of shape {shape} is taken by {names}" if shape else "is a scalar")
+        return ShardChoice(None, Taken(shape, names) if shape else Scalar())
     if uneven == "pad":
         dim = max(free, key=lambda dim: (shape[dim], dim))
-        padded = padded_size(shape[dim], parts)
-        return ShardChoice(dim, f"dim {dim} of size {shape[dim]} is the largest, padded to {padded} for {parts} parts")
-    return ShardChoice(None, f"{parts} divides no free dim of shape {shape}")
+        return ShardChoice(dim, Padded(dim, shape[dim], padded_size(shape[dim], parts), parts))
+    return ShardChoice(None, Indivisible(parts, shape))
 
 
 def padded_size(size: int, parts: int) -> int:
@@ -82,13 +232,13 @@ def balanced_orders(sizes: Sequence[int], axis_sizes: dict[str, int]) -> list[tu
 
     A leaf of B bytes over axes of sizes n_0 (outermost), n_1, ... sends B (n_0 - 1) / n_0 over the first, and over the
     next B / n_0 * (n_1 - 1) / n_1: nearly all over the outermost. So the order rotates. The largest leaf has it as
-    given; the others, by size, that under which the busiest axis carries least. ``SLOW_AXES`` stay innermost.
+    given; the others, by size, that under which the busiest axis carries least. ``INTER_HOST_AXES`` stay innermost.
 
     Args:
       sizes: bytes, or values, of the leaves that are gathered together.
       axis_sizes: the axes in the order that was asked for, with their sizes.
     """
-    fast, slow = ([a for a in axis_sizes if (a in SLOW_AXES) == is_slow] for is_slow in (False, True))
+    fast, slow = ([a for a in axis_sizes if (a in INTER_HOST_AXES) == is_inter_host] for is_inter_host in (False, True))
     rotations = [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))] or [tuple(slow)]
     load, orders = dict.fromkeys(fast, 0.0), [rotations[0]] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

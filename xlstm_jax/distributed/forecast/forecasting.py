@@ -28,11 +28,11 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
     step_mesh,
     trace,
 )
-from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, cycles, hbm_bytes
+from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, Work, count_flops
-from xlstm_jax.distributed.forecast.cost.memory import Argument, Memory, Moment, Temporary, memory, operation_names
+from xlstm_jax.distributed.forecast.cost.memory import Argument, Memory, Moment, Temporary, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline, roofline
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, Overlap, collectives
+from xlstm_jax.distributed.forecast.cost.traffic import Collective, Overlap, find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.links import Links
@@ -276,8 +276,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     """The forecast of a compiled step."""
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
-    found = tuple(collectives(program, compiled.axis_sizes))
-    moved = hbm_bytes(program) if compiled.platform != "cpu" else None
+    found = tuple(find_collectives(program, compiled.axis_sizes))
+    moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
     links = _links(compiled, chip) if chip and moved else None
     return Forecast(
         platform=compiled.platform,
@@ -289,7 +289,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         available_bytes=chip and chip.usable_hbm_bytes,
         collectives=found,
         flops=flops,
-        cycles=cycles(program),
+        cycles=count_cycles(program),
         hbm_bytes=moved,
         roofline=links and _roofline(links, flops, moved, found, tokens),
         exposed_seconds=links and sum(exposed_seconds(links, collective) for collective in found),
@@ -303,7 +303,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 def _memory(compiled: Compiled, program: Program) -> Memory:
     if compiled.buffers and compiled.live_ranges:
-        return memory(compiled.buffers, compiled.live_ranges, operation_names(program))
+        return read_memory(compiled.buffers, compiled.live_ranges, operation_names(program))
     stats = compiled.memory or {}
     alias = stats.get("alias", 0)
     return Memory(

@@ -22,9 +22,9 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
     is_padded,
     leaf_axes,
+    leaf_communication,
     leaf_spec,
     leaf_value,
-    leaf_wire,
     leaves_with_path,
     map_leaves,
     map_leaves_with_path,
@@ -118,10 +118,10 @@ def _state_spec(leaf: Any, owner: Any, mesh: Mesh) -> PartitionSpec:
 
 def _split_further(spec: PartitionSpec, shape: tuple[int, ...], owner: Any, mesh: Mesh) -> PartitionSpec:
     """``spec``, and over the copies of the shards where the owner's ``Replicas`` say so: the largest dim that fits."""
-    replicas = leaf_wire(owner).replicas
+    replicas = leaf_communication(owner).replicas
     if not (replicas and replicas.shard_optimizer_state):
         return spec
-    axes = tuple(axis for axis in replicas.axis_name if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in replicas.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     own = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]
     fitting = [dim for dim, size in enumerate(own) if size % math.prod(mesh.shape[a] for a in axes) == 0]

@@ -11,7 +11,7 @@ parameters on 4096 devices takes seconds. Each decision is that of the wrapper w
 (``choose_shard_dim``); what an optimizer keeps is read off ``tx.init``, and lies as ``optimizer_state_shardings`` says.
 """
 
-from xlstm_jax.distributed.plan.leaf_plan import LeafPlan, Share
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
 
@@ -19,6 +19,6 @@ __all__ = [
     "Difference",
     "LeafPlan",
     "ShardingPlan",
-    "Share",
+    "ByteCount",
     "plan_sharding",
 ]

@@ -1,7 +1,7 @@
 """What a sharding plan says of one leaf, and in which words and units.
 
 LeafPlan      a row: where the leaf lies, why, and what that costs
-Share         bytes of something in all, and on each device
+ByteCount         bytes of something in all, and on each device
 format_bytes  bytes as people read them
 """
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.shard_choice import Reason
 from xlstm_jax.distributed.wording import format_axes, format_bytes
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
 
 
-class Share(NamedTuple):
+class ByteCount(NamedTuple):
     """Bytes of one kind: ``total`` of the one whole, and ``per_device`` of what each device keeps of it."""
 
     total: int = 0
     per_device: int = 0
 
-    def __add__(self, other: "Share") -> "Share":
-        return Share(self.total + other.total, self.per_device + other.per_device)
+    def __add__(self, other: "ByteCount") -> "ByteCount":
+        return ByteCount(self.total + other.total, self.per_device + other.per_device)
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ class LeafPlan:
     dtype: str
     names: tuple[AxisEntry, ...]
     parts: int
-    reason: str
+    reason: Reason
     use_shape: tuple[int, ...]
     uses: int = 0
     gathered_bytes: int = 0
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
-    parameters: Share = Share()
-    gradients: Share = Share()
-    optimizer: Share = Share()
-    other: Share = Share()
+    parameters: ByteCount = ByteCount()
+    gradients: ByteCount = ByteCount()
+    optimizer: ByteCount = ByteCount()
+    other: ByteCount = ByteCount()
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -71,7 +72,7 @@ class LeafPlan:
         return tuple(axis for entry in self.names for axis in entry_axes(entry))
 
     @property
-    def all_bytes(self) -> Share:
+    def all_bytes(self) -> ByteCount:
         """Everything that is kept for this leaf between two steps, and its gradient."""
         return self.parameters + self.gradients + self.optimizer + self.other
 

@@ -32,13 +32,22 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     partition_specs,
     true_shape,
 )
-from xlstm_jax.distributed.data_parallel.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.communication import sent_bytes, value_dtype
 from xlstm_jax.distributed.data_parallel.planned import Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
+from xlstm_jax.distributed.data_parallel.shard_choice import (
+    DEFAULT_MIN_WEIGHT_SIZE,
+    BoxedByModel,
+    NoParameter,
+    OfNoParameter,
+    OfSeveral,
+    Reason,
+    Unwrapped,
+    padded_size,
+)
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable
-from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, LeafPlan, Share
+from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.wording import format_axes
 
@@ -89,7 +98,7 @@ def plan_sharding(
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
     state, beside = _optimizer_rows(tx, params, mesh)
-    rows = [_parameter_row(path, leaf, state.get(path, Share()), sizes) for path, leaf in leaves_with_path(params)]
+    rows = [_parameter_row(path, leaf, state.get(path, ByteCount()), sizes) for path, leaf in leaves_with_path(params)]
     rows += [
         _other_row(name, path, leaf, sizes) for name in variables for path, leaf in leaves_with_path(variables[name])
     ]
@@ -139,7 +148,7 @@ def _check_not_given(**options: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def _parameter_row(path: str, leaf: Any, optimizer: Share, sizes: dict[str, int]) -> LeafPlan:
+def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:
     value, names = leaf_value(leaf), leaf_names(leaf)
     parameters = _share(path, leaf, sizes)
     return LeafPlan(
@@ -151,7 +160,7 @@ def _parameter_row(path: str, leaf: Any, optimizer: Share, sizes: dict[str, int]
         parts=_parts(leaf_axes(leaf), sizes),
         reason=_reason(leaf),
         parameters=parameters,
-        gradients=parameters if is_differentiable(leaf) else Share(),
+        gradients=parameters if is_differentiable(leaf) else ByteCount(),
         optimizer=optimizer,
         **_gathering(leaf, sizes),
     )
@@ -166,7 +175,7 @@ def _other_row(collection: str, path: str, leaf: Any, sizes: dict[str, int]) -> 
         dtype=str(value.dtype),
         names=leaf_names(leaf),
         parts=_parts(leaf_axes(leaf), sizes),
-        reason="boxed by the model" if leaf_axes(leaf) else "only parameters are split",
+        reason=BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else NoParameter(),
         use_shape=tuple(value.shape),
         other=_share(f"({collection}) {path}", leaf, sizes),
     )
@@ -176,7 +185,7 @@ def _parts(axes: tuple[str, ...], sizes: dict[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _share(path: str, leaf: Any, sizes: dict[str, int]) -> Share:
+def _share(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
     value = leaf_value(leaf)
     for dim, entry in enumerate(leaf_names(leaf)):
         if value.shape[dim] % (parts := _parts(entry_axes(entry), sizes)):
@@ -186,13 +195,13 @@ def _share(path: str, leaf: Any, sizes: dict[str, int]) -> Share:
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    return Share(math.prod(true_shape(leaf)) * itemsize, stored // _parts(leaf_axes(leaf), sizes))
+    return ByteCount(math.prod(true_shape(leaf)) * itemsize, stored // _parts(leaf_axes(leaf), sizes))
 
 
-def _reason(leaf: Any) -> str:
+def _reason(leaf: Any) -> Reason:
     """The reason of what split the leaf; else that of the last refusal; several wrappers are told by their axes."""
     if not isinstance(leaf, Planned):
-        return f"boxed by the model as {leaf_names(leaf)}" if leaf_axes(leaf) else "no wrapped module owns it"
+        return BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else Unwrapped()
     deciding = {}
     for decision in leaf.decisions:
         settled = deciding.get(decision.axes)
@@ -200,7 +209,7 @@ def _reason(leaf: Any) -> str:
             deciding[decision.axes] = decision
     if len(deciding) == 1:
         return next(iter(deciding.values())).choice.reason
-    return "; ".join(f"over {format_axes(axes)}: {decision.choice.reason}" for axes, decision in deciding.items())
+    return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
 def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
@@ -223,7 +232,7 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "use_shape": last.shape,
         "uses": calls * layers,
-        "gathered_bytes": math.prod(stored) // kept * np.dtype(last.gather_dtype).itemsize,
+        "gathered_bytes": sent_bytes(stored, last.gather_dtype) // kept,
         "gather_dtype": last.gather_dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype,
     }
@@ -231,7 +240,7 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
 
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh
-) -> tuple[dict[str, Share], list[LeafPlan]]:
+) -> tuple[dict[str, ByteCount], list[LeafPlan]]:
     """Bytes of the optimizer's state by the parameter that they belong to, and rows for what belongs to none."""
     if tx is None:
         return {}, []
@@ -242,16 +251,16 @@ def _optimizer_rows(
     for path, leaf in leaves_with_path(opt_state):
         value = leaf_value(leaf)
         on_device = math.prod(places[path].shard_shape(value.shape))
-        share = Share(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
+        share = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
         owner = owner_of_state(path, paths)
         if owner is None:
             beside.append(_state_row(path, value, share))
         else:
-            of_params[owner] = of_params.get(owner, Share()) + share
+            of_params[owner] = of_params.get(owner, ByteCount()) + share
     return of_params, beside
 
 
-def _state_row(path: str, value: Any, share: Share) -> LeafPlan:
+def _state_row(path: str, value: Any, share: ByteCount) -> LeafPlan:
     shape = tuple(value.shape)
     return LeafPlan(
         path=f"({OPTIMIZER}) {path}",
@@ -260,7 +269,7 @@ def _state_row(path: str, value: Any, share: Share) -> LeafPlan:
         dtype=str(value.dtype),
         names=(None,) * len(shape),
         parts=1,
-        reason="belongs to no parameter",
+        reason=OfNoParameter(),
         use_shape=shape,
         optimizer=share,
     )

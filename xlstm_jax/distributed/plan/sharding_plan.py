@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan, Share
+from xlstm_jax.distributed.data_parallel.shard_choice import reason_from_json
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.table import plan_table
 from xlstm_jax.distributed.wording import format_bytes, format_fraction
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 has reasons in words
 MAX_REPLICATED_FRACTION = 0.02
 WORST_SHOWN = 3
 
@@ -40,7 +42,7 @@ class Difference(NamedTuple):
 
 
 def _readable(value: Any) -> str:
-    if isinstance(value, Share):
+    if isinstance(value, ByteCount):
         return f"{format_bytes(value.total)}, {format_bytes(value.per_device)} per device"
     return str(value)
 
@@ -65,24 +67,24 @@ class ShardingPlan:
         return math.prod(self.axis_sizes.values())
 
     @property
-    def parameters(self) -> Share:
+    def parameters(self) -> ByteCount:
         """Bytes of all parameters."""
-        return sum((row.parameters for row in self.rows), Share())
+        return sum((row.parameters for row in self.rows), ByteCount())
 
     @property
-    def gradients(self) -> Share:
+    def gradients(self) -> ByteCount:
         """Bytes of the gradients of all parameters that take one."""
-        return sum((row.gradients for row in self.rows), Share())
+        return sum((row.gradients for row in self.rows), ByteCount())
 
     @property
-    def optimizer(self) -> Share:
+    def optimizer(self) -> ByteCount:
         """Bytes of the optimizer's state; none where the plan was made without an optimizer."""
-        return sum((row.optimizer for row in self.rows), Share())
+        return sum((row.optimizer for row in self.rows), ByteCount())
 
     @property
-    def other(self) -> Share:
+    def other(self) -> ByteCount:
         """Bytes of the model's other collections."""
-        return sum((row.other for row in self.rows), Share())
+        return sum((row.other for row in self.rows), ByteCount())
 
     @property
     def bytes_per_device(self) -> int:
@@ -163,7 +165,7 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
-        before, after = ({row.path: vars(row) for row in plan.rows} for plan in (self, other))
+        before, after = ({row.path: _compared(row) for row in plan.rows} for plan in (self, other))
         paths = [*before, *(path for path in after if path not in before)]
         found = [
             _difference(
@@ -195,9 +197,9 @@ class ShardingPlan:
         """
         data = json.loads(text)
         version = data.get("format") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
+        if version not in READABLE_VERSIONS:
             raise ValueError(
-                f"a plan of format {version!r}; this release reads format {FORMAT_VERSION}. Write it again with "
+                f"a plan of format {version!r}; this release reads formats {READABLE_VERSIONS}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
         rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
@@ -225,6 +227,11 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
     return Difference(path, {what: before[what] for what in changed}, {what: after[what] for what in changed})
 
 
+def _compared(row: LeafPlan) -> dict[str, Any]:
+    """The fields of a row, its reason in words, which is all that older plans have of it."""
+    return {**vars(row), "reason": str(row.reason)}
+
+
 def _totals(plan: ShardingPlan) -> dict[str, Any]:
     kinds = {kind: list(getattr(plan, kind)) for kind in ("parameters", "gradients", "optimizer", "other")}
     return kinds | {"bytes_per_device": plan.bytes_per_device, "replicated_fraction": plan.replicated_fraction}
@@ -235,7 +242,7 @@ def _leaf_json(row: LeafPlan) -> str:
     lines = [
         {"collection": row.collection, "dtype": row.dtype, "shape": row.shape},
         {"names": row.names, "parts": row.parts},
-        {"reason": row.reason},
+        {"reason": row.reason.to_json()},
         {kind: getattr(row, kind) for kind in ("parameters", "gradients", "optimizer", "other")},
         {"use_shape": row.use_shape, "uses": row.uses, "gathered_bytes": row.gathered_bytes}
         | {"gather_dtype": row.gather_dtype, "grad_scatter_dtype": row.grad_scatter_dtype},
@@ -245,7 +252,8 @@ def _leaf_json(row: LeafPlan) -> str:
 
 
 def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
-    kinds = {kind: Share(*leaf[kind]) for kind in ("parameters", "gradients", "optimizer", "other")}
+    kinds = {kind: ByteCount(*leaf[kind]) for kind in ("parameters", "gradients", "optimizer", "other")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
     shapes = {"shape": tuple(leaf["shape"]), "use_shape": tuple(leaf["use_shape"])}
-    return LeafPlan(path=path, **(leaf | kinds | shapes | {"names": names}))
+    reason = reason_from_json(leaf["reason"])
+    return LeafPlan(path=path, **(leaf | kinds | shapes | {"names": names, "reason": reason}))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
-from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan, Share
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.wording import format_bytes, format_fraction
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -20,9 +20,9 @@ class Line(NamedTuple):
     row: LeafPlan
     count: int
 
-    def bytes_of(self, kind: str) -> Share:
+    def bytes_of(self, kind: str) -> ByteCount:
         share = getattr(self.row, kind)
-        return Share(share.total * self.count, share.per_device * self.count)
+        return ByteCount(share.total * self.count, share.per_device * self.count)
 
     @property
     def per_device(self) -> int:
@@ -184,5 +184,5 @@ def _whole_table(lines: list[Line]) -> Any:
     table.add_column("reason", overflow="fold")
     for line in sorted(lines, key=lambda line: -line.per_device):
         path = f"{line.module}/{line.path}".lstrip("/") + _times(line.count)
-        table.add_row(path, format_bytes(line.per_device), line.row.reason)
+        table.add_row(path, format_bytes(line.per_device), str(line.row.reason))
     return table

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-MAX_WORDS = 500  # letters of an error that are told
+MAX_CAUSE_CHARS = 500  # letters of an error that are told
 
 
-def together(work: Callable[[], Any], failure: type[Exception]) -> Any:
+def fail_together(work: Callable[[], Any], failure: type[Exception]) -> Any:
     """Does the work on every process, and fails on all of them if it does on one; all must call it.
 
     So none goes on to where it would wait for another that has given up.
@@ -24,8 +24,8 @@ def together(work: Callable[[], Any], failure: type[Exception]) -> Any:
     except failure as error:
         caught, problem = error, str(error)
     except Exception as error:  # file systems and storage libraries raise whatever they like
-        caught, problem = error, in_words(error)
-    problems = tell_all(problem)
+        caught, problem = error, cause_of(error)
+    problems = allgather_text(problem)
     if not any(problems):
         return result
     several = jax.process_count() > 1
@@ -33,7 +33,7 @@ def together(work: Callable[[], Any], failure: type[Exception]) -> Any:
     raise failure("; ".join(told)) from caught
 
 
-def tell_all(text: str) -> list[str]:
+def allgather_text(text: str) -> list[str]:
     """The texts of all processes, by process; all must call it."""
     if jax.process_count() == 1:
         return [text]
@@ -45,10 +45,10 @@ def tell_all(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def in_words(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """What an error comes from, on one line, short enough to be read and sent."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
     text = f"{type(error).__name__}: {text or 'without a message'}"
-    return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "..."
+    return text if len(text) <= MAX_CAUSE_CHARS else text[:MAX_CAUSE_CHARS] + "..."

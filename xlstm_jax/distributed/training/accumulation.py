@@ -14,14 +14,14 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     Sharded,
     is_box,
     leaf_axes,
+    leaf_communication,
     leaf_value,
-    leaf_wire,
     leaves_with_path,
     map_leaves,
     map_leaves_with_path,
     rebox,
     split_differentiable,
-    with_wire,
+    with_communication,
 )
 from xlstm_jax.distributed.data_parallel.communication import dtype_name, wide_dtype
 from xlstm_jax.distributed.data_parallel.gather import gather_params, reduce_over_replicas
@@ -146,7 +146,7 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
     used = gather_params(params, axes)
     live = _varying(split_differentiable(params)[0], axes)
     dtypes = [wide_dtype(leaf_value(leaf).dtype) for leaf in split_differentiable(used)[0]]
-    wide = [with_wire(leaf, gather_dtype=dtype_name(dtype)) for leaf, dtype in zip(live, dtypes, strict=True)]
+    wide = [with_communication(leaf, gather_dtype=dtype_name(dtype)) for leaf, dtype in zip(live, dtypes, strict=True)]
 
     def reduce(grads):
         out, pull = jax.vjp(lambda live: gather_params(live, axes), wide)
@@ -162,7 +162,7 @@ def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
 def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
     """The parameters without a word of their copies; and the reduction over these."""
     live, _ = split_differentiable(params)
-    copies = [leaf_wire(leaf).replicas for leaf in live]
+    copies = [leaf_communication(leaf).replicas for leaf in live]
     if not any(copies):
         raise ValueError(
             "accumulation='reduce_replicas_once': no parameter has copies along slower axes. Wrap with "
@@ -174,7 +174,7 @@ def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Calla
         reduced = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return _scattered(params, axes)[1](reduced)
 
-    return map_leaves(lambda leaf: with_wire(leaf, replicas=None), params), reduce
+    return map_leaves(lambda leaf: with_communication(leaf, replicas=None), params), reduce
 
 
 _REDUCE = dict(zip(ACCUMULATION, (_scattered, _gathered_once, _replicas_last), strict=True))

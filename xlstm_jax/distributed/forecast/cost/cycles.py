@@ -67,7 +67,7 @@ class HbmBytes:
         return self.read + self.written
 
 
-def cycles(program: Program) -> Cycles | None:
+def count_cycles(program: Program) -> Cycles | None:
     """The compiler's estimated cycles, loops multiplied out; None where the backend gives none (CPU, GPU).
 
     The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
@@ -87,7 +87,7 @@ def cycles(program: Program) -> Cycles | None:
     return Cycles(sum(looped.values()), looped[True], looped[False], dict(by_module), without)
 
 
-def hbm_bytes(program: Program) -> HbmBytes:
+def count_hbm_bytes(program: Program) -> HbmBytes:
     """Bytes that the scheduled instructions read from HBM and write to it, loops multiplied out.
 
     On a CPU, and in programs that do not tell memory spaces, all memory counts as HBM.

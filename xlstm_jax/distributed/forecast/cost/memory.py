@@ -144,7 +144,7 @@ class _Allocation:
     lines: tuple[re.Match, ...]  # one for each value in it
 
 
-def memory(
+def read_memory(
     buffer_assignment: str, live_range: str, op_names: Mapping[str, str], *, points: int = TIMELINE_POINTS
 ) -> Memory:
     """Reads XLA's two texts (see the top of this file) into sums, the peak's temporaries and a timeline.

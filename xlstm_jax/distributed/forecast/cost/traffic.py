@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
-from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, connected, mesh_axes
+from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, module_path
 from xlstm_jax.distributed.forecast.hlo.program import Program
@@ -108,7 +108,7 @@ class Collective:
         return self.count * self.wire_bytes
 
 
-def collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
+def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective that a program executes, in the order of the text.
 
     Args:
@@ -128,7 +128,7 @@ def collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collect
     return [_collective(program, site, axis_sizes, devices) for site in sites(program)]
 
 
-def wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
     """Bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
     share = (group_size - 1) / group_size
     return payload_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
@@ -167,9 +167,9 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
         count=site.trips,
         dtype=dtypes.pop() if len(dtypes) == 1 else MIXED,
         payload_bytes=payload,
-        wire_bytes=wire_bytes(site.kind, payload, group_size),
+        wire_bytes=ring_bytes(site.kind, payload, group_size),
         group_size=group_size,
-        axes=mesh_axes(groups, axis_sizes),
+        axes=axes_of_groups(groups, axis_sizes),
         op_name=names[0],
         modules=tuple(_parent(leaf) for leaf in leaves) or _modules(program, site, names, gathers),
         leaves=leaves,

@@ -104,16 +104,16 @@ def connected(pairs: Groups) -> Groups:
     return tuple(sorted({tuple(sorted(devices)) for devices in group.values()}))
 
 
-def mesh_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """The axes of a mesh along which the devices of each group lie; None if the groups follow no set of axes.
 
     Axes of size 1 are left out, as nothing travels along them.
     """
-    return _mesh_axes(frozenset(frozenset(group) for group in groups), tuple(axis_sizes.items()))
+    return _axes_of_groups(frozenset(frozenset(group) for group in groups), tuple(axis_sizes.items()))
 
 
 @functools.lru_cache(maxsize=256)
-def _mesh_axes(groups: frozenset, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
+def _axes_of_groups(groups: frozenset, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
     sizes = {axis: size for axis, size in axis_sizes if size > 1}
     in_group = {len(group) for group in groups}
     for axes in _subsets(sizes):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from xlstm_jax.distributed.data_parallel.shard_choice import Indivisible, TooSmall, Unwrapped, padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
 from xlstm_jax.distributed.forecast.linting.step import (
@@ -21,11 +22,11 @@ from xlstm_jax.distributed.forecast.linting.step import (
     listed,
     pattern,
     shared_name,
+    sum_wire_bytes,
     times_at_once,
     use_elements,
     values_carried,
     width_of,
-    wire_bytes,
 )
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.wording import format_bytes, format_fraction
@@ -70,7 +71,7 @@ def _repeats(step: Step, row: LeafPlan) -> tuple[int, int, float] | None:
         need = row.uses * step.num_minibatches
         for found, allowed in ((forward, need), (gathers, 2 * need)):
             executed = sum(gather.count for gather in found)
-            wasted = wire_bytes(found) * (1 - allowed / executed) if executed > allowed else 0
+            wasted = sum_wire_bytes(found) * (1 - allowed / executed) if executed > allowed else 0
             if wasted and (worst is None or wasted > worst[2]):
                 worst = (executed, allowed, wasted)
     return worst
@@ -91,7 +92,7 @@ def _wide_gathers(step: Step) -> Iterator[Finding]:
         gathers = [(row, gather) for row in rows for gather in step.gathers[row.path] if _is_wide(step, row, gather)]
         if gathers:
             dtype, asked = gathers[0][1].dtype, gathers[0][0].gather_dtype
-            sent = wire_bytes(gather for _, gather in gathers)
+            sent = sum_wire_bytes(gather for _, gather in gathers)
             extra = sum(
                 gather.wire_bytes_per_step * (1 - np.dtype(row.gather_dtype).itemsize / width_of(gather.dtype))
                 for row, gather in gathers
@@ -192,16 +193,13 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     return min(max(by_axes.values()) // step.num_minibatches or 1, layers(row)) if any(by_axes.values()) else 0
 
 
-_DIVIDES_NOT = re.compile(r"(\d+) divides no free dim")
-_TOO_SMALL = re.compile(r"fewer than min_weight_size=(\d+)")
-_UNWRAPPED = "no wrapped module owns it"
-
-
 def _replicated_leaves(step: Step) -> Iterator[Finding]:
     found = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
-        size = row.parameters.total // (layers(row) if _TOO_SMALL.search(row.reason) else 1)
+        size = row.parameters.total // (
+            layers(row) if any(isinstance(reason, TooSmall) for reason in row.reason.each) else 1
+        )
         if size >= MIN_REPLICATED_BYTES:
             found[pattern(row.path), row.shape].append(row)
     for rows in found.values():
@@ -217,16 +215,18 @@ def _replicated_leaves(step: Step) -> Iterator[Finding]:
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    if parts := _DIVIDES_NOT.search(row.reason):
-        size, count = max(row.use_shape), int(parts[1])
-        return (
-            f"Pass uneven='pad', or give its dim of {size} the size {-(-size // count) * count}, which {count} divides."
-        )
-    if _TOO_SMALL.search(row.reason):
-        return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
-    if row.reason == _UNWRAPPED:
-        return "Put shard_module_params around the module that owns it."
-    return "Split it over another axis, or give it a dim that the axis divides."
+    kinds = (Indivisible, TooSmall, Unwrapped)
+    match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
+        case Indivisible(parts=parts):
+            size = max(row.use_shape)
+            fits = padded_size(size, parts)
+            return f"Pass uneven='pad', or give its dim of {size} the size {fits}, which {parts} divides."
+        case TooSmall():
+            return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
+        case Unwrapped():
+            return "Put shard_module_params around the module that owns it."
+        case _:
+            return "Split it over another axis, or give it a dim that the axis divides."
 
 
 # -------------------------------------------------------------------------------------------------------------- traffic
@@ -234,7 +234,7 @@ def _replication_cure(row: LeafPlan) -> str:
 
 def _all_reduces_of_shards(step: Step) -> Iterator[Finding]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
-    if wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
+    if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         yield from _merged(stand_ins, step, _stand_in)
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
@@ -258,7 +258,7 @@ def _merged(
 
 
 def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
-    first, sent = members[0], wire_bytes(members)
+    first, sent = members[0], sum_wire_bytes(members)
     share = format_fraction(sent / step.forecast.wire_bytes)
     return Finding(
         "all-reduce-of-shards",
@@ -314,7 +314,7 @@ def _exposed_collectives(step: Step) -> Iterator[Finding]:
 
 
 def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
-    kind, sent, forecast = members[0].kind, wire_bytes(members), step.forecast
+    kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
     share = sent / forecast.wire_bytes
     seconds = f", some {share * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
     return Finding(

@@ -124,5 +124,5 @@ def times_at_once(step: Step, gather: Collective) -> float:
     return elements / need if need and elements else 0.0
 
 
-def wire_bytes(collectives: Iterable[Collective]) -> float:
+def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
     return sum(collective.wire_bytes_per_step for collective in collectives)
