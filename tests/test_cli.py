@@ -324,7 +324,7 @@ def test_traceback_shows_the_way_to_an_error(command):
 
 
 def test_a_long_error_says_that_there_is_more():
-    line = cli.one_line(ValueError("a" * 5000))
+    line = cli.error_line(ValueError("a" * 5000))
     assert len(line) < 1.1 * cli.MAX_ERROR and "--traceback shows all of it" in line
 
 

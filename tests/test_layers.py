@@ -1,7 +1,8 @@
-"""Folders import only from folders before them, never sideways, never up."""
+"""Folders import only from folders before them, never sideways, never up; no word names two things; nothing is hidden."""
 
 import ast
 import re
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -57,6 +58,32 @@ def test_the_check_sees_an_upward_import():
     source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
     assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
     assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["wording"]
+
+
+def definitions(path):
+    """Names of the functions and classes at the top of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_no_module_shares_its_name_with_a_function_beside_it(folder):
+    modules = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
+    defined = {name for path in folder.glob("*.py") for name in definitions(path)}
+    assert not modules & defined
+
+
+# The functions that scripts run; and the metric's all_gather, which is public, of dictionaries.
+SAID_TWICE = {"main", "all_gather"}
+
+
+def test_no_public_name_is_defined_twice():
+    where = defaultdict(list)
+    for module, path in MODULES.items():
+        for name in definitions(path):
+            where[name].append(module)
+    twice = {name: modules for name, modules in where.items() if len(modules) > 1 and not name.startswith("_")}
+    assert not twice.keys() - SAID_TWICE, twice
 
 
 COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b"

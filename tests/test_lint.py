@@ -395,6 +395,6 @@ def test_no_minibatches_are_refused():
 
 
 def test_every_rule_is_documented():
-    import xlstm_jax.distributed.forecast.linting.rules as module
+    from xlstm_jax.distributed.forecast.linting import findings as module
 
     assert all(f"\n  {rule} " in module.__doc__ for rule in RULES)

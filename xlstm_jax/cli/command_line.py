@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a user's model may raise anything
         if "--traceback" in argv:
             traceback.print_exc()
-        sys.stderr.write(f"xlstm-jax: error: {one_line(error)}\n")
+        sys.stderr.write(f"xlstm-jax: error: {error_line(error)}\n")
         return ERROR
 
 
@@ -84,15 +84,13 @@ def _command(args: argparse.Namespace) -> Callable[..., Any]:
     }[args.command]
 
 
-def one_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error as one line: the library's own as they are, others with their type and the user's line."""
     from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
+    from xlstm_jax.distributed.wording import shortened
 
     text = in_a_line(error) + ("" if is_own(error) else "; --traceback shows the way there")
-    if len(text) > MAX_ERROR:
-        half = MAX_ERROR // 2
-        return f"{text[:half]} [... --traceback shows all of it ...] {text[-half:]}"
-    return text
+    return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")
 
 
 def console(**options: Any) -> Any:

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
-from xlstm_jax.distributed.wording import format_bytes
+from xlstm_jax.distributed.wording import format_bytes, format_mesh
 
 Say = Callable[[str], None]  # shows what is being done now
 FLAT_AXIS = "fsdp"
@@ -80,7 +80,7 @@ def mesh_sizes(mesh: dict[str, int] | None, topology: str | None, factory: Facto
     if math.prod(filled.values()) != place.num_devices:
         free = "a multiple of " if -1 in mesh.values() else ""
         raise ValueError(
-            f"--mesh {_format_mesh(mesh)} takes {free}{known} devices, but {topology} has {place.num_devices}. "
+            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology} has {place.num_devices}. "
             f"{_other_sizes(mesh, place.num_devices)}, or take another topology."
         )
     return filled
@@ -92,7 +92,7 @@ def _other_sizes(mesh: dict[str, int], count: int) -> str:
     known = math.prod(given.values())
     free = [axis for axis in reversed(given) if count % (known // given[axis]) == 0]
     if free and len(given) == len(mesh):
-        return f"Write -1 for the size of one axis, as {_format_mesh(mesh | {free[0]: -1})}"
+        return f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[0]: -1})}"
     sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
     product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
     return f"{product}{known} does not divide {count}; {sizes} do. Choose one of these"
@@ -105,8 +105,8 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
     last = list(mesh)[-1]
     renamed = {FLAT_AXIS if axis == last else axis: size for axis, size in mesh.items()}
     raise ValueError(
-        f"--mesh {_format_mesh(mesh)}: no axis begins with {planner.SHARD_AXIS_PREFIX}, so {factory.name} would be "
-        f"told to split nothing. Name the axes to split over {planner.SHARD_AXIS_PREFIX}..., as {_format_mesh(renamed)}"
+        f"--mesh {format_mesh(mesh)}: no axis begins with {planner.SHARD_AXIS_PREFIX}, so {factory.name} would be "
+        f"told to split nothing. Name the axes to split over {planner.SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
         f', or pass --set "shard_axes=(\'{last}\',)", or --set "shard_axes=()" for a replicated run.'
     )
 
@@ -115,7 +115,7 @@ def _own_sizes(mesh: dict[str, int] | None) -> dict[str, int]:
     if mesh is None:
         raise ValueError("how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16.")
     if -1 in mesh.values():
-        raise ValueError(f"--mesh {_format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
+        raise ValueError(f"--mesh {format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
     return mesh
 
 
@@ -124,10 +124,6 @@ def default_meshes(shape: Sequence[int], factory: Factory) -> list[dict[str, int
     if "shard_axes" in factory.declared:
         return planner.default_meshes(shape)
     return [{FLAT_AXIS: math.prod(shape)}]
-
-
-def _format_mesh(mesh: dict[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _workload(factory: Factory, mesh: dict[str, int], chosen: dict[str, Any]) -> Workload:
@@ -146,7 +142,7 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, Workload, dict[str, 
     workload = _workload(factory, mesh, dict(args.set))
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
-    say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {_format_mesh(mesh)}")
+    say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
     return forecast(step, *abstract, topology=args.topology, tokens=workload.tokens), workload, mesh
 
 
@@ -298,7 +294,7 @@ class Trials:
         kept = "kept" if options.keep_gathered else "gathered again"
         remat = ", remat" if options.remat else ""
         minibatches = f", {options.num_minibatches} minibatches" if options.num_minibatches > 1 else ""
-        self.say(f"trial {self.count}: {_format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}")
+        self.say(f"trial {self.count}: {format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}")
 
 
 def examine(args: Namespace, say: Say) -> Report:

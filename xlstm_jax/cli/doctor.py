@@ -29,6 +29,7 @@ from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError, compile_for_topology
 from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.distributed.wording import one_line
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy")
 # What each extra of setup.cfg installs; jax[tpu] is libtpu.
@@ -180,6 +181,6 @@ def _compiles(missing: dict[str, list[str]]) -> Iterator[Check]:
             x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=place)
             compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGY, timeout_s=CHILD_TIMEOUT_S)
         except (CompileError, TimeoutError) as error:
-            yield Check(f"a program compiles for {TOPOLOGY}", " ".join(str(error).split()), "", False)
+            yield Check(f"a program compiles for {TOPOLOGY}", one_line(error), "", False)
         else:
             yield Check(f"a program compiles for {TOPOLOGY}", f"{time.monotonic() - start:.0f} s", "", True)

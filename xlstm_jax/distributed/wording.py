@@ -1,12 +1,18 @@
-"""Numbers, lists and axes as people read them."""
+"""Numbers, lists, paths and meshes as people read them, in tables and errors."""
 
 import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(count: float) -> str:
-    """1234567 -> "1.18 MiB": three digits, in the largest unit of which there is one."""
+    """Three digits, in the largest unit of which there is one.
+
+    >>> format_bytes(1234567)
+    '1.18 MiB'
+    """
     power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), len(UNITS) - 1)
     scaled = count / 1024**power
     if power and abs(scaled) >= 999.5 and power + 1 < len(UNITS):
@@ -17,11 +23,61 @@ def format_bytes(count: float) -> str:
 
 
 def format_fraction(fraction: float) -> str:
-    """0.0312 -> "3.1%": two digits, however small."""
+    """Two digits, however small.
+
+    >>> format_fraction(0.0312)
+    '3.1%'
+    """
     percent = 100 * fraction
     return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
-    """("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
+    """As one writes it in code: ("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def format_mesh(sizes: Mapping[str, int]) -> str:
+    """As the command line takes it: {"dp": 4, "fsdp": 64} -> "dp=4,fsdp=64"."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def listed(names: Iterable[str], shown: int = 3) -> str:
+    """The first names in quotes, and how many there are more.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    "'a', 'b', 'c' and 2 more"
+    """
+    names = list(names)
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(map(repr, names[:shown])) + more
+
+
+def joined(words: Sequence[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def named_values(values: Mapping[str, object]) -> str:
+    """As one writes arguments: {"a": 1, "b": "x"} -> "a=1, b='x'"."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def one_line(text: object) -> str:
+    """The text of an error, say, without line breaks."""
+    return " ".join(str(text).split())
+
+
+def shortened(text: str, limit: int, middle: str = " ... ") -> str:
+    """A text of more than ``limit`` characters by its beginning and its end."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}{middle}{text[-half:]}"
+
+
+def path_pattern(path: str) -> str:
+    """The path with its first number left open, by which leaves of layers that are alike share a name.
+
+    >>> path_pattern("block_7/Dense_1/kernel")
+    'block_*/Dense_1/kernel'
+    """
+    return re.sub(r"\d+(?=/)", "*", path, count=1)

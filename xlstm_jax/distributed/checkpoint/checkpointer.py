@@ -29,6 +29,7 @@ from xlstm_jax.distributed.checkpoint import record as checkpoint_leaves
 from xlstm_jax.distributed.checkpoint.orbax_io import _check_dtypes, _orbax, _read_arrays, _read_record, _save_args
 from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
 from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
+from xlstm_jax.distributed.wording import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
@@ -203,7 +204,7 @@ class Checkpointer:
             )
             if unlike:
                 raise ValueError(
-                    f"{checkpoint_leaves.listed(unlike)}: processes 0 and {process} have different values, and only "
+                    f"{listed(unlike)}: processes 0 and {process} have different values, and only "
                     "one would be saved. Save what differs as a global array, with "
                     "jax.make_array_from_process_local_data, one row for each process."
                 )

@@ -37,13 +37,13 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     with_padding,
 )
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.wording import listed
 
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum", and "impl" for keys
 Record = dict[str, Entry]
 
 PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
-_SHOWN = 3  # of the leaves that an error lists
 
 
 def bare_leaves(state: PyTree) -> dict[str, Any]:
@@ -208,12 +208,6 @@ def check_sound(record: Record, arrays: Mapping[str, Any]) -> None:
     bad = [path for path, entry in record.items() if sums[path] != entry["checksum"]]
     if bad:
         raise ValueError(f"{listed(bad)}: what was read does not have the checksum of what was saved")
-
-
-def listed(paths: list[str]) -> str:
-    """The first paths, and how many there are more."""
-    shown = ", ".join(f"'{path}'" for path in paths[:_SHOWN])
-    return shown + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
 
 
 # ------------------------------------------------------------------------------------------------------ into the target

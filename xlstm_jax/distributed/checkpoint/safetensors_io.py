@@ -28,9 +28,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_as, check_placed, is_local, listed
+from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_as, check_placed, is_local
 from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
 from xlstm_jax.distributed.processes.together import fail_together
+from xlstm_jax.distributed.wording import listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.processes.agreement import compare, entries_of
 
@@ -88,7 +89,7 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNam
         if rows and rows[0] % parts:
             raise ValueError(
                 f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {parts} devices over {axes} do not "
-                f"divide. Take {-(-rows[0] // parts) * parts} rows."
+                f"divide. Take {padded_size(rows[0], parts)} rows."
             )
         spec = PartitionSpec(axes) if rows else PartitionSpec()
         return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
@@ -144,7 +145,7 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
         if pad < max(rows, 1) or pad % here:
             raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
         return int(pad)
-    up = max(-(-rows // here), 1) * here
+    up = max(padded_size(rows, here), here)
     if pad is False and up != rows:
         down = f"{rows // here * here} or " if rows > here else ""
         raise ValueError(

@@ -28,6 +28,7 @@ from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.training.gradients import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import make_train_step
+from xlstm_jax.distributed.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -114,7 +115,7 @@ class Workload:
 
 def in_a_line(error: BaseException) -> str:
     """An error as one line: the library's own as it is, any other as it is ``described``."""
-    return " ".join(str(error).split()) if is_own(error) else described(error)
+    return one_line(error) if is_own(error) else described(error)
 
 
 def is_own(error: BaseException) -> bool:
@@ -135,5 +136,5 @@ def described(error: BaseException) -> str:
     """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     place = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = one_line(error).rstrip(".")
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"

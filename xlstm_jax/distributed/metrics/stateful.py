@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.layout import Cells, Vectors
 from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
@@ -322,5 +323,5 @@ def _check_divides(arguments: PyTree, count: int) -> None:
         if np.ndim(x) and np.shape(x)[0] % count:
             raise ValueError(
                 f"update got an array of shape {np.shape(x)}, whose first dim {count} devices do not divide. Pad it to "
-                f"{-(-np.shape(x)[0] // count) * count} rows with weight 0."
+                f"{padded_size(np.shape(x)[0], count)} rows with weight 0."
             )

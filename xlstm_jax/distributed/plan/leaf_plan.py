@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.shard_choice import Reason
-from xlstm_jax.distributed.wording import format_axes, format_bytes
+from xlstm_jax.distributed.wording import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
 
@@ -101,14 +101,10 @@ class LeafPlan:
             "of optimizer state": self.optimizer.per_device,
         }
         kept = [f"{format_bytes(count)} {kind}" for kind, count in kinds.items() if count]
-        return f"; a device keeps {_listed(kept)}" if kept else ""
+        return f"; a device keeps {joined(kept)}" if kept else ""
 
     def _gathers(self) -> str:
         if not self.uses:
             return ""
         times = "once" if self.uses == 1 else f"{self.uses} times"
         return f", and gathers {format_bytes(self.gathered_bytes)} in {self.gather_dtype} {times} in a forward pass"
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -1,13 +1,12 @@
 """A sharding plan as tables for people: leaves by module, the largest first; then what stays whole, and why."""
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.wording import format_bytes, format_fraction
+from xlstm_jax.distributed.wording import format_bytes, format_fraction, path_pattern
 
 KINDS = ("parameters", "gradients", "optimizer")
 
@@ -53,7 +52,7 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
     """Rows that differ in the first number of their path alone are one line."""
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
-        alike.setdefault((_pattern(row.path), dataclasses.replace(row, path="")), []).append(row)
+        alike.setdefault((path_pattern(row.path), dataclasses.replace(row, path="")), []).append(row)
     paths = [pattern if len(group) > 1 else group[0].path for (pattern, _), group in alike.items()]
     depth = _module_depth([path for path, group in zip(paths, alike.values(), strict=True) if _is_parameter(group[0])])
     lines = []
@@ -65,11 +64,6 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
 
 def _is_parameter(row: LeafPlan) -> bool:
     return row.collection == PARAMETERS
-
-
-def _pattern(path: str) -> str:
-    """``block_7/Dense_1/kernel`` -> ``block_*/Dense_1/kernel``"""
-    return re.sub(r"\d+(?=/)", "*", path, count=1) if re.search(r"(^|[/_a-zA-Z])\d+/", path) else path
 
 
 def _module_depth(paths: list[str]) -> int:

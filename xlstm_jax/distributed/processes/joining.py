@@ -19,6 +19,8 @@ import jax
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
+from xlstm_jax.distributed.wording import named_values
+
 INITIALIZATION_TIMEOUT_S = 60
 HEARTBEAT_TIMEOUT_S = 10
 SHUTDOWN_TIMEOUT_S = 30
@@ -96,12 +98,12 @@ def _explicit(
         return None
     if missing:
         raise ValueError(
-            f"initialize_distributed got {_listed(given, missing)}, but not {' and '.join(missing)}. Pass all three, "
+            f"initialize_distributed got {named_values({k: v for k, v in given.items() if v is not None})}, but not {' and '.join(missing)}. Pass all three, "
             "or none of them, where SLURM, Open MPI, Kubernetes or a TPU pod starts the processes."
         )
     wrong = {name: value for name, value in list(given.items())[1:] if type(value) is not int}
     if wrong:
-        raise TypeError(f"initialize_distributed got {_listed(wrong)}; write int(...) around it.")
+        raise TypeError(f"initialize_distributed got {named_values(wrong)}; write int(...) around it.")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"process_id={process_id} is not one of 0 ... {num_processes - 1} (num_processes).")
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
@@ -159,7 +161,3 @@ def _wait_for_coordinator(place: Place, deadline: float, timeout_s: float) -> No
                     "as it runs: see its log, and whether this host reaches that address and port."
                 ) from error
             time.sleep(min(RETRY_S, left))
-
-
-def _listed(values: dict[str, object], leave_out: Sequence[str] = ()) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if name not in leave_out)

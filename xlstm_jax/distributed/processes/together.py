@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from xlstm_jax.distributed.wording import one_line
+
 MAX_CAUSE_CHARS = 500  # letters of an error that are told
 
 
@@ -49,6 +51,6 @@ def cause_of(error: BaseException) -> str:
     """What an error comes from, on one line, short enough to be read and sent."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split()).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
+    text = one_line(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
     text = f"{type(error).__name__}: {text or 'without a message'}"
     return text if len(text) <= MAX_CAUSE_CHARS else text[:MAX_CAUSE_CHARS] + "..."

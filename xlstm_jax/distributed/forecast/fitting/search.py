@@ -25,7 +25,7 @@ from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.wording import format_bytes
+from xlstm_jax.distributed.wording import format_bytes, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
@@ -117,14 +117,9 @@ def _row(trial: Trial) -> list[str]:
     kept = "kept" if options.keep_gathered else "gathered again"
     cells = [mesh, f"{options.min_weight_size:,}", kept, "yes" if options.remat else "no", str(options.num_minibatches)]
     if trial.forecast is None:
-        return [*cells, "", "", _cut(trial.problem)]
+        return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
     fits = "yes" if trial.fits else "no"
     return [*cells, format_bytes(trial.bytes_per_device), f"{trial.seconds * 1e3:.1f} ms", fits]
-
-
-def _cut(text: str) -> str:
-    half = MAX_PROBLEM // 2
-    return text if len(text) <= MAX_PROBLEM else f"{text[:half]} ... {text[-half:]}"
 
 
 def fit(

@@ -20,10 +20,10 @@ from typing import Any
 
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.forecast.linting.rules import RULES
-from xlstm_jax.distributed.forecast.linting.step import Finding, Step, listed
+from xlstm_jax.distributed.forecast.linting.step import Finding, Step
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import format_bytes
+from xlstm_jax.distributed.wording import format_bytes, listed
 
 
 class LintError(ValueError):

@@ -19,8 +19,6 @@ from xlstm_jax.distributed.forecast.linting.step import (
     Finding,
     Step,
     layers,
-    listed,
-    pattern,
     shared_name,
     sum_wire_bytes,
     times_at_once,
@@ -29,7 +27,7 @@ from xlstm_jax.distributed.forecast.linting.step import (
     width_of,
 )
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
-from xlstm_jax.distributed.wording import format_bytes, format_fraction
+from xlstm_jax.distributed.wording import format_bytes, format_fraction, listed, path_pattern
 
 # What a leaf of the default min_weight_size takes in float32: below, a step's time hardly tells.
 MIN_KEPT_BYTES = 2**20
@@ -201,7 +199,7 @@ def _replicated_leaves(step: Step) -> Iterator[Finding]:
             layers(row) if any(isinstance(reason, TooSmall) for reason in row.reason.each) else 1
         )
         if size >= MIN_REPLICATED_BYTES:
-            found[pattern(row.path), row.shape].append(row)
+            found[path_pattern(row.path), row.shape].append(row)
     for rows in found.values():
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
         yield Finding(
@@ -249,7 +247,7 @@ def _merged(
     for collective in collectives:
         served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
         names = served if any(served) else tuple(dict.fromkeys(collective.modules))
-        alike = tuple(dict.fromkeys(pattern(f"{name}/")[:-1] for name in names))
+        alike = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
         found[alike, collective.kind, collective.stands_for].append((names, collective))
     for (alike, *_), members in found.items():
         names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike

@@ -13,6 +13,7 @@ from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.distributed.wording import path_pattern
 
 _FLOAT = re.compile(r"(?:bf|f)(\d+)")
 
@@ -68,7 +69,7 @@ class Step:
         found = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
-                found[pattern(path), row.use_shape].append(row)
+                found[path_pattern(path), row.use_shape].append(row)
         return [(shared_name(rows), rows) for rows in found.values()]
 
     def owned_by(self, modules: Iterable[str]) -> list[LeafPlan]:
@@ -81,18 +82,8 @@ class Step:
         return any(set(gather.axes or ()) & set(axes or ()) for gather in self.gathers.get(row.path, ()))
 
 
-def pattern(path: str) -> str:
-    return re.sub(r"\d+(?=/)", "*", path, count=1)
-
-
 def shared_name(rows: Sequence[LeafPlan]) -> str:
-    return rows[0].path if len(rows) == 1 else pattern(rows[0].path)
-
-
-def listed(names: Iterable[str], shown: int = 3) -> str:
-    names = list(names)
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(map(repr, names[:shown])) + more
+    return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
 
 
 def values_carried(collective: Collective) -> float | None:
