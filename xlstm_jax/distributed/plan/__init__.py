@@ -12,12 +12,14 @@ parameters on 4096 devices takes seconds. Each decision is that of the wrapper w
 """
 
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount as Share  # its first name
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
 
 __all__ = [
     "Difference",
     "LeafPlan",
+    "Share",
     "ShardingPlan",
     "ByteCount",
     "plan_sharding",
