@@ -1,5 +1,6 @@
-"""Every example in README and docs runs as a reader would run it, and every public name is documented."""
+"""Every example on a page runs as a reader would run it; what a page names exists; what is public is on a page."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -10,18 +11,29 @@ import pytest
 import xlstm_jax.distributed
 import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
+from tests.optimizer_cases import CASES, RIGHT
+from tests.test_layers import ORDER
+from xlstm_jax.distributed.forecast.linting.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 FACES = [xlstm_jax.distributed, xlstm_jax.distributed.forecast, xlstm_jax.distributed.metrics]
 PUBLIC = [(face, name) for face in FACES for name in face.__all__]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("[A-Z]*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
 def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(python_blocks(page)))
@@ -40,7 +52,73 @@ def test_every_public_name_has_a_docstring(face, name):
     assert len(getattr(face, name).__doc__ or "") > 40
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# -------------------------------------------------------------------------------------------------- what a page names
+
+
+def anchors(page):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"links to {target}"
+        assert not anchor or anchor in anchors(there), f"links to {target}#{anchor}"
+
+
+def found_file(path):
+    """Pages write paths from the top of the repository, or from the folder that the library's folders lie in."""
+    return next((base / path for base in (ROOT, ROOT / "xlstm_jax" / "distributed") if (base / path).exists()), None)
+
+
+def resolve(dotted):
+    """The module or attribute of this name; raises where there is none."""
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        parent, _, name = dotted.rpartition(".")
+        return getattr(resolve(parent), name)
+
+
+@each_page
+def test_modules_names_and_files_exist(page):
+    text = page.read_text()
+    for dotted in set(re.findall(r"(?<![\w./-])xlstm_jax\.[\w.]*\w", text)):
+        resolve(dotted)
+    for module in set(re.findall(r"(?<![\w./-])benchmarks\.(\w+)", text)):
+        assert (ROOT / "benchmarks" / f"{module}.py").exists(), module
+    for path in set(re.findall(r"(?<![\w./:-])\w+(?:/[\w.-]+)*/[\w-]+\.(?:py|md|png|json|toml|cfg)\b", text)):
+        assert found_file(path) or (page.parent / path).exists(), path
+
+
+def test_what_the_architecture_page_says_to_be_in_a_file_is_there():
+    places = re.findall(r"`(\w+)` in `([\w/.]+)`", ARCHITECTURE.read_text())
+    assert len(places) >= 20
+    for name, path in places:
+        assert re.search(rf"\b{name}\b", found_file(path).read_text()), f"{name} in {path}"
+
+
+def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
+    text, picture = ARCHITECTURE.read_text(), ROOT / "docs" / "images" / "layers.png"
+    assert " ".join(ORDER.split()) in " ".join(text.split())
+    layers = [[name.strip() for name in names.split(",")] for names in ORDER.split("<")]
+    assert str(layers).encode() in picture.read_bytes(), "run: python docs/draw_layers.py"
+    for name in (name for names in layers for name in names):
+        assert re.search(rf"^ +{name}(/|\.py) +\w", text, re.MULTILINE), f"the tree has no line for {name}"
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
+    assert {name_of(page) for page in PAGES} - {"README.md"} <= linked
+
+
+def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
+    lint_page, optimizers_page = ((ROOT / "docs" / name).read_text() for name in ("lint.md", "optimizers.md"))
+    assert re.findall(r"^\| `([\w-]+)` \|", lint_page, re.MULTILINE) == list(RULES)
+    right = sum(case.on_shards == RIGHT for case in CASES)
+    assert f"Of the {len(CASES)} optax configurations {right} are right on shards" in optimizers_page
+    for page in (optimizers_page, (ROOT / "README.md").read_text()):
+        assert set(re.findall(r"(\d+) optax configurations", page)) == {str(len(CASES))}
