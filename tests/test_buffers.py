@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.memory import operation_names, read_memory

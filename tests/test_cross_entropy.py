@@ -11,8 +11,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
-from support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
 
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 

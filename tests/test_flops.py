@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import traverse_util
-from support import fsdp, mesh_of
 
 from benchmarks.models import LanguageModel
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step, unbox
 from xlstm_jax.distributed.forecast.hlo.op_names import module_path, module_paths
 
