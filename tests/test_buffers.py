@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from benchmarks.models import LanguageModel
+from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli import arguments, commands, doctor, self_test
+from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import load_factory
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Workload

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.metrics_variants import count_collectives
-from tests.support import AXES, Model, data, fsdp, mesh_of, on_mesh
+from tests.support import AXES, Model, count_collectives, data, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.metrics import (

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import LanguageModel
+from tests.models import LanguageModel
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import (
     create_train_state,
@@ -160,7 +160,7 @@ MODELS = {
     "boxes of the model, nested wrappers": (Boxed(fsdp()), X, (2, 4), 4, 0),
     "vmap over an axis": (Members(fsdp()), X, (2, 4), 1, 1),
     "kinds of dtype": (fsdp(Kinds)(), X, (2, 4), 4, 2),
-    "xlstm": (language_model("xlstm"), TOKENS, (2, 4), 12, 3),
+    "recurrent": (language_model("recurrent"), TOKENS, (2, 4), 10, 2),
     "transformer": (language_model("transformer"), TOKENS, (2, 4), 8, 1),
 }
 
