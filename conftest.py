@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that every doctest may use."""
+"""Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
 import os
 from pathlib import Path

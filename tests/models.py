@@ -1,7 +1,7 @@
 """A small language model to trace, compile and count: tokens[b, t] -> logits[b, t, vocab].
 
-One skeleton, with attention or with a recurrence in its blocks: embedding, one block scanned over layers, norm, head. A
-parameter W[d, f] of the block is stacked to W[layers, d, f]. Classes go through ``wrap``, which is where they are sharded.
+One skeleton, with attention or with a recurrence in its blocks: embedding, one block scanned over layers, norm, head.
+A parameter W[d, f] of the block is stacked to W[layers, d, f]. ``wrap`` shards the classes, or does nothing.
 """
 
 from collections.abc import Callable

@@ -379,7 +379,7 @@ def test_diff_names_what_changed_and_exits_with_1(command, folder):
 
 
 def test_a_forecast_without_topology_has_the_collectives_of_simulated_devices(command):
-    code, out, err = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
+    code, out, _ = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
     found = Forecast.from_json(out)
     assert (code, found.platform, found.axis_sizes) == (0, "cpu", {"dp": 2, "fsdp": 4})
     gathers = [c for c in found.collectives if c.kind == "all-gather" and "up/kernel" in c.leaves]

@@ -445,8 +445,13 @@ def test_a_leaf_in_one_sentence_with_its_numbers():
 
 @pytest.mark.parametrize(
     "count, text",
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1234567, "1.18 MiB"), (1023 * 2**10, "1 MiB")]
-    + [
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1234567, "1.18 MiB"),
+        (1023 * 2**10, "1 MiB"),
         (100 * 2**20, "100 MiB"),
         (2**30 - 1, "1 GiB"),
         (5 * 2**40, "5 TiB"),
@@ -517,7 +522,7 @@ def test_diff_names_what_was_added_removed_and_changed():
     after = plan_sharding(Wider(), {"dp": 1, "fsdp": 8}, X)
     assert before.diff(before) == [] == before.diff(ShardingPlan.from_json(before.to_json()))
     found = {difference.path: difference for difference in before.diff(after)}
-    assert list(found)[0] == "(mesh)" and "('fsdp', 4)" in str(found["(mesh)"])
+    assert next(iter(found)) == "(mesh)" and "('fsdp', 4)" in str(found["(mesh)"])
     assert str(found["odd/kernel"]) == "odd/kernel: removed, float32[64, 9]"
     assert str(found["new/kernel"]) == "new/kernel: added, float32[64, 8]"
     assert found["wide/bias"].before["names"] == (None,) and found["wide/bias"].after["names"] == ("fsdp",)
