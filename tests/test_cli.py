@@ -29,7 +29,7 @@ from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import load_factory
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Workload
-from xlstm_jax.distributed.forecast.fitting import search as planner
+from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 
@@ -425,7 +425,7 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
         asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
         return SimpleNamespace(total_bytes=2**20, step_seconds=1.0)
 
-    monkeypatch.setattr(planner, "forecast", by_formula)
+    monkeypatch.setattr(search, "forecast", by_formula)
     line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
     code, out, err = command(f"{line} 900KiB")
     found = json.loads(out)
@@ -550,8 +550,8 @@ def test_a_child_that_cannot_start_is_a_failed_check():
 def test_a_failed_check_is_bad_news_and_a_missing_extra_is_none():
     failed = self_test.within("gradients", {"a": [1.0]}, {"a": [2.0]})
     some = doctor.Diagnosis({}, {"tensorboard": ["tensorboardX"]}, "", "", (failed, Check("values", "0", "1", True)))
-    assert commands.diagnosis(some).refusals == ("failed: gradients.",)
-    assert commands.diagnosis(dataclasses.replace(some, checks=some.checks[1:])).refusals == ()
+    assert commands.doctor_report(some).refusals == ("failed: gradients.",)
+    assert commands.doctor_report(dataclasses.replace(some, checks=some.checks[1:])).refusals == ()
 
 
 def test_doctor_as_a_user_runs_it():
