@@ -1,5 +1,6 @@
-"""The wheel, installed into a fresh environment without the checkout, is all that a user needs."""
+"""The wheel, installed into a fresh environment without the checkout and without extras, is all that a user needs."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import xlstm_jax
 from tests.test_docs import ROOT, python_blocks
+from xlstm_jax.cli import doctor
 
-SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
-# Each user of the environment under test has the dependencies of this one. Of this one's .pth files, among them the one
-# that leads an editable install to the checkout, none is read: only site-packages itself are processed.
-DEPENDENCIES = sysconfig.get_path("purelib")
+SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md")
+EXTRAS = {extra: list(names) for extra, names in doctor.EXTRAS.items() if extra != "checkpoint"}  # Flax needs orbax
 WHERE = "import sys, xlstm_jax; print(xlstm_jax.__file__); print(*sys.path, sep='\\n')"
 
 
@@ -44,13 +45,31 @@ def wheel(tmp_path_factory):
     return path
 
 
+def link_dependencies(folder):
+    """Links what is installed here to a folder, but for the extras, and for what leads to the checkout."""
+    left_out = {top for names in [["xlstm_jax"], *EXTRAS.values()] for name in names for top in installed_by(name)}
+    folder.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.name not in left_out:
+            (folder / path.name).symlink_to(path)
+
+
+def installed_by(name):
+    """The files and folders of a package in site-packages."""
+    try:
+        return {path.parts[0] for path in importlib.metadata.distribution(name).files}
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+
+
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """The folder of a fresh environment with the wheel, in which Python's and the dependencies' packages are found."""
+    """The folder of a fresh environment: the wheel, and by links what it needs."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    (site_packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
+    link_dependencies(folder / "dependencies")
+    (site_packages / "dependencies.pth").write_text(f"{folder / 'dependencies'}\n")
     options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--ignore-installed"]
     run([sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", *options, wheel], folder)
     return folder
@@ -65,7 +84,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
 def test_what_is_imported_is_the_installed_library(environment, tmp_path):
     module, *path = run([environment / "bin" / "python", "-c", WHERE], tmp_path).splitlines()
     assert Path(module).is_relative_to(environment)
-    assert str(ROOT) not in path and DEPENDENCIES in path
+    assert str(ROOT) not in path and str(environment / "dependencies") in path
 
 
 def test_the_first_example_runs(environment, tmp_path):
@@ -75,4 +94,12 @@ def test_the_first_example_runs(environment, tmp_path):
 
 def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path):
     found = json.loads(run([environment / "bin" / "xlstm-jax", "doctor", "--json"], tmp_path))
+    assert found["missing"] == EXTRAS and found["versions"]["xlstm_jax"] == xlstm_jax.__version__
     assert all(check["ok"] for check in found["checks"]) and len(found["checks"]) >= 8
+
+
+def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):
+    (tmp_path / "train.py").write_text(python_blocks(ROOT / "docs" / "cli.md")[0])
+    command = [environment / "bin" / "xlstm-jax", "forecast", "--factory", "train:training", "--topology", "v5e:2x4"]
+    with pytest.raises(AssertionError, match=r"pip install xlstm_jax\[forecast\]"):
+        run(command, tmp_path)
