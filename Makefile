@@ -1,21 +1,29 @@
-# Three commands do everything on a fresh machine, virtual environment and installation included:
+# Each of these works on a fresh machine; the virtual environment and the installation come first:
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
-#   make test     runs the suite; pass options as ARGS="-k parity"
+#   make test     runs the suite and the examples in docstrings; pass options as ARGS="-k parity"
+#   make check    ruff, mypy and pyright, in seconds
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
-# PYTHON chooses the interpreter, VENV the folder of the environment.
+# PYTHON chooses the interpreter, VENV the folder of the environment, EXTRAS (of setup.cfg) what is installed in it.
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= test,dev
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test test-targets test-faults clean
+.PHONY: train test check test-targets test-faults clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+check: $(VENV)/installed
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 test-targets: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)
@@ -26,8 +34,8 @@ test-faults: $(VENV)/installed
 $(VENV)/installed: setup.cfg setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet -e .[train,test]
+	$(VENV)/bin/python -m pip install --quiet -e .[$(EXTRAS)]
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* runs *.egg-info
+	rm -rf .venv .venv-* runs build dist *.egg-info

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 EPSILON = 1e-6  # Linen's, in its norms
 ROTARY_BASE = 10_000.0
@@ -64,10 +64,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in qkv)
-        out = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        out = functional.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
         x = x + self.attention_out(out.transpose(1, 2).flatten(2))
         gate, y = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * y)
+        return x + self.down(functional.silu(gate) * y)
 
 
 class Transformer(nn.Module):
@@ -118,7 +118,7 @@ def make_step(model: nn.Module, tokens: torch.Tensor) -> Callable[[], torch.Tens
     labels = tokens[:, 1:].flatten()
 
     def step():
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels)
+        loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

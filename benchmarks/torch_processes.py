@@ -69,7 +69,7 @@ def torch_processes(
 
 
 def _start(stack: contextlib.ExitStack, folder: Path, rank: int, count: int, lifetime_s: float) -> subprocess.Popen:
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = os.environ | threads | {"GLOO_SOCKET_IFNAME": _loopback(), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.torch_fsdp", str(folder), str(rank), str(count), str(lifetime_s)]
     errors = stack.enter_context(open(folder / f"errors_{rank}", "wb"))

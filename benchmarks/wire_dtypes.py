@@ -28,9 +28,10 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -160,7 +161,7 @@ class Training(NamedTuple):
     """One way to reduce gradients: the mesh, options of ``shard_module_params``, and bits if by a ring that rounds."""
 
     mesh: dict[str, int]
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     bits: int | None = None
 
 
@@ -193,9 +194,9 @@ def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iter
         yield {"seed": seed, "losses": [float(x) for x in losses], "held_out": float(evaluate(state.params))}
 
 
-def _with_options(job: Job, options: dict[str, Any]) -> Job:
+def _with_options(job: Job, options: Mapping[str, Any]) -> Job:
     wrap = job.model.wrap
-    model = job.model.clone(wrap=functools.partial(wrap.func, **wrap.keywords | options))
+    model = job.model.clone(wrap=functools.partial(wrap.func, **wrap.keywords | dict(options)))
     return dataclasses.replace(job, model=model)
 
 

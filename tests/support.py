@@ -1,5 +1,6 @@
 """What the tests share: meshes by shape, small models to wrap, and comparison to the rounding of float32."""
 
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,8 @@ from xlstm_jax.distributed.data_parallel.boxes import path_string
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
+
+KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
 
 
 @cache
@@ -111,7 +114,7 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
 
 
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """All equations of a jaxpr and of those in its equations' parameters, each with the primitives that it is within."""
+    """All equations of a jaxpr and of those in its equations' parameters, each with the primitives around it."""
     found = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         found.append((within, eqn))
@@ -119,3 +122,8 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
             if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
                 found += equations(param, (*within, eqn.primitive.name))
     return found
+
+
+def count_collectives(text: str) -> int:
+    """In StableHLO or in compiled HLO, where some are asynchronous; one over several operands is one."""
+    return len(re.findall(rf"stablehlo\.(?:{KINDS})\b|\s(?:{KINDS})(?:-start)?\(", text))

@@ -10,10 +10,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose
-from support import AXES, fsdp, mesh_of, on_mesh
 
 from benchmarks.large_models import Size, language_model
 from benchmarks.models import LanguageModel, causal_attention
+from tests.support import AXES, fsdp, mesh_of, on_mesh
 
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from support import fsdp, mesh_of
 
-from benchmarks.models import LanguageModel
+from tests.models import LanguageModel
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.memory import operation_names, read_memory
@@ -135,9 +135,9 @@ def test_a_timeline_is_thinned_to_its_heights():
 
 
 def test_what_is_no_such_text_is_refused():
-    with pytest.raises(ValueError, match="This is no buffer assignment of XLA.*HloModule jit_f"):
+    with pytest.raises(ValueError, match=r"This is no buffer assignment of XLA.*HloModule jit_f"):
         read_memory("HloModule jit_f", LIVE_RANGE, {})
-    with pytest.raises(ValueError, match="This is no live-range text of XLA.*BufferAssignment"):
+    with pytest.raises(ValueError, match=r"This is no live-range text of XLA.*BufferAssignment"):
         read_memory(ASSIGNMENT, ASSIGNMENT, {})
 
 

@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
-from xlstm_jax.cli import commands, doctor, self_test
 from xlstm_jax.cli.factory import load_factory
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Workload
-from xlstm_jax.distributed.forecast.fitting import search as planner
+from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 
@@ -162,13 +162,13 @@ def script(line, cwd=ROOT, timeout=300):
     [("dp=4,fsdp=64", {"dp": 4, "fsdp": 64}), ("fsdp=-1", {"fsdp": -1}), ("dp = 2, fsdp = 4", {"dp": 2, "fsdp": 4})],
 )
 def test_a_mesh_is_read(text, want):
-    assert cli.parse_mesh(text) == want and list(cli.parse_mesh(text)) == list(want)
+    assert arguments.parse_mesh(text) == want and list(arguments.parse_mesh(text)) == list(want)
 
 
 @pytest.mark.parametrize("text", ["", "fsdp", "fsdp=", "fsdp=0", "fsdp=-2", "fsdp=2,fsdp=4", "dp=-1,fsdp=-1", "a b=2"])
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="is not axis=size"):
-        cli.parse_mesh(text)
+        arguments.parse_mesh(text)
 
 
 @pytest.mark.parametrize(
@@ -183,20 +183,20 @@ def test_what_is_no_mesh_is_refused(text):
     ],
 )
 def test_bytes_are_read_with_their_unit(text, want):
-    assert cli.parse_bytes(text) == want
+    assert arguments.parse_bytes(text) == want
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "14 GiBs", "14iB", "0"])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="write 14GiB"):
-        cli.parse_bytes(text)
+        arguments.parse_bytes(text)
 
 
 def test_settings_are_literals_and_nothing_else():
-    assert cli.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
+    assert arguments.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
     for text in ("remat=true", "remat", "x=open('f')"):
         with pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
-            cli.parse_setting(text)
+            arguments.parse_setting(text)
 
 
 # ---------------------------------------------------------------------------------------------------------- the factory
@@ -379,7 +379,7 @@ def test_diff_names_what_changed_and_exits_with_1(command, folder):
 
 
 def test_a_forecast_without_topology_has_the_collectives_of_simulated_devices(command):
-    code, out, err = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
+    code, out, _ = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
     found = Forecast.from_json(out)
     assert (code, found.platform, found.axis_sizes) == (0, "cpu", {"dp": 2, "fsdp": 4})
     gathers = [c for c in found.collectives if c.kind == "all-gather" and "up/kernel" in c.leaves]
@@ -425,7 +425,7 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
         asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
         return SimpleNamespace(total_bytes=2**20, step_seconds=1.0)
 
-    monkeypatch.setattr(planner, "forecast", by_formula)
+    monkeypatch.setattr(search, "forecast", by_formula)
     line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
     code, out, err = command(f"{line} 900KiB")
     found = json.loads(out)
@@ -492,15 +492,15 @@ def wait_until(condition, timeout_s=120):
 def test_the_example_of_the_help_works_when_pasted(name):
     text = script(f"xlstm-jax {name} --help").stdout
     example = re.search(r"Example, in a checkout:\n  (xlstm-jax .+)\n", text)[1]
-    assert example == cli.EXAMPLES[name]
+    assert example == arguments.EXAMPLES[name]
     done = script(f"{example} --json")
     assert done.returncode in ((0, 1) if name == "lint" else (0,)), done.stderr
     assert json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", cli.EXAMPLES)
+@pytest.mark.parametrize("name", arguments.EXAMPLES)
 def test_every_command_has_an_example_that_its_parser_takes(name):
-    args = cli.make_parser().parse_args(shlex.split(cli.EXAMPLES[name])[1:])
+    args = arguments.make_parser().parse_args(shlex.split(arguments.EXAMPLES[name])[1:])
     assert args.command == name
 
 
@@ -550,8 +550,8 @@ def test_a_child_that_cannot_start_is_a_failed_check():
 def test_a_failed_check_is_bad_news_and_a_missing_extra_is_none():
     failed = self_test.within("gradients", {"a": [1.0]}, {"a": [2.0]})
     some = doctor.Diagnosis({}, {"tensorboard": ["tensorboardX"]}, "", "", (failed, Check("values", "0", "1", True)))
-    assert commands.diagnosis(some).refusals == ("failed: gradients.",)
-    assert commands.diagnosis(dataclasses.replace(some, checks=some.checks[1:])).refusals == ()
+    assert commands.doctor_report(some).refusals == ("failed: gradients.",)
+    assert commands.doctor_report(dataclasses.replace(some, checks=some.checks[1:])).refusals == ()
 
 
 def test_doctor_as_a_user_runs_it():

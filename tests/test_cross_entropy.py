@@ -11,8 +11,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
-from support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
 
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
@@ -87,7 +87,10 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk_size):
 def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
     """Beside the gradient in float64, it is off by one rounding of the result and the factors' roundings, averaged."""
     hidden, kernel, labels = example(batch=512, dtype=jnp.bfloat16)
-    mean = lambda losses_of: lambda kernel, hidden: losses_of(hidden, kernel, labels).loss.mean()  # noqa: E731
+
+    def mean(losses_of):
+        return lambda kernel, hidden: losses_of(hidden, kernel, labels).loss.mean()
+
     with jax.enable_x64(True):
         wide = kernel.astype(jnp.float64), hidden.astype(jnp.float64)
         want = np.asarray(jax.jit(jax.grad(mean(all_logits)))(*wide))
@@ -242,7 +245,9 @@ def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, c
     specs = tuple(spec or PartitionSpec() for spec in specs[varying])
 
     def on_device(losses_of, hidden, kernel, labels):
-        loss = lambda hidden, kernel: jnp.sum(losses_of(hidden, kernel[0], labels).loss ** 2)  # noqa: E731
+        def loss(hidden, kernel):
+            return jnp.sum(losses_of(hidden, kernel[0], labels).loss ** 2)
+
         grads = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
         return jax.tree.map(lambda grad: grad[None], grads)
 
@@ -285,7 +290,7 @@ class Tied(nn.Embed):
 class Model(nn.Module):
     """Embedding, dense layer, head; the head may be the embedding."""
 
-    wrap: object = lambda module: module  # noqa: E731
+    wrap: object = lambda module: module
     tied: bool = False
     scan: bool = False
     head: type = partial(LMHead, chunk_size=8)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 
+from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.cost.cycles import count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse

@@ -284,7 +284,7 @@ def test_dtypes_on_the_wire(check_vma):
         assert fn(*args)[0].dtype == jnp.float32
         lines = fn.lower(*args).as_text().splitlines()
         gathers = [line for line in lines if "all_gather" in line]
-        scatters = [line for line in "".join(lines).split('"stablehlo.reduce_scatter"')[1:]]
+        scatters = "".join(lines).split('"stablehlo.reduce_scatter"')[1:]
         assert len(gathers) == 1 and len(scatters) == 1
         return gathers[0].split("->")[1], scatters[0].split("->")[1][:40]
 
@@ -358,8 +358,8 @@ def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_n
         return unbox(sync_gradients(jax.grad(lambda t: loss(gather_params(t, AXES), x))(tree), axis_names))
 
     specs = {k: P(*names) for k, names in boxes.items()}
-    got = on_mesh(local, mesh, check_vma, (specs, P(AXES)), specs)({k: w for k in boxes}, x)
-    want = jax.grad(loss)({k: w for k in boxes}, x)
+    got = on_mesh(local, mesh, check_vma, (specs, P(AXES)), specs)(dict.fromkeys(boxes, w), x)
+    want = jax.grad(loss)(dict.fromkeys(boxes, w), x)
     for name in boxes:
         assert_allclose(got[name], want[name], rtol=0, atol=FLOAT32_ROUNDING * float(jnp.abs(want[name]).max()))
 

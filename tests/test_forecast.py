@@ -507,7 +507,7 @@ def test_a_step_takes_what_runs_and_what_it_waits_for():
 
 
 def rendered(renderable):
-    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))
     with console.file:
         console.print(renderable)
         return console.export_text()

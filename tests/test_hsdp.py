@@ -115,7 +115,7 @@ def test_an_axis_splits_or_copies_and_must_be_there():
         state_of(wrap, mesh)
 
 
-# ---------------------------------------------------------------------------- what else depends on a shard, or splits it
+# --------------------------------------------------------------------------- what else depends on a shard, or splits it
 
 
 def no_penalty(params):

@@ -57,7 +57,7 @@ def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
     want = jax.jit(plain.init)(KEY, X)
     got = init_sharded(wrapped, mesh_of(dp, fsdp_size), KEY, X, batch_axes=AXES)
     split_by_three = name == "initializers"  # the blocks have no dim that 3 divides, and stay whole there
-    assert fsdp_size == 3 and not split_by_three or any(is_box(leaf) for _, leaf in leaves_with_path(got))
+    assert (fsdp_size == 3 and not split_by_three) or any(is_box(leaf) for _, leaf in leaves_with_path(got))
     for (path, w), g in zip(leaves_with_path(want), jax.tree.leaves(unbox(got)), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype), path
         if not jnp.issubdtype(w.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""Folders import only from folders before them, never sideways, never up; no word names two things; nothing is hidden."""
+"""Folders import only from those before them, never sideways, never up; no word names two things; nothing is hidden."""
 
 import ast
 import re

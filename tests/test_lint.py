@@ -13,8 +13,8 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from support import AXES, mesh_of
 
+from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     abstract_train_state,

@@ -80,7 +80,7 @@ def test_options_change_the_text():
 
 
 if __name__ == "__main__":
-    from tests import conftest  # simulates the devices
+    import conftest  # simulates the devices
 
     del conftest
     folder = Path(sys.argv[1])

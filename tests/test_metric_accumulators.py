@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.metrics_variants import count_collectives
-from tests.support import AXES, mesh_of
+from tests.support import AXES, count_collectives, mesh_of
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.metrics import (
     Compose,

@@ -184,7 +184,7 @@ def test_methods_by_name_and_top_level_use():
 
 # ----------------------------------------------------------------------------------------------------- transformations
 
-SCAN = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+SCAN = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
 
 
 def scanned(block, x, **options):
@@ -350,7 +350,7 @@ def test_collections_beside_params_pass_through(check_vma):
 
     # The batch lies on dp alone, and the statistics are reduced over dp by the module itself.
     def local(variables, x):
-        y, updates = wrapped.apply(variables, x, mutable=["batch_stats", "intermediates"])
+        _, updates = wrapped.apply(variables, x, mutable=["batch_stats", "intermediates"])
         return updates["batch_stats"], updates["intermediates"]["inner"]["hidden"][0]
 
     # Over fsdp all devices compute the same, which types cannot know: the statistics come back from each.
@@ -440,7 +440,7 @@ def test_the_layer_dim_may_be_any_dim(axis):
 def test_options_that_are_none_are_refused_when_wrapping():
     with pytest.raises(TypeError, match="bf16"):
         fsdp(nn.Dense, gather_dtype="bf16")
-    with pytest.raises(TypeError, match="min_weight_size=.*bfloat16.* is not a number of values"):
+    with pytest.raises(TypeError, match=r"min_weight_size=.*bfloat16.* is not a number of values"):
         shard_module_params(nn.Dense, "fsdp", jnp.bfloat16)
 
 

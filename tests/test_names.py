@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import traverse_util
-from support import fsdp, mesh_of
 
-from benchmarks.models import LanguageModel
+from tests.models import LanguageModel
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step, unbox
 from xlstm_jax.distributed.forecast.hlo.op_names import module_path, module_paths
 
@@ -87,7 +87,7 @@ def test_a_loop_over_different_modules_lends_none():
     assert module_paths(names)[names[0]] == ("", "other")
 
 
-@pytest.mark.parametrize("block", ["transformer", "xlstm"])
+@pytest.mark.parametrize("block", ["transformer", "recurrent"])
 def test_every_weight_of_a_compiled_step_is_found_under_its_parameter_path(block):
     """The products of a dense layer lie at the path of its kernel: forward, recomputed and backward."""
     mesh = mesh_of(2, 4)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import LanguageModel
+from tests.models import LanguageModel
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import (
     create_train_state,
@@ -160,7 +160,7 @@ MODELS = {
     "boxes of the model, nested wrappers": (Boxed(fsdp()), X, (2, 4), 4, 0),
     "vmap over an axis": (Members(fsdp()), X, (2, 4), 1, 1),
     "kinds of dtype": (fsdp(Kinds)(), X, (2, 4), 4, 2),
-    "xlstm": (language_model("xlstm"), TOKENS, (2, 4), 12, 3),
+    "recurrent": (language_model("recurrent"), TOKENS, (2, 4), 10, 2),
     "transformer": (language_model("transformer"), TOKENS, (2, 4), 8, 1),
 }
 
@@ -445,8 +445,13 @@ def test_a_leaf_in_one_sentence_with_its_numbers():
 
 @pytest.mark.parametrize(
     "count, text",
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1234567, "1.18 MiB"), (1023 * 2**10, "1 MiB")]
-    + [
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1234567, "1.18 MiB"),
+        (1023 * 2**10, "1 MiB"),
         (100 * 2**20, "100 MiB"),
         (2**30 - 1, "1 GiB"),
         (5 * 2**40, "5 TiB"),
@@ -517,7 +522,7 @@ def test_diff_names_what_was_added_removed_and_changed():
     after = plan_sharding(Wider(), {"dp": 1, "fsdp": 8}, X)
     assert before.diff(before) == [] == before.diff(ShardingPlan.from_json(before.to_json()))
     found = {difference.path: difference for difference in before.diff(after)}
-    assert list(found)[0] == "(mesh)" and "('fsdp', 4)" in str(found["(mesh)"])
+    assert next(iter(found)) == "(mesh)" and "('fsdp', 4)" in str(found["(mesh)"])
     assert str(found["odd/kernel"]) == "odd/kernel: removed, float32[64, 9]"
     assert str(found["new/kernel"]) == "new/kernel: added, float32[64, 8]"
     assert found["wide/bias"].before["names"] == (None,) and found["wide/bias"].after["names"] == ("fsdp",)

@@ -14,8 +14,8 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support import AXES, Model, data, fsdp, mean_loss, mesh_of
 
+from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology

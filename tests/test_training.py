@@ -160,7 +160,7 @@ def test_a_loss_function_that_returns_something_else_is_told_what_was_expected(o
         value = mean_loss(params, WRAPPED.apply, batch)
         return value if returned == 1 else (value, value)
 
-    with pytest.raises(TypeError, match="loss_fn must return|loss_fn returned .* needs has_aux=True"):
+    with pytest.raises(TypeError, match=r"loss_fn must return|loss_fn returned .* needs has_aux=True"):
         run_grads(value_and_grad(loss, AXES, **options), mesh_of(2, 4), check_vma)
 
 
@@ -421,10 +421,10 @@ def test_integer_leaves_ride_along_untouched():
 
 
 @pytest.mark.parametrize("batch_size, count, message", [
-    (12, 1, r"batch\['weight'\] of shape \(12,\) holds 12 examples, which the mesh of \{'dp': 2, 'fsdp': 4\}, 8 "
-            r"devices does not divide; the last 4 would be dropped. Pad the batch to 16"),
-    (16, 4, r"batch\['weight'\] .* 16 examples, .* 8 devices times num_minibatches=4, 32 parts in all, "
-            r".* to 32 examples"),
+    (12, 1, (r"batch\['weight'\] of shape \(12,\) holds 12 examples, which the mesh of \{'dp': 2, 'fsdp': 4\}, 8 "
+            r"devices does not divide; the last 4 would be dropped. Pad the batch to 16")),
+    (16, 4, (r"batch\['weight'\] .* 16 examples, .* 8 devices times num_minibatches=4, 32 parts in all, "
+            r".* to 32 examples")),
 ], ids=["devices", "minibatches"])  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, message):
     mesh = mesh_of(2, 4)

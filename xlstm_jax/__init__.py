@@ -1,3 +1,3 @@
 """Fully sharded data parallelism for Flax Linen inside ``jax.shard_map``; see ``xlstm_jax.distributed``."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""The command ``xlstm-jax``: arguments in, tables out; nothing else in the library prints."""
+"""The command ``xlstm-jax``: arguments in, tables out. Nothing else in the library prints."""
 
 from xlstm_jax.cli.command_line import main
 

@@ -3,7 +3,7 @@
 import argparse
 import ast
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -18,14 +18,14 @@ EXAMPLES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------- arguments
-
-
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors are one line, like all others."""
+    """An ``ArgumentParser`` that raises its errors, so that they are printed like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help.")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -84,7 +84,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add(commands: Any, name: str, text: str, bad: str) -> Parser:
+def _add(commands: Commands, name: str, text: str, bad: str) -> Parser:
     command = commands.add_parser(
         name,
         help=text,
@@ -121,7 +121,7 @@ def _add_minibatches(command: Parser) -> None:
     )
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: Commands) -> None:
     text = "what is split, why not where it is not, and what each device keeps"
     command = _add(commands, "plan", text, "a check is not met, or --diff finds something")
     _add_training(command, topology="not needed with --mesh")
@@ -135,7 +135,7 @@ def _add_plan(commands: Any) -> None:
     )
 
 
-def _add_forecast(commands: Any) -> None:
+def _add_forecast(commands: Commands) -> None:
     text = "memory, traffic and time of a compiled step"
     command = _add(commands, "forecast", text, "it does not fit")
     _add_training(command, topology="without it, simulated CPU devices: collectives alone")
@@ -143,7 +143,7 @@ def _add_forecast(commands: Any) -> None:
     command.add_argument("--out", metavar="picture.png", help="draw memory and time")
 
 
-def _add_fit(commands: Any) -> None:
+def _add_fit(commands: Commands) -> None:
     text = "options of the step that fit, the fastest first; compiles several times"
     command = _add(commands, "fit", text, "nothing fits")
     _add_training(command, topology="the devices to fit into", required=True)
@@ -152,7 +152,7 @@ def _add_fit(commands: Any) -> None:
     )
 
 
-def _add_lint(commands: Any) -> None:
+def _add_lint(commands: Commands) -> None:
     text = "what in a compiled step costs more than it need"
     command = _add(commands, "lint", text, "there are findings")
     _add_training(command, topology="without it, simulated CPU devices, whose schedule is not that of TPUs")

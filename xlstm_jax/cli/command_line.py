@@ -1,7 +1,7 @@
-"""The command ``xlstm-jax``: arguments in, tables out. ``commands`` does the work; nothing else in the library prints.
+"""Runs a command and prints its report; ``commands`` does the work.
 
 stdout      the tables, or with --json the JSON and nothing else
-stderr      what is being done, where it is a terminal; notes, bad news and errors, a line each
+stderr      progress, if it is a terminal; notes, bad news and errors, one line each
 exit code   0: done, and all is well    1: done, and the news is bad    2: an error
 """
 
@@ -12,20 +12,23 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from xlstm_jax.cli.arguments import make_parser
 
 BAD_NEWS, ERROR, INTERRUPTED = 1, 2, 130
-WIDTH = 120  # of what goes to no terminal
+WIDTH = 120  # columns, where stdout is no terminal
 MAX_ERROR = 1000  # characters
 
-
-# ------------------------------------------------------------------------------------------------------------- running
+if TYPE_CHECKING:  # it imports jax, which takes seconds that --help need not wait for
+    from xlstm_jax.cli.commands import Report, Say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; ``--help`` exits by itself."""
+    """Runs a command and returns its exit code. ``--help`` raises ``SystemExit``, as argparse does."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         with sigterm_raises():
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that no compiling child outlives it."""
+    """Turns SIGTERM into an exception, so that the command ends its child processes before it exits."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -50,11 +53,10 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and shows its report."""
+    """Runs the command, prints its report and returns the exit code."""
     with redirect_stdout(sys.stderr), progress() as say:  # the user's code may print
         say("starting")
-        run_command = _command(args)
-        report = run_command(args, say)
+        report = _command(args.command)(args, say)
     if args.json:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
@@ -64,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     return BAD_NEWS if report.refusals else 0
 
 
-def _command(args: argparse.Namespace) -> Callable[..., Any]:
-    """The function of a command. The library is imported here, seconds that --help and a misspelt option do not take.
+def _command(name: str) -> "Callable[[argparse.Namespace, Say], Report]":
+    """The function of a command. Imports the library here, so that ``--help`` does not wait for jax.
 
-    Nothing is computed, so no accelerator is started, nor waited for, unless the user names a platform.
+    The commands compute nothing, so JAX runs on the CPU and starts no accelerator, unless the user names a platform.
     """
     import jax
 
@@ -76,16 +78,16 @@ def _command(args: argparse.Namespace) -> Callable[..., Any]:
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     return {
-        "plan": commands.plan,
-        "forecast": commands.show_forecast,
-        "fit": commands.fit,
-        "lint": commands.show_lint,
-        "doctor": commands.examine,
-    }[args.command]
+        "plan": commands.run_plan,
+        "forecast": commands.run_forecast,
+        "fit": commands.run_fit,
+        "lint": commands.run_lint,
+        "doctor": commands.run_doctor,
+    }[name]
 
 
 def error_line(error: Exception) -> str:
-    """An error as one line: the library's own as they are, others with their type and the user's line."""
+    """An error as one line; one that is not the library's own also says its type and the line of the user's code."""
     from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
     from xlstm_jax.distributed.wording import shortened
 
@@ -93,20 +95,12 @@ def error_line(error: Exception) -> str:
     return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")
 
 
-def console(**options: Any) -> Any:
-    """A ``rich`` console that takes brackets for what they are.
-
-    Raises:
-      ImportError: rich is not installed.
-    """
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]; or pass --json.") from error
+def console(**options: Any) -> Console:
+    """A ``rich`` console that prints brackets as they are."""
     return Console(markup=False, highlight=False, **options)
 
 
-def show(parts: Sequence[Any]) -> None:
+def show(parts: Sequence[object]) -> None:
     """Prints to stdout."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     out = console(width=None if known else WIDTH)
@@ -116,18 +110,11 @@ def show(parts: Sequence[Any]) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, and for how long, where stderr is a terminal."""
+    """Shows what the command does now, and for how long, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
-    err = console(stderr=True)
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=err,
-                  transient=True) as bar:  # fmt: skip
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda text: bar.update(task, description=text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
-"""What there is on this machine: versions, devices, extras; and whether the library is right on it.
+"""Lists what this machine has (versions, devices, extras) and tests the library on it.
 
     examine() -> Diagnosis
 
-This process touches no accelerator: devices are listed, and sharded training is compared with that of one device, in
-child processes (``self_test``), which can simulate devices and leave an accelerator free when they end.
+This process starts no accelerator. Child processes (``self_test``) list the devices and compare sharded training with
+training on one device: they can simulate devices, and an accelerator is free again when they end.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from xlstm_jax.distributed.forecast.compiling.compile import CompileError, compi
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.wording import one_line
 
-NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy")
+NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
 # What each extra of setup.cfg installs; jax[tpu] is libtpu.
 EXTRAS = {
     "checkpoint": ("orbax-checkpoint",),
-    "forecast": ("flatbuffers", "libtpu", "matplotlib", "rich"),
+    "forecast": ("flatbuffers", "libtpu", "matplotlib"),
     "tensorboard": ("tensorboardX",),
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -48,11 +48,11 @@ class Diagnosis:
     """What ``examine`` found.
 
     Attributes:
-      versions: of Python and of packages; None for those that are not installed.
-      missing: extras that are not whole, with the packages that they lack.
-      devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" where JAX cannot start.
-      tested_on: where the comparisons ran.
-      checks: all self-tests.
+      versions: of Python and of packages; None for packages that are not installed.
+      missing: extras that lack packages, and these packages.
+      devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" if JAX cannot start.
+      tested_on: the devices of the self-tests.
+      checks: the results of the self-tests.
     """
 
     versions: dict[str, str | None]
@@ -61,8 +61,8 @@ class Diagnosis:
     tested_on: str
     checks: tuple[Check, ...]
 
-    def tables(self) -> list[Any]:
-        """What there is to read, as ``rich`` renderables."""
+    def tables(self) -> list[object]:
+        """The diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
         extras = [
             [f"[{extra}]", f"pip install xlstm_jax[{extra}], for {', '.join(self.missing[extra])}"]
@@ -79,16 +79,12 @@ class Diagnosis:
         ]
 
     def to_json(self) -> str:
-        """All of it, for programs."""
+        """The diagnosis as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 def examine(say: Callable[[str], None]) -> Diagnosis:
-    """Looks at the machine and runs all self-tests, about half a minute.
-
-    Args:
-      say: called with what is being done.
-    """
+    """Looks at the machine and runs all self-tests, in about half a minute; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras()
     say("starting JAX on the devices at hand")
@@ -108,24 +104,21 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
         checks=(
             *_checks("JAX starts", listed),
             *_checks("training", tested),
-            *_compiles(missing),
-            *_agreeing(versions),
+            *_compile_check(missing),
+            *_libtpu_check(versions["libtpu"]),
         ),
     )
 
 
-# ---------------------------------------------------------------------------------------------------- what is installed
-
-
 def installed() -> dict[str, str | None]:
-    """The versions of Python, of what the library needs and can use, and of those plugins of JAX that are there."""
+    """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
     names = (*NEEDED, *(name for names in EXTRAS.values() for name in names))
     plugins = {name: found for name in PLUGINS if (found := _version(name))}
     return {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
-    """The extras that lack something, and what: {"tensorboard": ["tensorboardX"]}."""
+    """The extras that lack packages, and these: {"tensorboard": ["tensorboardX"]}."""
     lacking = {extra: [name for name in names if not _version(name)] for extra, names in extras.items()}
     return {extra: names for extra, names in lacking.items() if names}
 
@@ -137,21 +130,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _agreeing(versions: dict[str, str | None]) -> Iterator[Check]:
-    """Whether libtpu, where it is, is the one that this version of JAX asks for."""
+def _libtpu_check(installed: str | None) -> Iterator[Check]:
+    """Whether an installed libtpu is the one that this version of JAX asks for."""
     wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "")
     wanted = wanted.partition(";")[0].strip()
-    if versions["libtpu"] and wanted:
-        prefix = wanted.partition("==")[2].removesuffix("*")
-        same = versions["libtpu"].startswith(prefix)
-        yield Check("libtpu is the one that JAX asks for", versions["libtpu"], wanted, same)
-
-
-# ---------------------------------------------------------------------------------------------------------- self-tests
+    if installed and wanted:
+        same = installed.startswith(wanted.partition("==")[2].removesuffix("*"))
+        yield Check("libtpu is the one that JAX asks for", installed, wanted, same)
 
 
 def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """What a child of ``self_test`` found; {"error": why} where it found nothing."""
+    """What a child process of ``self_test`` found, or {"error": reason}."""
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-P", "-m", self_test.__name__, what, str(path)]
@@ -171,16 +160,16 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
     return [Check(**check) for check in found.get("checks", ())]
 
 
-def _compiles(missing: dict[str, list[str]]) -> Iterator[Check]:
-    """Whether a small program compiles for TPUs that are not there; nothing where that is not installed."""
-    if not {"libtpu", "flatbuffers"} & set(missing.get("forecast", ())):
-        start = time.monotonic()
-        mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
-        place = NamedSharding(mesh, PartitionSpec("fsdp"))
-        try:
-            x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=place)
-            compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGY, timeout_s=CHILD_TIMEOUT_S)
-        except (CompileError, TimeoutError) as error:
-            yield Check(f"a program compiles for {TOPOLOGY}", one_line(error), "", False)
-        else:
-            yield Check(f"a program compiles for {TOPOLOGY}", f"{time.monotonic() - start:.0f} s", "", True)
+def _compile_check(missing: dict[str, list[str]]) -> Iterator[Check]:
+    """Whether a small program compiles for TPUs that are not there; no check without libtpu."""
+    if {"libtpu", "flatbuffers"} & set(missing.get("forecast", ())):
+        return
+    name, start = f"a program compiles for {TOPOLOGY}", time.monotonic()
+    sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
+    try:
+        compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGY, timeout_s=CHILD_TIMEOUT_S)
+    except (CompileError, TimeoutError) as error:
+        yield Check(name, one_line(error), "", False)
+    else:
+        yield Check(name, f"{time.monotonic() - start:.0f} s", "", True)

@@ -1,9 +1,9 @@
-"""The user's factory: the function, named on the command line, that returns a ``Workload``.
+"""The user's factory: a function, named on the command line, that returns a ``Workload``.
 
   "my_project.train:training"  --load_factory-->  Factory  --workload(options, chosen)-->  Workload
 
-A factory is the user's code, and may fail in any way. What it raises comes back as a ``FactoryError``: one line with
-the call, the error and the line of the user's file that raised it.
+A factory is the user's code and may raise anything. That is raised again as a ``FactoryError``: one line with the call,
+the error and the line of the user's file.
 """
 
 import importlib
@@ -14,36 +14,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from xlstm_jax.distributed.forecast.workload import Workload, described
 
 
 class FactoryError(ValueError):
-    """The factory cannot be found, imported or called, or returns something else than a ``Workload``."""
+    """The factory cannot be found, imported or called, or does not return a ``Workload``."""
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A user's function, and what it was called on the command line."""
+    """A user's function, and its name on the command line."""
 
     name: str
     function: Callable[..., Any]
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """The names of all arguments that it may be given."""
+        """The names of the function's arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """What it is called with.
+        """The arguments that the function is called with.
 
         Args:
-          options: passed where they are declared.
-          chosen: passed in any case, instead of an option of the same name.
+          options: passed if the function has an argument of that name.
+          chosen: the values of ``--set``, always passed; they replace options of the same name.
         Raises:
-          FactoryError: something is chosen that it does not declare.
+          FactoryError: the function has no argument of a chosen name.
         """
         if unknown := [name for name in chosen if name not in self.declared]:
             raise FactoryError(
@@ -53,10 +54,10 @@ class Factory:
         return {name: value for name, value in options.items() if name in self.declared} | dict(chosen)
 
     def workload(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> Workload:
-        """Calls it; see ``arguments``.
+        """Calls the function; see ``arguments``.
 
         Raises:
-          FactoryError: it raises, or returns something else than a ``Workload``.
+          FactoryError: the function raises, or does not return a ``Workload``.
         """
         arguments = self.arguments(options, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
@@ -73,10 +74,10 @@ class Factory:
 
 
 def load_factory(name: str) -> Factory:
-    """Imports ``package.module:function``; the current directory is searched first.
+    """Imports ``package.module:function``; searches the current directory first.
 
     Raises:
-      FactoryError: the name has another form, the module is not there or fails, or it has no such function.
+      FactoryError: the name has another form, the module cannot be imported, or it has no such function.
     """
     module_name, _, function_name = name.partition(":")
     if os.sep in module_name or (module_name.endswith(".py") and Path(module_name).exists()):
@@ -97,16 +98,16 @@ def load_factory(name: str) -> Factory:
 
 
 def _as_module(name: str) -> str:
-    """What to write instead of ``folder/file.py:function``, and where."""
+    """The cure for ``folder/file.py:function``: the same as a module's name, and the folder to run in."""
     file_name, _, function_name = name.partition(":")
     path = Path(os.path.relpath(file_name)).with_suffix("")
-    if not all(part.isidentifier() for part in path.parts):  # above the current directory, say
+    if not all(part.isidentifier() for part in path.parts):  # above the current directory, for example
         where = Path(file_name).parent
         return f"Run the command in {where}, and write {path.name}:{function_name or 'function'}."
     return f"Write {'.'.join(path.parts)}:{function_name or 'function'}."
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,13 +1,13 @@
-"""Whether sharded training is right on this machine: a small model against one device, in half a minute.
+"""Compares sharded training on this machine with training on one device: a small model, half a minute.
 
-``doctor`` runs this file in child processes, which leave what they found in FILE:
+``doctor`` runs this file in child processes, which write what they found to FILE:
 
-  python -m xlstm_jax.distributed.self_test devices FILE         the devices at hand
-  python -m xlstm_jax.distributed.self_test parity FILE          comparisons on these devices
-  python -m xlstm_jax.distributed.self_test simulated FILE       comparisons on 8 simulated CPU devices
+  python -m xlstm_jax.cli.self_test devices FILE         the devices at hand
+  python -m xlstm_jax.cli.self_test parity FILE          comparisons on these devices
+  python -m xlstm_jax.cli.self_test simulated FILE       comparisons on 8 simulated CPU devices
 
-The reference is the plain model on one device and the whole batch, without any collective. Devices see shares of
-different scale, so that no share has the gradient of all: the last comparison leaves a mean out, and must fail.
+The reference is the plain model on one device with the whole batch, without any collective. The rows of the devices
+differ in scale, so that no device's own gradient is the mean. The last comparison leaves the mean out and must differ.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ from xlstm_jax.distributed.training.state import create_train_state
 from xlstm_jax.distributed.training.step import make_train_step
 
 MAX_DEVICES = 8
-TOLERANCE = 1e-4  # of a leaf's largest entry; the order of float32 sums makes 1e-6
-GUARD = 100 * TOLERANCE  # what a missing mean must at least make
+TOLERANCE = 1e-4  # of a leaf's largest entry; float32 sums in another order differ by 1e-6
+GUARD = 100 * TOLERANCE  # a missing mean must differ by at least this
 STEPS, LEARNING_RATE = 3, 1e-3
 WIDTH, MIN_WEIGHT_SIZE, ROWS = 16, 32, 16
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what was measured, what was allowed, and whether it is."""
+    """One comparison: what was measured, what is allowed, and whether the one is within the other."""
 
     name: str
     measured: str
@@ -58,7 +58,7 @@ class Block(nn.Module):
     """A residual MLP; its norm is too small to be split."""
 
     @nn.compact
-    def __call__(self, x, _=None):
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         h = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH)(h), None
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
     wrap: Callable[[Any], Any]
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = self.wrap(nn.Dense)(WIDTH)(x)
         block = nn.remat(self.wrap(Block), prevent_cse=False)
         x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()(x, None)
@@ -87,25 +87,22 @@ def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any],
 
 
 def example_batch() -> dict[str, np.ndarray]:
-    """Rows whose scale grows, so that devices see different shares."""
+    """Rows that grow in scale, so that each device sees rows of another scale."""
     random = np.random.default_rng(0)
     x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
     return {"x": x * np.linspace(0.2, 2, ROWS, dtype=np.float32)[:, None], "y": y}
 
 
 def optimizer() -> optax.GradientTransformation:
-    """AdamW, behind a transform that remembers the last gradients."""
+    """AdamW after a transform whose state is the last gradients."""
     seen = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )
     return optax.chain(seen, optax.adamw(LEARNING_RATE))
 
 
-# ----------------------------------------------------------------------------------------------------------- comparing
-
-
 def difference(got: PyTree, want: PyTree) -> float:
-    """The largest over all leaves, as a fraction of the leaf's largest entry; of the tree's, where a leaf vanishes."""
+    """The largest difference, as a fraction of its leaf's largest entry; of the tree's, where the leaf is all zeros."""
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])
     scale = np.where(largest > 1e-6 * largest.max(), largest, largest.max())
@@ -114,19 +111,19 @@ def difference(got: PyTree, want: PyTree) -> float:
 
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
-    """The check that two trees are the same to rounding; a NaN is not."""
+    """The check that two trees are equal to rounding; with a NaN it fails."""
     found = difference(got, want)
     return Check(name, f"{found:.1e}", f"at most {TOLERANCE:.0e}", found <= TOLERANCE)
 
 
 def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
-    """One device, no collective: the initial parameters, the first gradients, the last parameters."""
+    """Trains on one device, without collectives: (initial parameters, first gradients, last parameters)."""
     tx = optimizer()
     first = params = jax.jit(PLAIN.init)(jax.random.key(0), batch["x"])["params"]
     opt_state = tx.init(params)
 
     @jax.jit
-    def step(params, opt_state):
+    def step(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         grads = jax.grad(loss_fn)(params, PLAIN.apply, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, grads
@@ -138,68 +135,67 @@ def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def parity(mesh: Mesh) -> list[Check]:
-    """All comparisons on a mesh with the axis "fsdp", and other axes of data parallelism."""
+    """All comparisons on a mesh with the axis "fsdp"; the batch is split over all its axes."""
     with jax.default_matmul_precision("highest"):  # else accelerators round the inputs of matrix products
         batch, axes = example_batch(), tuple(mesh.axis_names)
         first, grads, last = reference(batch)
-        placed = shard_batch(batch, mesh, axes)
+        sharded_batch = shard_batch(batch, mesh, axes)
         state = create_train_state(SHARDED, optimizer(), mesh, jax.random.key(0), batch["x"], batch_axes=axes)
         params = jax.tree.map(jnp.copy, state.params)
         checks = [within("initial values", unbox(params), first)]
         for check_vma in (True, False):
-            how, mode = f"check_vma={check_vma}", {"mesh": mesh, "check_vma": check_vma}
-            own = by_hand(params, placed, **mode, sync=True)
+            how = f"check_vma={check_vma}"
+            own = by_hand(params, sharded_batch, mesh, check_vma=check_vma, sync=True)
             checks.append(within(f"jax.grad and sync_gradients, {how}", own, grads))
-            got_grads, got_last = trained(jax.tree.map(jnp.copy, state), placed, **mode)
+            got_grads, got_last = trained(jax.tree.map(jnp.copy, state), sharded_batch, mesh, check_vma=check_vma)
             checks.append(within(f"make_train_step, gradients, {how}", got_grads, grads))
             checks.append(within(f"make_train_step, {STEPS} steps of AdamW, {how}", got_last, last))
-        missed = difference(by_hand(params, placed, mesh=mesh, check_vma=False, sync=False), grads)
+        missed = difference(by_hand(params, sharded_batch, mesh, check_vma=False, sync=False), grads)
     guard = Check("without sync_gradients it would be seen", f"{missed:.1e}", f"at least {GUARD:.0e}", missed >= GUARD)
     return [*checks, guard]
 
 
-def by_hand(params: PyTree, batch: PyTree, *, mesh: Mesh, check_vma: bool, sync: bool) -> PyTree:
-    """Gradients as a step of one's own computes them; without ``sync``, each device's own where nothing is split."""
+def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool, sync: bool) -> PyTree:
+    """Gradients of a hand-written step; without ``sync``, leaves that are not split keep each device's own gradient."""
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
 
-    def per_device(params, batch):
+    def per_device(params: PyTree, batch: PyTree) -> PyTree:
         grads = jax.grad(loss_fn)(params, SHARDED.apply, batch)
         return sync_gradients(grads, axes) if sync else grads
 
-    places = {"in_specs": (specs, PartitionSpec(axes)), "out_specs": specs}
-    return jax.device_get(unbox(jax.jit(jax.shard_map(per_device, mesh=mesh, check_vma=check_vma, **places))(
-        params, batch)))  # fmt: skip
+    in_specs = (specs, PartitionSpec(axes))
+    step = jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=check_vma)
+    return jax.device_get(unbox(jax.jit(step)(params, batch)))
 
 
-def trained(state: TrainState, batch: PyTree, *, mesh: Mesh, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """The first gradients and the last parameters of the ready-made step, which takes the state's buffers."""
+def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
+    """The first gradients and the last parameters of ``make_train_step``, which donates the state's buffers."""
     rng = jax.random.key(0)
     step = make_train_step(loss_fn, mesh, tuple(mesh.axis_names), check_vma=check_vma)
     state, _ = step(state, batch, rng)
-    grads = jax.device_get(state.opt_state[0])
+    opt_state: PyTree = state.opt_state
+    grads = jax.device_get(opt_state[0])
     for _ in range(STEPS - 1):
         state, _ = step(state, batch, rng)
     return grads, jax.device_get(unbox(state.params))
 
 
-# ---------------------------------------------------------------------------------------------------------- the child
-
-
-def mesh_of(devices: list[jax.Device]) -> Mesh:
-    """The largest power of two of them, half of it replicas where there are four or more."""
+def largest_mesh() -> Mesh:
+    """A mesh of n devices at hand, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
+    devices = jax.local_devices()
     count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)
     shape = {"dp": 2, "fsdp": count // 2} if count >= 4 else {"fsdp": count}
     return DeviceMeshManager.create_device_mesh(shape, devices=devices[:count])
 
 
 def main(what: str, path: str) -> None:
-    """One child: see the top of this file."""
+    """Runs one child; see the top of this file."""
     if what == "simulated":
         simulate_cpu_devices(MAX_DEVICES)
     devices = jax.local_devices()
     found: dict[str, Any] = {"platform": devices[0].platform, "kinds": [device.device_kind for device in devices]}
     if what != "devices":
-        mesh = mesh_of(devices)
+        mesh = largest_mesh()
         found |= {"mesh": dict(mesh.shape), "checks": [dataclasses.asdict(check) for check in parity(mesh)]}
     Path(path).write_text(json.dumps(found))
 

@@ -1,0 +1,42 @@
+"""Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
+
+import os
+from pathlib import Path
+
+# Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. And most of their
+# time goes into compiling programs that run once, so LLVM is told not to optimize: a third less in all.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import xlstm_jax.distributed
+from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+
+TESTS = Path(__file__).parent / "tests"
+
+simulate_cpu_devices(8)
+
+
+def pytest_ignore_collect(collection_path):
+    """Doctests are those of the library: of tests/ nothing is imported but tests, as it holds scripts too."""
+    is_script = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_script and collection_path.is_relative_to(TESTS) else None
+
+
+def pytest_sessionstart(session):
+    """A suite about eight devices must not pass on one."""
+    del session
+    assert jax.device_count() == 8, f"the suite needs 8 simulated devices, JAX has {jax.device_count()}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def names_of_doctests(doctest_namespace):
+    """What the examples in docstrings need not import."""
+    public = {name: getattr(xlstm_jax.distributed, name) for name in xlstm_jax.distributed.__all__}
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
+    doctest_namespace |= public | {"jax": jax, "jnp": jnp, "np": np, "nn": nn, "optax": optax, "mesh": mesh}
