@@ -14,7 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
 
 from xlstm_jax.distributed import init_sharded, value_and_grad
-from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.lm_head import LMHead
 
 VOCAB, DIM = 37, 16
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
@@ -285,7 +286,7 @@ class Tied(nn.Embed):
 class Model(nn.Module):
     """Embedding, dense layer, head; the head may be the embedding."""
 
-    wrap: object = lambda module: module  # noqa: E731
+    wrap: object = lambda module: module
     tied: bool = False
     scan: bool = False
     head: type = partial(LMHead, chunk_size=8)
