@@ -67,7 +67,7 @@ def test_a_padded_dim_says_both_sizes():
 
 REASONS = [
     (Largest(1, 64, 4), "dim 1 of size 64 is the largest that 4 divides"),
-    (Padded(1, 5, 8, 4), "dim 1 of size 5 is the largest, padded to 8 for 4 parts"),
+    (Padded(1, 5, 8, 4), "dim 1 of size 5 is the largest, padded to 8 for 4 shards"),
     (Indivisible(16, (16, 8)), "16 divides no free dim of shape (16, 8)"),
     (TooSmall(64, 65), "64 values are fewer than min_weight_size=65"),
     (AlreadySplit("'fsdp'"), "already split over 'fsdp'"),

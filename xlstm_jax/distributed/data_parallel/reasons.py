@@ -10,120 +10,104 @@ True
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Reason:
-    """Why a leaf is split along its dim, or why it is not: one of the classes below; ``str`` of it says it in words."""
+    """One of the classes below: each is a frozen dataclass of its numbers, and ``text`` is how ``str`` shows them."""
 
-    TEXT: ClassVar[str] = ""
+    text: ClassVar[str]
+
+    def __init_subclass__(cls, text: str = "") -> None:
+        cls.text = text
+        dataclass(frozen=True)(cls)
 
     def __str__(self) -> str:
-        return self.TEXT.format(**vars(self))
+        return self.text.format(**vars(self))
 
     @property
     def each(self) -> "tuple[Reason, ...]":
-        """The reasons that it is made of, where there are several; else itself."""
+        """The reasons that an ``OfSeveral`` consists of; of any other, itself."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
-        """Its kind and its numbers, for ``json``."""
+        """The name of its class and its numbers, for ``json``."""
         return {"kind": type(self).__name__, **vars(self)}
 
 
-@dataclass(frozen=True)
-class Largest(Reason):
-    TEXT = "dim {dim} of size {size} is the largest that {parts} divides"
+class Largest(Reason, text="dim {dim} of size {size} is the largest that {parts} divides"):
     dim: int
     size: int
     parts: int
 
 
-@dataclass(frozen=True)
-class Padded(Reason):
-    TEXT = "dim {dim} of size {size} is the largest, padded to {padded} for {parts} parts"
+class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {padded} for {parts} shards"):
     dim: int
     size: int
     padded: int
     parts: int
 
 
-@dataclass(frozen=True)
-class Indivisible(Reason):
-    TEXT = "{parts} divides no free dim of shape {shape}"
+class Indivisible(Reason, text="{parts} divides no free dim of shape {shape}"):
     parts: int
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TooSmall(Reason):
-    TEXT = "{size} values are fewer than min_weight_size={minimum}"
+class TooSmall(Reason, text="{size} values are fewer than min_weight_size={minimum}"):
     size: int
     minimum: int
 
 
-@dataclass(frozen=True)
-class AlreadySplit(Reason):
-    TEXT = "already split over {axes}"
+class AlreadySplit(Reason, text="already split over {axes}"):
+    """Its box names one of the axes already: another wrapper, or the model, has split it."""
+
     axes: str
 
 
-@dataclass(frozen=True)
-class Taken(Reason):
-    TEXT = "every dim of shape {shape} is taken by {names}"
+class Taken(Reason, text="every dim of shape {shape} is taken by {names}"):
+    """Other axes (tensor parallel) split each of its dims."""
+
     shape: tuple[int, ...]
     names: tuple[AxisEntry, ...]
 
 
-@dataclass(frozen=True)
-class NoValues(Reason):
-    TEXT = "holds no values (shape {shape})"
+class NoValues(Reason, text="holds no values (shape {shape})"):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Scalar(Reason):
-    TEXT = "is a scalar"
+class Scalar(Reason, text="is a scalar"):
+    """It has no dim, and ``min_weight_size`` is 1 or less: a larger one makes it ``TooSmall``."""
 
 
-@dataclass(frozen=True)
-class PrngKeys(Reason):
-    TEXT = "holds PRNG keys, which are never split"
+class PrngKeys(Reason, text="holds PRNG keys, which are never split"):
+    pass
 
 
-@dataclass(frozen=True)
-class Unwrapped(Reason):
-    TEXT = "no wrapped module owns it"
+class Unwrapped(Reason, text="no wrapped module owns it"):
+    """A parameter of a module that is outside of every ``shard_module_params``."""
 
 
-@dataclass(frozen=True)
-class BoxedByModel(Reason):
-    TEXT = "boxed by the model as {names}"
+class BoxedByModel(Reason, text="boxed by the model as {names}"):
     names: tuple[AxisEntry, ...]
 
 
-@dataclass(frozen=True)
-class NoParameter(Reason):
-    TEXT = "only parameters are split"
+class NoParameter(Reason, text="only parameters are split"):
+    """A variable of the model outside of "params", such as batch statistics."""
 
 
-@dataclass(frozen=True)
-class OfNoParameter(Reason):
-    TEXT = "belongs to no parameter"
+class OfNoParameter(Reason, text="belongs to no parameter"):
+    """A value of the optimizer's state that has no parameter's shape, such as a count of steps."""
 
 
-@dataclass(frozen=True)
-class InWords(Reason):
-    """A reason of which only the words were kept: that of a plan that an older release wrote."""
+class InWords(Reason, text="{words}"):
+    """A reason of which only the text was kept: that of a plan that an older release wrote."""
 
-    TEXT = "{words}"
     words: str
 
 
-@dataclass(frozen=True)
 class OfSeveral(Reason):
     """The reasons of several wrappers, each with the axes that it splits over."""
 
@@ -140,17 +124,14 @@ class OfSeveral(Reason):
         return {"kind": "OfSeveral", "reasons": [[axes, reason.to_json()] for axes, reason in self.reasons]}
 
 
-_KINDS = {kind.__name__: kind for kind in Reason.__subclasses__()}
-
-
 def reason_from_json(data: Any) -> Reason:
-    """The inverse of ``Reason.to_json``, of what ``json`` has read; of a text, too, as older plans have it."""
+    """The inverse of ``Reason.to_json``, of what ``json`` has read; also of a text, as older plans have it."""
     if isinstance(data, str):
         return InWords(data)
-    fields = {name: _tuples(value) for name, value in data.items() if name != "kind"}
     if data["kind"] == "OfSeveral":
         return OfSeveral(tuple((axes, reason_from_json(reason)) for axes, reason in data["reasons"]))
-    return _KINDS[data["kind"]](**fields)
+    classes = {cls.__name__: cls for cls in Reason.__subclasses__()}
+    return classes[data["kind"]](**{name: _tuples(value) for name, value in data.items() if name != "kind"})
 
 
 def _tuples(value: Any) -> Any:
