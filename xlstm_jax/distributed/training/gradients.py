@@ -22,7 +22,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.sync import sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 
 P = ParamSpec("P")
 Scalar = jax.Array | float
