@@ -114,7 +114,7 @@ def local_result(
         loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
         _check_scalar(loss, has_aux, weighted)
         _check_not_reduced(loss, axes, "the loss")
-        _check_axes_complete(loss, axes)
+        _check_no_axis_left_out(loss, axes)
         return loss, (aux, scale, weight)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
@@ -162,7 +162,7 @@ def _check_scalar(loss: Any, has_aux: bool, weighted: bool) -> None:
         )
 
 
-def _check_axes_complete(loss: jax.Array, axes: tuple[str, ...]) -> None:
+def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:
     """Raises where the type of the loss varies over another axis: JAX would sum gradients of whole leaves over it."""
     for axis in collectives.spread_axes(sorted(collectives.varying_axes(loss) - set(axes))):
         raise ValueError(
