@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves_with_path,
     split_differentiable,
 )
-from xlstm_jax.distributed.data_parallel.shard_choice import (
+from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -31,9 +31,9 @@ from xlstm_jax.distributed.data_parallel.shard_choice import (
     Scalar,
     Taken,
     TooSmall,
-    choose_shard_dim,
     reason_from_json,
 )
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_padded_dim_says_both_sizes():
 
 REASONS = [
     (Largest(1, 64, 4), "dim 1 of size 64 is the largest that 4 divides"),
-    (Padded(1, 5, 8, 4), "dim 1 of size 5 is the largest, padded to 8 for 4 parts"),
+    (Padded(1, 5, 8, 4), "dim 1 of size 5 is the largest, padded to 8 for 4 shards"),
     (Indivisible(16, (16, 8)), "16 divides no free dim of shape (16, 8)"),
     (TooSmall(64, 65), "64 values are fewer than min_weight_size=65"),
     (AlreadySplit("'fsdp'"), "already split over 'fsdp'"),

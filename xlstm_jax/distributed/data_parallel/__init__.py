@@ -1,21 +1,32 @@
 """Fully sharded data parallelism for Linen modules, used inside ``shard_map``.
 
 Life of a parameter W[d, f] on mesh axis "fsdp" of size N (d_fsdp: dim d is split over that axis):
-  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps its slice, in a box with its names
+  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps its shard, in a box with its names
   forward   W[d_fsdp, f]  -- gather_params -->  W[d, f]         all-gather, dropped after use
   backward  dW[d, f]      -- its transpose -->  dW[d_fsdp, f]   reduce-scatter, mean over N
 Leaves that stay whole are averaged by ``sync_gradients``. ``shard_module_params`` puts all of it around a module.
+
+The words of the library, each with one meaning:
+  axis           of a mesh ("fsdp"); *dim* is of an array, *size* counts its elements, ``*_bytes`` its bytes
+  shard          what one device keeps of an array that is split over an axis
+  whole          a leaf, or a value, that every device has all of; the *global* array is the one over all devices
+  box            the wrapper around a leaf that names the axes of each dim: ``nn.Partitioned``, ``Sharded``
+  copy, replica  the same shard on another device, along an axis that does not split the leaf (``Replicas``)
+  gather dtype   the dtype in which shards are sent when they are gathered
+  reduce-scatter dtype  the dtype in which gradients are sent and summed when they are scattered
+  staged         of a collective over several axes: one collective for each axis, one after the other
+  wire bytes     the bytes that a device sends over its links
+  minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
 from xlstm_jax.distributed.data_parallel.boxes import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gather import gather_array_with_mean_grads, gather_params
+from xlstm_jax.distributed.data_parallel.gather import gather_array_with_mean_grads, gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.linen import shard_module_params
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import shard_params
-from xlstm_jax.distributed.data_parallel.sync import sync_gradients
 
 __all__ = [
     "Replicas",

@@ -18,15 +18,14 @@ def size_if_bound(axis: str) -> int:
 
 
 def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
-    """One axis or a sequence of axes as a tuple of axes; a string is one axis, never its letters.
+    """One axis or a sequence of axes as a tuple of axes; a string is the name of one axis.
 
     Raises:
       ValueError: no axis at all, an axis twice, something that is not a string, or a set, which has no order.
     """
     if isinstance(axis_name, set | frozenset):
         raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
-    sequence = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
-    names = tuple(axis_name) if sequence else (axis_name,)
+    names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp')."

@@ -1,17 +1,17 @@
-"""Boxed trees: which mesh axes split which dim of a parameter, and how that is decided.
+"""Boxed trees: which mesh axes split which dim of a parameter, and how its shards travel.
 
 A parameter that is split over mesh axes is a leaf in a box, ``nn.Partitioned(value, names)``. ``names`` has an entry
 for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
 Everything that must know about boxes asks here: one function walks trees with boxes as leaves (``map_leaves``), one
-reads a leaf's axes. Which dim is split, and in what order of the axes, ``shard_choice`` decides.
-No function here looks at a device or calls a collective.
+reads a leaf's axes. No function here calls a collective. Which dim is split, ``shard_choice`` decides.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
@@ -33,28 +33,36 @@ from xlstm_jax.distributed.data_parallel.communication import (
 
 
 class Box(Protocol):
-    """What the library asks of a box, whichever front has made it: a pytree node around a value, with its names."""
+    """What the library asks of a box. ``nn.Partitioned`` has it; another front (NNX, say) must provide the same.
+
+    A box is a pytree node whose one child is ``value``. What else it holds is static: trees whose boxes differ in it
+    have different structures. How a leaf travels, and its padding, are asked of a ``Sharded`` box only; the leaf of any
+    other box travels as it is stored. A front also makes ``is_box`` true of its boxes, most simply by using
+    ``Sharded``; how they meet the modules (Linen: ``unbox``, ``add_axis``) is known to the front alone.
+    """
 
     @property
-    def value(self) -> Any: ...
+    def value(self) -> Any: ...  # the array, or whatever a transformed tree holds instead of it
 
     @property
-    def names(self) -> Sequence[AxisEntry]: ...
+    def names(self) -> Sequence[AxisEntry]: ...  # for each dim of the value, the axes that split it
 
-    def replace_boxed(self, val: Any) -> "Box": ...
+    def replace_boxed(self, val: Any) -> "Box": ...  # the same box around another value
 
 
-class Sharded(meta.Partitioned):
+class Sharded(meta.Partitioned[Any]):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
     ``communication`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without
     padding where the dim was padded so that the axes divide it, else None.
 
-    It differs from its parent in two more places. ``nn.scan`` and ``nn.vmap`` add their layer dim without being told a
-    ``metadata_params`` name for it (the layer dim is whole, unless they say otherwise). And ``unbox``, which is how
-    Linen reads a parameter, refuses a shard that was not gathered. (The parent would constrain its sharding, which is
-    an error where the mesh axes are manual.) This file's ``unbox`` reads shards.
+    It differs from its parent in two more ways. ``nn.scan`` and ``nn.vmap`` may add their layer dim without giving a
+    name for it in ``metadata_params``; the layer dim is then whole. And ``unbox``, by which Linen reads a parameter,
+    refuses a shard that was not gathered. (The parent would constrain its sharding, which is an error where the mesh
+    axes are manual.) The function ``unbox`` of this file reads shards.
     """
+
+    names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
 
     communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
@@ -74,19 +82,19 @@ class Sharded(meta.Partitioned):
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % (len(self.names) + 1)
         sizes = self.true_sizes and (*self.true_sizes[:index], None, *self.true_sizes[index:])
-        return super().add_axis(index, params).replace(true_sizes=sizes)
+        return self.replace(names=super().add_axis(index, params).names, true_sizes=sizes)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % len(self.names)
         sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
-        return super().remove_axis(index, params).replace(true_sizes=sizes)
+        return self.replace(names=super().remove_axis(index, params).names, true_sizes=sizes)
 
-    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
         return params.get(meta.PARTITION_NAME)
 
 
 class PartlyGathered(Sharded):
-    """The box of a leaf that stays split after a gather over other axes; its module computes so (tensor parallel)."""
+    """The box of a leaf that is still split after a gather, over other axes; read so by its module (tensor parallel)."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -131,7 +139,7 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Like ``map_leaves``; ``fn`` gets the leaf's path, as in ``blocks/mlp/kernel``, before the leaf."""
 
-    def with_path(path, *leaves):
+    def with_path(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)
 
     return jax.tree_util.tree_map_with_path(with_path, tree, *rest, is_leaf=is_box)
@@ -148,7 +156,11 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses shards, or constrains their sharding)."""
+    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses shards, or constrains their sharding).
+
+    >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
+    (16, 32)
+    """
     return map_leaves(leaf_value, tree)
 
 
@@ -158,24 +170,28 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """The leaves that take a gradient (a box being one leaf), and the way to put others in their places.
+    """The leaves that take a gradient (a box being one leaf), and a function that puts others in their positions.
 
     Returns:
-      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the places of the list and
-      ``rest(leaf)`` in those of the other leaves, which stay as they are by default.
+      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the positions of the list
+      and ``rest(leaf)`` in those of the other leaves, which by default stay as they are.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
     takes = [is_differentiable(leaf) for leaf in leaves]
 
-    def put_back(new_leaves, rest=lambda leaf: leaf):
+    def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
         new = iter(new_leaves)
-        return treedef.unflatten([next(new) if take else rest(leaf) for take, leaf in zip(takes, leaves, strict=True)])
+        merged = [next(new) if take else rest(leaf) for take, leaf in zip(takes, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, merged)
 
     return [leaf for take, leaf in zip(takes, leaves, strict=True) if take], put_back
 
 
 def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     """Puts the boxes of ``boxed`` around the values of ``tree``: the inverse of ``unbox``, after a restore, say.
+
+    >>> box_like({"w": jnp.zeros((16, 32))}, {"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].names
+    (None, 'fsdp')
 
     Args:
       tree: bare values.
@@ -232,7 +248,7 @@ def true_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def true_value(leaf: Any) -> Any:
-    """The value of a leaf that is whole (or global) without its padding."""
+    """The value, whole or global, of a leaf without its padding."""
     value = leaf_value(leaf)
     return value[tuple(slice(size) for size in true_shape(leaf))] if is_padded(leaf) else value
 
@@ -247,8 +263,7 @@ def with_padding(leaf: Any, value: Any) -> Any:
 
 def copied_axes(leaf: Any) -> tuple[str, ...]:
     """The axes along which a leaf has copies, by its box."""
-    replicas = leaf_communication(leaf).replicas
-    return replicas.axes if replicas else ()
+    return leaf_communication(leaf).copied_axes
 
 
 def reduced_axes(leaf: Any) -> tuple[str, ...]:
@@ -266,7 +281,7 @@ def with_communication(leaf: Any, **fields: Any) -> Any:
     return leaf.replace(communication=replace(leaf.communication, **fields)) if isinstance(leaf, Sharded) else leaf
 
 
-def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:
+def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.
 
     Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
@@ -279,8 +294,11 @@ def leaf_spec(leaf: Any, mesh: Any) -> PartitionSpec:
     return PartitionSpec(*map(axes_entry, axes))
 
 
-def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
+def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
+
+    >>> partition_specs({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), "b": jnp.ones(32)}, mesh)
+    {'b': P(), 'w': P(None, 'fsdp')}
 
     Args:
       tree: boxed arrays or ``ShapeDtypeStruct`` of them.
@@ -289,7 +307,7 @@ def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
       ValueError: a box names something that is not an axis of the mesh; says which leaf.
     """
 
-    def spec(path, leaf):
+    def spec(path: str, leaf: Any) -> PartitionSpec:
         unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
         if unknown:
             raise ValueError(
@@ -302,19 +320,24 @@ def partition_specs(tree: PyTree, mesh: Any) -> PyTree:
     return map_leaves_with_path(spec, tree)
 
 
-def shardings(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        partition_specs(tree, mesh),
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
-    )
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices.
+
+    >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
+    (16, 8)
+    """
+    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(tree, mesh))
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh."""
+    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
 
-    def nbytes(value):
+    >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
+    >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes
+    640
+    """
+
+    def nbytes(value: Any) -> int:
         shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
         return math.prod(shape) * value_dtype(value).itemsize
 

@@ -1,6 +1,6 @@
 """All communication of the library: the only file that calls ``jax.lax`` collectives.
 
-Two things are settled here, so that nobody else thinks of them.
+Two things are settled here, so that no other file must think of them.
 
 *Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
 over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to
@@ -14,8 +14,8 @@ vector.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.communication import widened
+
+Key = TypeVar("Key")
 
 
 def is_bound(axis: str) -> bool:
@@ -69,9 +71,9 @@ def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def axis_index(axes: Sequence[str]) -> jax.Array:
-    """This device's place along the axes, the first being the outermost; int32 scalar.
+    """This device's index along the axes, the first being the outermost; int32 scalar.
 
-    Axes of size 1 are left out: they add nothing to the place, and would make its type vary over them.
+    Axes of size 1 are left out: they add nothing to the index, and would make its type vary over them.
     """
     axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)
@@ -79,10 +81,9 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
 
 def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """This device's shard of a value that is whole: [..., d, ...] -> [..., d / n, ...] over n devices."""
-    parts = axis_size(axes)
-    if parts == 1:
+    if (count := axis_size(axes)) == 1:
         return value
-    size = value.shape[dim] // parts
+    size = value.shape[dim] // count
     return lax.dynamic_slice_in_dim(value, axis_index(axes) * size, size, dim)
 
 
@@ -97,7 +98,7 @@ def is_tracked(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
-def to_varying(tree: PyTree, axes: Sequence[str]) -> PyTree:
+def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     """The same values, typed as varying over the tracked ones of ``axes``; costs nothing.
 
     JAX transposes the implicit form of this cast to a sum over the axes. Done by hand before differentiation, the cast
@@ -105,7 +106,7 @@ def to_varying(tree: PyTree, axes: Sequence[str]) -> PyTree:
     """
     tracked = [axis for axis in axes if is_tracked(axis)]
 
-    def cast(value):
+    def cast(value: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in tracked if axis not in varying_axes(value))
         return lax.pcast(value, missing, to="varying") if missing else value
 
@@ -120,7 +121,7 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Concatenates the devices' pieces along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
+    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
     for axis in reversed(spread_axes(axes)):
         value = _gather_stage(value, dim, axis)
     return value
@@ -129,28 +130,28 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 def _gather_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
     """Concatenates along ``dim`` over one axis, with ``dim`` moved to the front meanwhile.
 
-    XLA on CPU copies the whole result of a gather along another dim into place, which took 2 to 9 % of a step. Moved by
-    hand, the dim moves within the matrix product that reads it. TPU programs come out the same.
+    XLA on CPU copies the result of a gather along another dim once more, which took 2 to 9 % of a step. Moved here, the
+    dim is moved within the matrix product that reads it. TPU programs come out the same.
     """
     return jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices and leaves each its piece of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
+    """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
     for axis in spread_axes(axes):
         value = _scatter_stage(value, dim, axis)
     return value
 
 
 def _scatter_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Sums over one axis and leaves each device its piece of ``dim``.
+    """Sums over one axis and leaves each device its shard of ``dim``.
 
-    The pieces become a leading dim, which is scattered. Scattered along ``dim`` itself, pieces that do not fill the
-    tiles in which a TPU lays out an array make XLA all-reduce the whole of it and slice: twice the bytes.
+    The shards become a leading dim, which is scattered. Scattered along ``dim`` itself, shards that do not fill the
+    tiles in which a TPU lays out an array make XLA all-reduce the whole array and slice it: twice the bytes.
     """
     size, n = value.shape[dim], lax.axis_size(axis)
-    pieces = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
-    return lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), axis, scatter_dimension=0, tiled=False)
+    shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(shards, dim, 0), axis, scatter_dimension=0, tiled=False)
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -167,16 +168,19 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(a for a in axes if (a in varying if is_tracked(a) else lax.axis_size(a) > 1))
 
 
-def _reduce_together(reduce: Any, values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
+def _reduce_together(
+    reduce: Callable[[list[jax.Array], tuple[str, ...]], list[jax.Array]],
+    values: Sequence[Any],
+    axes: Sequence[Sequence[str]],
+) -> list[jax.Array]:
     """Applies ``reduce(list, axes)`` once for each distinct set of axes: one collective, not one for each value."""
-    groups = defaultdict(list)
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, (value, over) in enumerate(zip(values, axes, strict=True)):
         groups[_axes_to_reduce(value, over)].append(index)
     out = [jnp.asarray(value) for value in values]
     for over, indices in groups.items():
         if over:
-            wide = [out[i].astype(wide_dtype(out[i].dtype)) for i in indices]
-            for i, reduced in zip(indices, reduce(wide, over), strict=True):
+            for i, reduced in zip(indices, reduce([widened(out[i]) for i in indices], over), strict=True):
                 out[i] = reduced.astype(out[i].dtype)
     return out
 
@@ -209,7 +213,7 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
     sent = [x if op == "sum" else _ordered(jnp.asarray(x), op) for op, x in zip(operations, values, strict=True)]
     keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
 
-    def reduce(key, vector):
+    def reduce(key: tuple[str, Any], vector: jax.Array) -> jax.Array:
         vector = to_varying(vector, spread_axes(axes))
         over = _axes_to_reduce(vector, axes)
         return _REDUCTIONS[key[0]](vector, over) if over else vector
@@ -220,23 +224,23 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
     """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; others as they are.
 
-    Read as an integer, a positive float keeps its place; of a negative one all bits but the sign are turned round.
+    The bits of positive floats, read as integers, are in order already; of negative ones all but the sign are inverted.
     """
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    kind = _SIGNED[value.dtype.itemsize]
-    bounds = jnp.iinfo(kind)
+    integer = _SIGNED[value.dtype.itemsize]
+    bounds = jnp.iinfo(integer)
     end = bounds.max if operation == "max" else bounds.min
-    return jnp.where(jnp.isnan(value), jnp.array(end, kind), _turned(lax.bitcast_convert_type(value, kind)))
+    bits = _invert_negative(lax.bitcast_convert_type(value, integer))
+    return jnp.where(jnp.isnan(value), jnp.array(end, integer), bits)
 
 
 def _unordered(value: jax.Array, dtype: Any) -> jax.Array:
-    if value.dtype == dtype:
-        return value
-    return lax.bitcast_convert_type(_turned(value), dtype)
+    """The inverse of ``_ordered``, for values that had ``dtype``."""
+    return value if value.dtype == dtype else lax.bitcast_convert_type(_invert_negative(value), dtype)
 
 
-def _turned(bits: jax.Array) -> jax.Array:
+def _invert_negative(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
@@ -248,7 +252,7 @@ def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.A
     """
     values = [jnp.asarray(value) for value in values]
 
-    def gather(_, words):
+    def gather(_: None, words: jax.Array) -> jax.Array:
         words = to_varying(words, axes)[None]
         return lax.all_gather(words, tuple(axes), tiled=True, to="invarying" if is_tracked(axes[0]) else "varying")
 
@@ -274,19 +278,20 @@ def _word_dtype(dtype: Any) -> Any:
 
 
 def _as_one_vector_each(
-    fn: Callable[[Any, jax.Array], jax.Array], keys: Sequence[Any], values: Sequence[Any]
+    fn: Callable[[Key, jax.Array], jax.Array], keys: Sequence[Key], values: Sequence[Any]
 ) -> list[jax.Array]:
     """Applies ``fn(key, vector)`` once to all values with the same key, laid end to end.
 
-    ``fn`` may put dims in front; each value gets its own part of the last dim back, in its own shape.
+    ``fn`` may put dims in front; of the last dim each value gets its own range back, in its own shape.
     """
-    groups, out = defaultdict(list), [None] * len(values)
+    groups: dict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):
         groups[key].append(index)
+    out: dict[int, jax.Array] = {}
     for key, indices in groups.items():
         shapes = [jnp.shape(values[i]) for i in indices]
         result = fn(key, jnp.concatenate([jnp.ravel(values[i]) for i in indices]))
         ends = np.cumsum([math.prod(shape) for shape in shapes])
-        for i, shape, part in zip(indices, shapes, jnp.split(result, ends[:-1], axis=-1), strict=True):
-            out[i] = part.reshape(*part.shape[:-1], *shape)
-    return out
+        for i, shape, range_ in zip(indices, shapes, jnp.split(result, ends[:-1], axis=-1), strict=True):
+            out[i] = range_.reshape(*range_.shape[:-1], *shape)
+    return [out[i] for i in range(len(values))]

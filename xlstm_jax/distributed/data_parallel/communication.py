@@ -1,8 +1,8 @@
 """How a parameter travels: every rule about the dtypes of communication, and about copies of the shards.
 
-  gather   sent in ``gather_dtype``; by default as it is stored
-  scatter  gradients are summed in ``grad_scatter_dtype``; by default in float32, or wider where the leaf is
-  copies   the gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; by default as in the scatter
+  gather          shards are sent in ``gather_dtype``; by default as they are stored
+  reduce-scatter  gradients are summed in ``grad_scatter_dtype``; by default in float32, or wider where the leaf is
+  copies          gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; the default is the same
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). What nobody asked to narrow is not.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
@@ -39,7 +40,7 @@ class Replicas:
     """
 
     axis_name: AxisNames
-    reduce_dtype: Any = None
+    reduce_dtype: DTypeLike | None = None
     shard_optimizer_state: bool = False
 
     def __post_init__(self) -> None:
@@ -54,29 +55,52 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Communication:
-    """How a split leaf travels.
-
-    Attributes:
-      gather_dtype: None: its own.
-      grad_scatter_dtype: None: float32, or its own where that is wider.
-      replicas: along which axes there are copies of its shards, and how these are reduced.
-    """
+    """How a split leaf travels: the dtypes that were asked for, by name or None, and the copies of its shards."""
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Replicas | None = None
 
-    def check_fits(self, value: Any, path: str) -> None:
-        """Raises a ``ValueError`` where one of the dtypes does not fit a leaf's value; names the leaf."""
-        cast_dtype(value, self.gather_dtype, "gather_dtype", path)
-        scatter_dtype(value, self.grad_scatter_dtype, path)
-        cast_dtype(value, self.replicas and self.replicas.reduce_dtype, "reduce_dtype", path)
+    @classmethod
+    def of(
+        cls, gather_dtype: DTypeLike | None, grad_scatter_dtype: DTypeLike | None, replicas: Replicas | None = None
+    ) -> "Communication":
+        """The same with dtypes as users write them; raises a ``TypeError`` where one is no dtype."""
+        return cls(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas)
+
+    def or_else(self, other: "Communication") -> "Communication":
+        """This, with what ``other`` says where it says nothing itself."""
+        return Communication(
+            self.gather_dtype or other.gather_dtype,
+            self.grad_scatter_dtype or other.grad_scatter_dtype,
+            self.replicas or other.replicas,
+        )
+
+    @property
+    def copied_axes(self) -> tuple[str, ...]:
+        """The axes along which there are copies of the shards."""
+        return self.replicas.axes if self.replicas else ()
+
+    def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
+        """The dtypes in which a value is gathered, and in which its gradient is summed.
+
+        Raises:
+          ValueError: a dtype, the one for copies among them, does not fit the value; names the leaf at ``path``.
+        """
+        gather_dtype = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
+        scatter_dtype = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
+        cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
+        return gather_dtype, scatter_dtype if self.grad_scatter_dtype else wide_dtype(scatter_dtype)
+
+    def as_sent(self, value: jax.Array) -> jax.Array:
+        """What an all-gather sends of a shard: its values in the gather dtype; PRNG keys as they are."""
+        return value if is_prng_key(value) else value.astype(self.dtypes(value)[0])
 
 
 DEFAULT_COMMUNICATION = Communication()
 
 
-def dtype_name(dtype: Any) -> str | None:
+def dtype_name(dtype: DTypeLike | None) -> str | None:
     """A dtype by its name, so that equal ones compare as equal; None stays None.
 
     Raises:
@@ -100,27 +124,25 @@ def wide_dtype(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
-def as_sent(value: jax.Array, dtype: Any) -> jax.Array:
-    """What an all-gather sends of a shard: its values in ``dtype``; PRNG keys as they are."""
-    return value if is_prng_key(value) else value.astype(dtype)
+def widened(value: jax.Array) -> jax.Array:
+    """The value in its ``wide_dtype``."""
+    return value.astype(wide_dtype(value.dtype))
+
+
+def term_of_mean(value: jax.Array, count: int, dtype: Any) -> jax.Array:
+    """What a device adds to a mean over ``count`` devices that is summed in ``dtype``.
+
+    It is divided before the sum, and before it is narrowed: a float16 sum then overflows only where the mean does.
+    """
+    return (widened(value) / count).astype(dtype)
 
 
 def sent_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of what ``as_sent`` makes of an array of this shape."""
+    """Bytes of what ``Communication.as_sent`` makes of an array of this shape, for a gather dtype."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-def scatter_dtype(x: Any, requested: Any, path: str | None = None) -> Any:
-    """The dtype in which gradients of ``x`` are summed; nothing that was not asked for is narrower than float32.
-
-    Raises:
-      ValueError: see ``cast_dtype``.
-    """
-    dtype = cast_dtype(x, requested, "grad_scatter_dtype", path)
-    return wide_dtype(dtype) if requested is None else dtype
-
-
-def cast_dtype(x: Any, requested: Any, argument: str, path: str | None = None) -> Any:
+def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
     """The dtype in which ``x`` travels when ``requested`` was asked for: its own where that is None or x is no float.
 
     Raises:

@@ -1,31 +1,25 @@
-"""Fully sharded data parallelism for Linen modules, used inside ``shard_map``.
+"""``shard_module_params``: lifts the life of a parameter, as the folder's ``__init__`` tells it, onto Linen modules.
 
-Life of a parameter W[d, f] on mesh axis "fsdp" of size N (d_fsdp: dim d is split over that axis):
-  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps its slice, in a box with its names
-  forward   W[d_fsdp, f]  -- gather_params -->  W[d, f]         all-gather, dropped after use
-  backward  dW[d, f]      -- its transpose -->  dW[d_fsdp, f]   reduce-scatter, mean over N
-Leaves that stay whole are averaged by ``sync_gradients``. ``shard_module_params`` puts all of it around a module.
-
-A wrapped module is the same module in three places:
-  inside shard_map        as above
+The variables of a wrapped module pass one function where a public method is entered, and another where ``init`` leaves
+it. What these do depends on where the module runs:
+  inside shard_map        values are shards: they are gathered on entry, and split after init
   under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
   anywhere else           values are global and bare: it is the plain module
-For a plan, under a ``plan_boxes.planning_mesh``, init puts every leaf into a box that says what was decided about it.
-
-The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
+For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided about it.
 """
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_transform
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
@@ -38,32 +32,36 @@ from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_global, box_shards, plan_params
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 
-Target = TypeVar("Target", bound=Any)
-
-
-# ------------------------------------------------------------------------------------------------- lifting on modules
+Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
+Method = Callable[..., Any]
+Arrays = dict[int, Any]
 
 
 def shard_module_params(
     target: Target,
     axis_name: AxisNames,
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    gather_dtype: DTypeLike | None = None,
+    grad_scatter_dtype: DTypeLike | None = None,
     *,
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
 ) -> Target:
-    """Makes a module keep its parameters sharded: gathered just before it runs, sliced just after it is initialised.
+    """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
 
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
     and its gradients are reduce-scattered as means. Outside, the module is the plain one (see the top of this file).
     Parameter names, shapes and initial values are those of the plain module: the wrapped class keeps its name.
 
-    What is gathered together lives together: wrap blocks rather than the whole model, and put transformations outside,
-    ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. Wrapped the other way around, a scan gathers all its
-    layers at once.
+    >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
+    >>> variables = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
+    >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
+    ((None, 'fsdp'), (32,))
+
+    What is gathered together is in memory together: wrap blocks rather than the whole model, and put transformations
+    outside, ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan gathers all its layers at
+    once.
 
     Args:
       target: a Linen module class (or ``functools.partial`` of one), a module instance, or a function whose first
@@ -85,26 +83,19 @@ def shard_module_params(
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
       TypeError: the target is none of these, or an instance that its parent has already named.
     """
-    axes, rule = (
-        as_axis_names(axis_name),
-        ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
-    )
+    axes = as_axis_names(axis_name)
+    rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas)
     if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
-    wrap = functools.partial(
-        _lift,
-        gather=functools.partial(_gather_here, axes, rule),
-        shard=functools.partial(_shard_here, axes, rule),
-        reshard_over=axes if reshard_after_forward else (),
-    )
     if isinstance(target, nn.Module):
-        return _wrap_instance(target, wrap)
+        cls, fields = _taken_apart(target)
+        return _lift(cls, axes, rule, reshard_after_forward)(**fields)
     if not callable(target):
         raise TypeError(f"shard_module_params takes a module class, a module or a function of one, not {target!r}.")
-    return wrap(target)
+    return _lift(target, axes, rule, reshard_after_forward)
 
 
-def _mode(axes: tuple[str, ...]) -> str:
+def _mode(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
     """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if not unbound:
@@ -125,11 +116,11 @@ def _no_axis(axis: str) -> ValueError:
     return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
 
 
-def _gather_here(axes, rule, variables):
+def _gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
     if _mode(axes) == "manual":
         return gather_params(variables, axes, rule.communication.gather_dtype, rule.communication.grad_scatter_dtype)
 
-    def take_out(leaf):
+    def take_out(leaf: Any) -> Any:
         if isinstance(leaf, Planned):
             return leaf.gathered(axes)
         # Boxes over other axes stay, for the wrapper of those.
@@ -138,7 +129,7 @@ def _gather_here(axes, rule, variables):
     return map_leaves(take_out, variables)
 
 
-def _shard_here(axes, rule, variables):
+def _shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
     mode = _mode(axes)
     if mode == "manual":
         return box_shards(variables, axes, rule)
@@ -151,55 +142,55 @@ def _shard_here(axes, rule, variables):
     return (plan_params if is_planning() else box_global)(variables, sizes, rule)
 
 
-def _lift(
-    target: Target,
-    gather: Callable[[PyTree], PyTree],
-    shard: Callable[[PyTree], PyTree],
-    reshard_over: tuple[str, ...],
-) -> Target:
+def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
     """``nn.map_variables`` on "params" around every public method, under the target's own name."""
-    cls = target.func if isinstance(target, functools.partial) else target
-    methods = _public_methods(cls) if isinstance(cls, type) and issubclass(cls, nn.Module) else None
+    if isinstance(target, functools.partial):
+        lifted = _lift(target.func, axes, rule, reshard_after_forward)
+        return functools.partial(lifted, *target.args, **target.keywords)
+    methods = _public_methods(target) if isinstance(target, type) and issubclass(target, nn.Module) else None
+    gather, shard = functools.partial(_gather_here, axes, rule), functools.partial(_shard_here, axes, rule)
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
-    if reshard_over:
-        lifted = lift_transform(_dropping_gathered, lifted, reshard_over, methods=methods)
-    if methods is None:
-        return lifted
-    lifted_cls = lifted.func if isinstance(target, functools.partial) else lifted
-    for name in methods:
-        setattr(lifted_cls, name, _only_when_bound(getattr(cls, name), getattr(lifted_cls, name)))
-    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
-    lifted_cls.__name__, lifted_cls.__qualname__, lifted_cls.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    if reshard_after_forward:
+        lifted = lift_transform(_dropping_gathered, lifted, axes, methods=methods)
+    for name in methods or ():
+        setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name)))
+    if methods is not None:
+        # Linen names submodules after their class, so another name would rename the parameters of the whole model.
+        lifted.__name__, lifted.__qualname__, lifted.__module__ = (
+            target.__name__,
+            target.__qualname__,
+            target.__module__,
+        )
     return lifted
 
 
-def _dropping_gathered(method: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
     """A lifted transformation: what ``method`` gathers over ``axes`` is gathered again for the backward pass."""
 
-    def dropping(scopes, *args, **kwargs):
+    def dropping(scopes: Any, *args: Any, **kwargs: Any) -> Any:
         if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
             return method(scopes, *args, **kwargs)
         arrays, put_back = _split_arrays((args, kwargs))
-        put_back_results = None
+        rebuild_results: list[Callable[[Arrays], PyTree]] = []
 
-        def run(scopes, arrays):
-            nonlocal put_back_results
+        def run(scopes: Any, arrays: Arrays) -> Arrays:
             args, kwargs = put_back(arrays)
-            results, put_back_results = _split_arrays(method(scopes, *args, **kwargs))
+            results, rebuild = _split_arrays(method(scopes, *args, **kwargs))
+            rebuild_results.append(rebuild)
             return results
 
         results = lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
-        return put_back_results(results)
+        return rebuild_results[-1](results)
 
     return dropping
 
 
-def _split_arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """The arrays of a tree, and how to put others in their places; the rest (a flag, a module) stays what it is."""
+def _split_arrays(tree: PyTree) -> tuple[Arrays, Callable[[Arrays], PyTree]]:
+    """The arrays of a tree by position, and a function that puts others there; the rest (a flag, a module) stays."""
     leaves, treedef = jax.tree.flatten(tree)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
     rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
-    return arrays, lambda arrays: treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(rest)])
+    return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])
 
 
 def _public_methods(cls: type[nn.Module]) -> list[str]:
@@ -207,17 +198,17 @@ def _public_methods(cls: type[nn.Module]) -> list[str]:
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
     linens_own = fields | set(vars(nn.Module)) | {"setup"}
 
-    def is_public(name, fn):
+    def is_public(name: str, fn: Method) -> bool:
         return name == "__call__" or not (name.startswith("_") or name in linens_own or getattr(fn, "nowrap", False))
 
     return [name for name, fn in inspect.getmembers_static(cls, inspect.isfunction) if is_public(name, fn)]
 
 
-def _only_when_bound(plain: Callable[..., Any], lifted: Callable[..., Any]) -> Callable[..., Any]:
+def _only_when_bound(plain: Method, lifted: Method) -> Method:
     """A method that is lifted where the module has parameters to gather, and left as it is on an unbound module."""
 
     @functools.wraps(plain)
-    def method(self, *args, **kwargs):
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
@@ -227,13 +218,13 @@ def _only_when_bound(plain: Callable[..., Any], lifted: Callable[..., Any]) -> C
     return method
 
 
-def _wrap_instance(module: nn.Module, wrap: Callable[[Any], Any]) -> nn.Module:
+def _taken_apart(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class of an instance, and the fields by which a wrapped class makes the same instance."""
+    cls = type(module)
     if isinstance(module.parent, nn.Module) and module.name is not None:
-        cls = type(module).__name__
         raise TypeError(
-            f"shard_module_params got the instance {cls}(name={module.name!r}), which "
+            f"shard_module_params got the instance {cls.__name__}(name={module.name!r}), which "
             f"{type(module.parent).__name__} has named and registered already. Wrap the class, then make the instance: "
-            f"shard_module_params({cls}, axis_name)(...)."
+            f"shard_module_params({cls.__name__}, axis_name)(...)."
         )
-    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
-    return wrap(type(module))(**fields, parent=module.parent)
+    return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}

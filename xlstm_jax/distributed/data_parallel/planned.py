@@ -13,7 +13,14 @@ from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box, leaf_axes, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.boxes import (
+    Sharded,
+    is_box,
+    leaf_axes,
+    leaf_communication,
+    leaf_value,
+    true_value,
+)
 from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
@@ -22,8 +29,8 @@ _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="pla
 def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
     """The mesh under which wrapped modules plan; to be set with ``jax.sharding.use_abstract_mesh``.
 
-    It is told by the name of its devices. That makes it another mesh than any real one, so that JAX, which keeps traced
-    functions by mesh, never hands what was traced for a plan to an initialisation, nor the other way around.
+    The name of its devices marks it. That makes it another mesh than any real one, so that JAX, which keeps traced
+    functions by mesh, never uses what was traced for a plan in an initialisation, nor the reverse.
     """
     types = (AxisType.Auto,) * len(axis_sizes)
     return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types, abstract_device=_NO_DEVICE)
@@ -38,7 +45,7 @@ class Decision(NamedTuple):
     """One wrapper's choice for a leaf.
 
     ``shape`` and ``names`` are those of the leaf where that wrapper ran (within ``nn.scan``, of a single layer), the
-    names with the outcome in them. The dtypes are those on the wire.
+    names with the outcome in them. The dtypes are those in which the leaf travels.
     """
 
     axes: tuple[str, ...]
@@ -49,13 +56,13 @@ class Decision(NamedTuple):
     grad_scatter_dtype: str
 
 
-class _Decisions(tuple):
-    """Decisions as a part of a tree's structure that tells no trees apart: branches of ``nn.cond`` may differ in it."""
+class _Decisions(tuple[Decision, ...]):
+    """Decisions in the structure of a tree that compare as equal: the branches of ``nn.cond`` may differ in them."""
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Decisions)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(_Decisions)
 
 
@@ -66,24 +73,24 @@ class Planned(Sharded):
     """
 
     decisions: tuple[Decision, ...] = struct.field(default=_Decisions(), pytree_node=False)
-    stands_for: type | None = struct.field(default=None, pytree_node=False)
+    stands_for: type[Any] | None = struct.field(default=None, pytree_node=False)
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
-        before, box = (), type(leaf) if is_box(leaf) else None
-        if isinstance(leaf, Planned):
-            before, box = leaf.decisions, leaf.stands_for
-        if decision.choice.dim is not None:
-            box = Sharded
-        storage = (
-            {"communication": boxed.communication, "true_sizes": boxed.true_sizes} if isinstance(boxed, Sharded) else {}
+        before = leaf if isinstance(leaf, Planned) else None
+        stands_for = before.stands_for if before else type(leaf) if is_box(leaf) else None
+        return cls(
+            leaf_value(boxed),
+            decision.names,
+            communication=leaf_communication(boxed),
+            true_sizes=boxed.true_sizes if isinstance(boxed, Sharded) else (),
+            decisions=_Decisions((*(before.decisions if before else ()), decision)),
+            stands_for=stands_for if decision.choice.dim is None else Sharded,
         )
-        all_decisions = _Decisions((*before, decision))
-        return cls(leaf_value(boxed), decision.names, decisions=all_decisions, stands_for=box, **storage)
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
-        """The leaf as a wrapper over ``axes`` hands it to its module: not split over them, to be decided once more."""
+        """The leaf as a wrapper over ``axes`` gives it to its module: not split over them, to be decided once more."""
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(leaf_axes(self)) <= set(axes):
             return self
@@ -92,6 +99,6 @@ class Planned(Sharded):
         stands_for = self.stands_for if any(names) else None
         return self.replace(value=true_value(self), true_sizes=(), names=names, stands_for=stands_for)
 
-    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:
-        # Only a box takes a name for the layer dim that is added to it; what was left without one takes none.
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
+        # Only a box takes a name for the layer dim that is added to it; a leaf without a box takes none.
         return None if self.stands_for is None else self.stands_for._get_partition_name(self, params)

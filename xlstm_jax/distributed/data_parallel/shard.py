@@ -1,4 +1,4 @@
-"""``shard_params``: every device keeps its slice of each leaf that is large enough, in a box with its names."""
+"""``shard_params``: every device keeps its shard of each leaf that is large enough, in a box with its names."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
@@ -22,28 +23,25 @@ from xlstm_jax.distributed.data_parallel.communication import (
     DEFAULT_COMMUNICATION,
     Communication,
     Replicas,
-    cast_dtype,
-    dtype_name,
     is_prng_key,
-    scatter_dtype,
     value_dtype,
 )
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
     UNEVEN,
-    PrngKeys,
     ShardChoice,
     balanced_orders,
     choose_shard_dim,
     padded_size,
 )
 
-# ---------------------------------------------------------------------------------------------------------- sharding
-
 
 class ShardRule(NamedTuple):
-    """What a wrapper decides by: leaves from which size on, how they travel, and what to do where no dim divides."""
+    """The options of one ``shard_module_params``: which leaves are split (those with at least ``min_weight_size``
+    values), what happens where the axes divide no dim, and how the shards travel. ``of`` makes it, and checks them.
+    """
 
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     uneven: str = UNEVEN[0]
@@ -54,14 +52,15 @@ class ShardRule(NamedTuple):
         cls,
         min_weight_size: int,
         uneven: str = UNEVEN[0],
-        gather_dtype: Any = None,
-        grad_scatter_dtype: Any = None,
+        gather_dtype: DTypeLike | None = None,
+        grad_scatter_dtype: DTypeLike | None = None,
         replicas: Replicas | None = None,
     ) -> "ShardRule":
-        """The rule of these options of ``shard_module_params``.
+        """The rule from arguments as users write them.
 
         Raises:
-          TypeError, ValueError: one of them is not what it must be.
+          TypeError: the size is no integer, a dtype is none, or ``replicas`` is no ``Replicas``.
+          ValueError: ``uneven`` is none of its values.
         """
         if not isinstance(min_weight_size, int | np.integer):
             raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values.")
@@ -69,11 +68,7 @@ class ShardRule(NamedTuple):
             raise ValueError(f"uneven={uneven!r} is none of {UNEVEN}.")
         if not isinstance(replicas, Replicas | None):
             raise TypeError(f"replicas={replicas!r}: pass Replicas({replicas!r}), with the axes of the copies.")
-        return cls(
-            int(min_weight_size),
-            uneven,
-            Communication(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas),
-        )
+        return cls(int(min_weight_size), uneven, Communication.of(gather_dtype, grad_scatter_dtype, replicas))
 
 
 def shard_params(
@@ -83,10 +78,15 @@ def shard_params(
     *,
     uneven: str = UNEVEN[0],
 ) -> PyTree:
-    """Splits parameters over a mesh axis: every device keeps its slice of each leaf that is large enough.
+    """Splits parameters over a mesh axis: every device keeps its shard of each leaf that is large enough.
 
     Call it inside ``shard_map``, on values that are equal on all devices of the axis. To initialise a model use
     ``training.init_sharded``, which never holds the whole tree.
+
+    >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=64)
+    >>> boxed = jax.shard_map(shard, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(None, "fsdp"))(jnp.ones((16, 32)))
+    >>> boxed.names, boxed.value.addressable_shards[0].data.shape  # what one of 4 devices keeps
+    ((None, 'fsdp'), (16, 8))
 
     Args:
       params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
@@ -117,15 +117,17 @@ def box_global(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> P
     return _box_params(params, axis_sizes, rule, lambda value, dim, axes: value)
 
 
-def _box_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule, take: Callable[..., Any]) -> PyTree:
+def _box_params(
+    params: PyTree, axis_sizes: dict[str, int], rule: ShardRule, take: Callable[[Any, int, tuple[str, ...]], Any]
+) -> PyTree:
     """Boxes the leaves that are to be split, with what ``take(value, dim, axes)`` makes of each."""
-    decided, parts = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
+    decided, count = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
 
-    def box(path, leaf):
+    def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
         if dim is None:
             return leaf
-        value, true_size = _padded(leaf_value(leaf), dim, parts)
+        value, true_size = _padded(leaf_value(leaf), dim, count)
         return box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
 
     return map_leaves_with_path(box, params)
@@ -155,12 +157,12 @@ def _num_bytes(leaf: Any) -> int:
     return math.prod(np.shape(value)) * value_dtype(value).itemsize
 
 
-def _padded(value: Any, dim: int, parts: int) -> tuple[Any, int | None]:
-    """The value with ``dim`` padded by zeros to a multiple of ``parts``, and its size before; None where that fits."""
+def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
+    """The value with ``dim`` padded by zeros to a multiple, and its size before; None where nothing was added."""
     size = value.shape[dim]
-    if size % parts == 0:
+    if size % multiple == 0:
         return value, None
-    widths = [(0, padded_size(size, parts) - size if d == dim else 0) for d in range(value.ndim)]
+    widths = [(0, padded_size(size, multiple) - size if d == dim else 0) for d in range(value.ndim)]
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: jnp.pad(x, widths), value), size
     return jnp.pad(value, widths), size
@@ -178,19 +180,13 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
     """
-    decided, parts = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
 
-    def box(path, leaf):
-        value, (choice, axes) = leaf_value(leaf), decided[path]
-        shape, boxed, dtypes = np.shape(value), leaf, [str(value_dtype(value))] * 2
-        if choice.dim is not None:
-            padded, true_size = _padded(value, choice.dim, parts)
-            boxed = box_dim(leaf, padded, choice.dim, axes, rule.communication, true_size)
-            gathered = cast_dtype(value, rule.communication.gather_dtype, "gather_dtype", path)
-            dtypes = [
-                str(jnp.dtype(dtype))
-                for dtype in (gathered, scatter_dtype(value, rule.communication.grad_scatter_dtype, path))
-            ]
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, shape, leaf_names(boxed), *dtypes))
+    def plan(path: str, leaf: Any, boxed: Any) -> Planned:
+        value, choice = leaf_value(leaf), _choice(leaf, axis_sizes, rule)
+        own = (value_dtype(value),) * 2
+        dtypes = own if choice.dim is None else map(jnp.dtype, rule.communication.dtypes(value, path))
+        return Planned.of(
+            leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), leaf_names(boxed), *map(str, dtypes))
+        )
 
-    return map_leaves_with_path(box, params)
+    return map_leaves_with_path(plan, params, box_global(params, axis_sizes, rule))

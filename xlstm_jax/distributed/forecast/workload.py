@@ -25,9 +25,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.training.gradients import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
-from xlstm_jax.distributed.training.step import make_train_step
+from xlstm_jax.distributed.training.step import LossFn, make_train_step
 from xlstm_jax.distributed.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep

@@ -1,15 +1,15 @@
-"""Optimizers on shards: what one who keeps the whole step inside ``shard_map`` needs to get right.
+"""Optimizers on shards: what a step needs that runs its optimizer inside ``shard_map``.
 
 The straight way is ``training.make_train_step``, which runs the optimizer on global arrays, where every optax transform
-is what it is on one device. Inside ``shard_map`` an optimizer sees slices. An elementwise one (AdamW, Lion) cannot
-tell; one that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on
-every device, without an error, and what should be replicated drifts apart.
+is what it is on one device. Inside ``shard_map`` it sees shards. An elementwise one (AdamW, Lion) cannot tell.
+One that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on every
+device, without an error, and leaves that should stay equal on all devices drift apart.
 
   global_norm           the norm of the whole tree from its shards, one collective for each set of axes
   clip_by_global_norm   optax's clipping with that norm
   elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
                         where the two differ
-  skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike
+  skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite

@@ -1,14 +1,12 @@
 """A step whose loss or gradient is not finite is skipped, by one decision for all devices.
 
-The gradients g, the loss l and the state s of the optimizer are global arrays. One bit is computed from all of them:
+  ok = isfinite(loss) and all(isfinite(gradients))   an "and" over all shards: the same bit on every device
+  ok       the optimizer's update and new state
+  not ok   parameters and the optimizer's state stay, bit for bit; two counters go up
 
-  ok = isfinite(l) and all(isfinite(g))        an "and" over all shards: the same bit on every device
-  ok      update, s'                           the optimizer's own
-  not ok  no update, s                         parameters and inner state stay, bit for bit; two counters go up
-
-Who gives up after too many of them is the host (``resilience.LoopGuard``), which reads the counters one step late. Bad
-updates are never applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, and
-inside ``shard_map`` decides on every device by itself.)
+The host (``resilience.LoopGuard``) reads the counters one step late, and ends the run after too many such steps. No bad
+update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, and decides
+on every device by itself inside ``shard_map``.)
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import is_differentiable
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 
 SKIPPED_STEPS = "skipped_steps"
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
@@ -39,18 +36,23 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     Such a step leaves parameters and the optimizer's state as they are, bit for bit, on all devices alike. For global
     arrays (``make_train_step`` runs the optimizer on these, and hands it the loss) and for use inside ``shard_map``.
 
+    >>> tx, params = skip_nonfinite(optax.sgd(1.0)), jnp.ones(2)
+    >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params))
+    >>> optax.apply_updates(params, updates)
+    Array([1., 1.], dtype=float32)
+
     Args:
       tx: any optax optimizer, the whole chain: what stands outside of this one sees the bad gradients.
     Returns:
-      The optimizer. Its ``update`` takes the loss as the extra argument ``value``, which optax's other transforms that
-      look at the loss take, too; without it only gradients are looked at. ``skip_counts`` reads its counters.
+      The optimizer. Its ``update`` takes the loss as the extra argument ``value``, as in optax; without it only
+      gradients are looked at. ``skip_counts`` reads its counters.
     """
     inner = optax.with_extra_args_support(tx)
 
-    def init(params):
+    def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
         new_state = SkipNonfiniteState(
@@ -58,13 +60,17 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
             jnp.where(ok, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
             jnp.where(ok, 0, optax.safe_increment(state.skipped_in_a_row)),
         )
-        return jax.tree.map(lambda new: jnp.where(ok, new, _nothing_to_add(new)), new_updates), new_state
+        # x + -0.0 is x, also for x = -0.0, which + 0.0 would make 0.0. (Hardware may round subnormal numbers to 0.)
+        return jax.tree.map(lambda new: jnp.where(ok, new, -jnp.zeros_like(new)), new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def skip_counts(opt_state: PyTree) -> Metrics:
     """The counters of ``skip_nonfinite`` in an optimizer's state, as metrics.
+
+    >>> skip_counts(skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))["skipped_steps"]
+    Array(0, dtype=int32)
 
     Args:
       opt_state: the state of an optimizer that has ``skip_nonfinite`` around it, or anywhere in it.
@@ -73,35 +79,26 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     Raises:
       ValueError: there are several: each decides for its own part of the parameters, and a step is half applied.
     """
-    found = {name: _fields(opt_state, name) for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
-    number = len(found[SKIPPED_STEPS])
-    if number > 1:
-        raise ValueError(
-            f"skip_nonfinite stands in this optimizer {number} times, and each of them would decide for its own "
-            "gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
-        )
-    return {name: values[0] for name, values in found.items() if values}
 
-
-def _fields(opt_state: PyTree, name: str) -> list[jax.Array]:
-    def is_ours(path, _):
+    def is_ours(path: tuple[Any, ...], _: Any) -> bool:
         return getattr(path[-1], "tuple_name", None) == SkipNonfiniteState.__name__
 
-    return [value for _, value in optax.tree.get_all_with_path(opt_state, name, filtering=is_ours)]
+    counts: Metrics = {}
+    for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW):
+        found = optax.tree.get_all_with_path(opt_state, name, filtering=is_ours)
+        if len(found) > 1:
+            raise ValueError(
+                f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
+                "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
+            )
+        counts.update((name, value) for _, value in found)
+    return counts
 
 
 def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
-    looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if is_differentiable(leaf)]
+    looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if boxes.is_differentiable(leaf)]
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
     if axes := collectives.manual_axes():
         (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
     return bad == 0
-
-
-def _nothing_to_add(update: jax.Array) -> jax.Array:
-    """What changes no bit of a parameter: x + -0.0 is x, also for x = -0.0, which + 0.0 would make 0.0.
-
-    (But for subnormal numbers, where the hardware takes them for 0 in every addition.)
-    """
-    return -jnp.zeros_like(update)

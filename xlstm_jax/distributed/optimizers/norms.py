@@ -1,6 +1,5 @@
 """The norm of a boxed tree from its shards, and clipping by it, inside ``shard_map``."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,18 +8,10 @@ import numpy as np
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import (
-    is_differentiable,
-    leaf_axes,
-    leaf_names,
-    leaf_value,
-    leaves_with_path,
-    split_differentiable,
-)
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 
-# ------------------------------------------------------------------------------------------------ norms over shards
+AxesOfEach = tuple[tuple[str, ...], ...]
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -30,6 +21,10 @@ def global_norm(tree: PyTree) -> jax.Array:
     collective for each distinct set of axes. Outside, values are global and nothing is communicated. In a loss that is
     averaged over devices (``value_and_grad``, ``make_train_step``) it has the gradient of the norm of all parameters.
 
+    >>> w = nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))
+    >>> jax.shard_map(global_norm, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(w)
+    Array(4., dtype=float32)
+
     Args:
       tree: gradients or parameters, boxed where they are split; leaves that are no floats do not count.
     Returns:
@@ -38,17 +33,18 @@ def global_norm(tree: PyTree) -> jax.Array:
       ValueError: a box names an axis that is not bound; or (under ``check_vma=True``) the type of a leaf says that it
         differs between devices along an axis that its box does not name. Both name the leaf.
     """
-    by_axes = {}
-    for path, leaf in leaves_with_path(tree):
-        if is_differentiable(leaf):
+    by_axes: dict[frozenset[str], Any] = {}
+    for path, leaf in boxes.leaves_with_path(tree):
+        if boxes.is_differentiable(leaf):
             axes = _axes_of_values(path, leaf)
-            by_axes[axes] = by_axes.get(axes, 0) + _sum_of_squares(leaf_value(leaf))
-    sums = _sum_over_devices(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
+            value = boxes.leaf_value(leaf)
+            squares = jnp.square(jnp.abs(value.astype(wide_dtype(value.dtype))))
+            by_axes[axes] = by_axes.get(axes, 0) + jnp.sum(squares)
+    sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum_over_devices(values: list[jax.Array], axes: tuple[tuple[str, ...], ...]) -> list[jax.Array]:
+def _sum_over_devices(values: list[jax.Array], axes: AxesOfEach) -> list[jax.Array]:
     """Sums ``values[i]`` over ``axes[i]``; its gradient is that of a loss which is the mean over devices.
 
     The transpose of a sum over N devices is a sum of their cotangents. Each device's loss contains the whole norm and
@@ -57,56 +53,56 @@ def _sum_over_devices(values: list[jax.Array], axes: tuple[tuple[str, ...], ...]
     return collectives.psum(values, axes)
 
 
-def _sum_fwd(values, axes):
+def _sum_fwd(values: list[jax.Array], axes: AxesOfEach) -> tuple[list[jax.Array], list[jax.Array]]:
     return collectives.psum(values, axes), values
 
 
-def _sum_bwd(axes, values, cotangents):
+def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
     means = collectives.pmean(cotangents, axes)  # over tracked axes JAX has summed them: they are divided below
 
-    def mean(cotangent, value, over):
+    def mean(cotangent: jax.Array, value: jax.Array, over: tuple[str, ...]) -> jax.Array:
         varying = collectives.varying_axes(value)
         summed = [axis for axis in over if collectives.is_tracked(axis) and axis in varying]
-        return collectives.to_varying(cotangent / collectives.axis_size(summed), varying)
+        return collectives.to_varying(cotangent / collectives.axis_size(summed), sorted(varying))
 
     return ([mean(*of_one) for of_one in zip(means, values, axes, strict=True)],)
 
 
-def _sum_of_squares(value: jax.Array) -> jax.Array:
-    wide = value.astype(wide_dtype(value.dtype))
-    return jnp.sum(jnp.square(jnp.abs(wide)))
+_differentiable_sum = jax.custom_vjp(_sum_over_devices, nondiff_argnums=(1,))
+_differentiable_sum.defvjp(_sum_fwd, _sum_bwd)
 
 
 def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
     """The axes over which a leaf's values are spread here; none where its box is about a global array."""
-    axes = leaf_axes(leaf)
+    axes, names = boxes.leaf_axes(leaf), boxes.leaf_names(leaf)
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
         axes = ()
     elif unbound:
-        raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {leaf_names(leaf)}"))
-    stray = sorted(collectives.varying_axes(leaf_value(leaf)) - set(axes))
+        raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {names}"))
+    value = boxes.leaf_value(leaf)
+    stray = sorted(collectives.varying_axes(value) - set(axes))
     if stray:
         raise ValueError(
-            f"global_norm: '{path}' of shape {np.shape(leaf_value(leaf))} differs between devices along {stray[0]!r}, "
-            f"but its box names {leaf_names(leaf)}. If it is a gradient, average it first (value_and_grad, "
-            f"sync_gradients); if it is a slice, it must come in its box; for a penalty on parameters within a loss, "
-            f"use optax.add_decayed_weights in the optimizer."
+            f"global_norm: '{path}' of shape {np.shape(value)} differs between devices along {stray[0]!r}, but its box "
+            f"names {names}. If it is a gradient, average it first (value_and_grad, sync_gradients); if it is a shard, "
+            "it must come in its box; for a penalty on parameters within a loss, use optax.add_decayed_weights."
         )
     return frozenset(axes)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """``optax.clip_by_global_norm`` for boxed updates inside ``shard_map``: every device scales by the one true norm.
+    """``optax.clip_by_global_norm`` for boxed updates inside ``shard_map``: every device scales by the global norm.
 
-    Args:
-      max_norm: updates of a larger global norm are scaled down to it.
+    >>> tx, grads = clip_by_global_norm(1.0), nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))
+    >>> clip = lambda grads: tx.update(grads, tx.init(grads))[0]
+    >>> jax.shard_map(clip, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(grads).value[0]  # norm: 4
+    Array([0.25, 0.25], dtype=float32)
     """
 
-    def update(updates, state, params=None):
-        del params
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)
-        live, put_back = split_differentiable(updates)
+        live, put_back = boxes.split_differentiable(updates)
         clipped = jax.tree.map(lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm), live)
         return put_back(clipped), state
 

@@ -1,11 +1,12 @@
 """Training on sharded parameters: the model's start, its gradients, and a ready-made step.
 
-  init_sharded          values of the plain model's init, each device computing the slices that it keeps
+  init_sharded          values of the plain model's init, each device computing the shards that it keeps
   value_and_grad        inside shard_map: loss and gradient of the mean over all devices
   accumulate_gradients  the same over minibatches, one after the other
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
   abstract_train_state  the same without a value: what a checkpoint is restored into
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
+  LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
 The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and
 any optax transform does on shards what it does on one device; XLA adds the few scalars or rows that must travel for it.
@@ -13,8 +14,9 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
-from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.lm_head import LMHead
 from xlstm_jax.distributed.training.state import abstract_train_state, create_train_state, init_sharded, jitted_init
 from xlstm_jax.distributed.training.step import make_train_step
 

@@ -1,221 +1,153 @@
-"""Gradients over minibatches, one after the other; inside ``shard_map``."""
+"""The gradient of a batch, minibatch after minibatch, inside ``shard_map``.
+
+weights        the parameters, or what was gathered of them once: by one of the ``strategies``
+minibatch j    its loss and its gradient g_j with respect to the weights; its weight W_j
+mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
+gradients      made of that mean by the strategy; those of whole leaves are then averaged over devices
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import (
-    Sharded,
-    is_box,
-    leaf_axes,
-    leaf_communication,
-    leaf_value,
-    leaves_with_path,
-    map_leaves,
-    map_leaves_with_path,
-    rebox,
-    split_differentiable,
-    with_communication,
-)
-from xlstm_jax.distributed.data_parallel.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import gather_params, reduce_over_replicas
-from xlstm_jax.distributed.training.gradients import LossFn, _share, _synced, _varying
+from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
+from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 
-ACCUMULATION = ("reduce_each", "reduce_once", "reduce_replicas_once")
+ACCUMULATION = tuple(STRATEGIES)
+
+
+class MinibatchLossFn(Protocol):
+    """The loss of a minibatch; ``rng`` is None where ``accumulate_gradients`` was given none."""
+
+    def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /) -> LossOutput: ...
 
 
 def accumulate_gradients(
-    loss_fn: LossFn,
+    loss_fn: MinibatchLossFn,
     params: PyTree,
     batch: PyTree,
     rng: jax.Array | None,
     axis_names: AxisNames,
     num_minibatches: int = 1,
     *,
-    accumulation: str = ACCUMULATION[0],
+    accumulation: str = DEFAULT_ACCUMULATION,
     has_aux: bool = False,
     weighted: bool = False,
     fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None,
     carry: PyTree = None,
 ) -> tuple[Any, PyTree]:
-    """Loss and gradient of the whole batch, computed on one minibatch after the other; inside ``shard_map``.
+    """Loss and gradient of the whole batch, also where the weights of minibatches differ; inside ``shard_map``.
 
-    Equal to the gradient of the full batch, also where minibatches hold different weights. Whole parameters are
-    averaged once, at the end; when the split ones travel, ``accumulation`` says.
+    >>> loss_fn = lambda w, minibatch, rng: jnp.mean(w * minibatch)
+    >>> step = lambda w, x: accumulate_gradients(loss_fn, w, x, None, "fsdp", num_minibatches=2)
+    >>> over_devices = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("fsdp")), out_specs=jax.P())
+    >>> over_devices(jnp.float32(2), jnp.arange(8.0))  # of all 8 values, one for each minibatch of a device
+    (Array(7., dtype=float32), Array(3.5, dtype=float32))
 
     Args:
       loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
-      params: the parameters, boxed where they are split.
+      params, axis_names, weighted: as in ``value_and_grad``.
       batch: leaves [b, ...], b being the number of examples on this device.
       rng: a key, folded with the index of the minibatch where there are several; None is passed on.
-      axis_names: as in ``value_and_grad``.
       num_minibatches: m, which must divide b.
-      accumulation: "reduce_each": every minibatch gathers and scatters the split parameters, and memory stays that of
-        one. "reduce_once": they are gathered before the first and scattered after the last, in the dtypes that their
-        boxes say (those of the wrapper, but from ``shard_params``, which knows of none); that saves (m - 1) / m of the
-        traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": every minibatch
-        gathers and scatters, and the shards' gradients are averaged over their copies (``Replicas``) after the last.
+      accumulation: when gradients are reduced over devices, for the same result. "reduce_each": in every minibatch.
+        "reduce_once": after the last, and parameters are gathered before the first; that saves (m - 1) / m of the
+        traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": in every minibatch, but
+        over copies of the shards (``Replicas``) after the last.
       has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
         with ``weighted`` as sums over the global weight.
-      weighted: as in ``value_and_grad``.
-      fold_aux, carry: with ``has_aux``, what to do with the auxiliary output instead of averaging it: ``carry =
-        fold_aux(carry, aux)`` after every minibatch, on this device alone (the state of a metric, say). The carry must
-        vary over the axes by type, and keeps its types.
+      fold_aux, carry: with ``has_aux``, instead of averaging: ``carry = fold_aux(carry, aux)`` after every minibatch,
+        on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
     Returns:
       ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
       ``aux`` where there is ``fold_aux``.
     Raises:
-      ValueError: m does not divide b; names the leaf and both numbers, so that no example is dropped in silence. Or
-        ``accumulation`` is unknown, or does not fit the parameters: a leaf that is boxed without a word on how it
-        travels, for "reduce_once", or no copies at all, for "reduce_replicas_once".
+      ValueError: m does not divide b (names the leaf and both numbers); or ``accumulation`` is unknown, or does not fit
+        the parameters: "reduce_once" needs boxes that say in what dtype to gather, "reduce_replicas_once" needs copies.
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
-    check_count(num_minibatches)
-    check_accumulation(accumulation)
-    used, reduce = _REDUCE[accumulation if num_minibatches > 1 else ACCUMULATION[0]](params, axes)
-    minibatches = split_batch(batch, num_minibatches)
+    check_options(num_minibatches, accumulation)
+    strategy = STRATEGIES[accumulation if num_minibatches > 1 else DEFAULT_ACCUMULATION]
+    weights = strategy.weights(params, axes)
+    m = num_minibatches
+    check_batch(batch, m, f"{num_minibatches=}")
+    minibatches = jax.tree.map(lambda x: jnp.reshape(x, (m, np.shape(x)[0] // m, *np.shape(x)[1:])), batch)
 
-    def part(index, carry):
-        """(loss, aux), grads and weight of a minibatch; all values vary over all axes, for a scan to carry them."""
+    def on_minibatch(index: Any, carry: PyTree) -> tuple[Any, PyTree]:
+        """(((loss, aux), grads), weight), carry; all values vary over all axes by type, for a scan to carry them."""
         minibatch = jax.tree.map(lambda x: x[index], minibatches)
-        folded = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
-        share = _share(loss_fn, axes, has_aux, weighted, used, minibatch, folded)
+        key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
+        local = local_result(lambda weights: loss_fn(weights, minibatch, key), weights, axes, has_aux, weighted)
         if fold_aux is not None:
-            carry, share = fold_aux(carry, share.aux), share._replace(aux=None)
+            carry, local = fold_aux(carry, local.aux), local._replace(aux=None)
         aux = jax.tree.map(
-            lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * share.scale, share.aux
+            lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * local.scale, local.aux
         )
-        return (
-            (collectives.to_varying((share.loss, aux), collectives.spread_axes(axes)), share.grads),
-            share.weight,
-        ), carry
+        reported = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
+        return ((reported, local.grads), local.weight), carry
 
-    ((loss, aux), grads), carry = _mean_over(part, num_minibatches, carry)
+    ((loss, aux), mean_grads), carry = _mean_over(on_minibatch, num_minibatches, carry)
     aux_leaves, aux_tree = jax.tree.flatten(aux)
     loss, *aux_leaves = collectives.pmean([loss, *aux_leaves], [axes] * (1 + len(aux_leaves)))
-    grads = _synced(params, reduce(grads), axes)
+    grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
     aux = carry if fold_aux is not None else jax.tree.unflatten(aux_tree, aux_leaves)
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
 
-def _mean_over(part: Callable[..., Any], count: int, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """The mean of values over i < count, ``part(i, carry) -> ((values, weight), carry)``; 0 without weight."""
+def _mean_over(
+    on_minibatch: Callable[[Any, PyTree], tuple[Any, PyTree]], count: int, carry: PyTree
+) -> tuple[tuple[Any, list[Any]], PyTree]:
+    """The mean by weight of what ``on_minibatch(i, carry)`` returns for i < count; 0 where there is no weight.
+
+    Sums run in float32 or wider. The mean of gradients stays so; other values come back in their dtypes.
+    """
     if count == 1:
-        (values, _), carry = part(0, carry)
+        (values, _), carry = on_minibatch(0, carry)
         return values, carry
 
-    def add(total, index):
+    def add(total: Any, index: jax.Array) -> tuple[Any, None]:
         (sums, weights), carry = total
-        (values, weight), carry = part(index, carry)
+        (values, weight), carry = on_minibatch(index, carry)
         sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, values)
         return ((sums, weights + weight), carry), None
 
-    like, _ = jax.eval_shape(part, jnp.int32(0), carry)
+    like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), carry)
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), like)
     ((sums, weight), carry), _ = jax.lax.scan(add, (zeros, carry), jnp.arange(count, dtype=jnp.int32))
     weight = jnp.where(weight != 0, weight, 1)
-    (sums, grads), (like, _) = sums, like[0]
+    (sums, grads), ((like, _), _) = sums, like
     mean = jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like)
     return (mean, jax.tree.map(lambda sum_: sum_ / weight, grads)), carry
 
 
-def _scattered(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
-    """What minibatches differentiate by in each mode, and how their mean gradient gets the type of the parameters."""
-    del axes
-    live, _ = split_differentiable(params)
-    return params, lambda grads: [
-        rebox(p, leaf_value(g).astype(leaf_value(p).dtype)) for p, g in zip(live, grads, strict=True)
-    ]
-
-
-def _gathered_once(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
-    """All parameters, gathered; and the transpose of that gather, for mean gradients that are not narrowed before."""
-    for path, leaf in leaves_with_path(params):
-        if is_box(leaf) and not isinstance(leaf, Sharded) and set(leaf_axes(leaf)) & set(axes):
-            raise ValueError(
-                f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not say "
-                "in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
-            )
-    used = gather_params(params, axes)
-    live = _varying(split_differentiable(params)[0], axes)
-    dtypes = [wide_dtype(leaf_value(leaf).dtype) for leaf in split_differentiable(used)[0]]
-    wide = [with_communication(leaf, gather_dtype=dtype_name(dtype)) for leaf, dtype in zip(live, dtypes, strict=True)]
-
-    def reduce(grads):
-        out, pull = jax.vjp(lambda live: gather_params(live, axes), wide)
-        cotangents = [
-            rebox(like, leaf_value(g).astype(leaf_value(like).dtype)) for g, like in zip(grads, out, strict=True)
-        ]
-        (reduced,) = pull(cotangents)
-        return [rebox(leaf, leaf_value(grad)) for leaf, grad in zip(live, reduced, strict=True)]
-
-    return used, reduce
-
-
-def _replicas_last(params: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, Callable[[list[Any]], list[Any]]]:
-    """The parameters without a word of their copies; and the reduction over these."""
-    live, _ = split_differentiable(params)
-    copies = [leaf_communication(leaf).replicas for leaf in live]
-    if not any(copies):
-        raise ValueError(
-            "accumulation='reduce_replicas_once': no parameter has copies along slower axes. Wrap with "
-            "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
-        )
-
-    def reduce(grads):
-        values = [leaf_value(grad) for grad in grads]
-        reduced = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
-        return _scattered(params, axes)[1](reduced)
-
-    return map_leaves(lambda leaf: with_communication(leaf, replicas=None), params), reduce
-
-
-_REDUCE = dict(zip(ACCUMULATION, (_scattered, _gathered_once, _replicas_last), strict=True))
-
-
-def split_batch(batch: PyTree, num_minibatches: int) -> PyTree:
-    """Reshapes every leaf [b, ...] to [m, b / m, ...], index i being minibatch i in the original order.
-
-    Raises:
-      ValueError: names the first leaf that ``num_minibatches`` does not divide.
-    """
-
-    def split(path, x):
-        check_divides(f"batch['{path}']", np.shape(x), num_minibatches, f"num_minibatches={num_minibatches}")
-        return jnp.reshape(x, (num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:]))
-
-    return map_leaves_with_path(split, batch)
-
-
-def check_count(num_minibatches: Any) -> None:
-    """Raises a ``ValueError`` where ``num_minibatches`` is not a positive integer."""
+def check_options(num_minibatches: Any, accumulation: str) -> None:
+    """Raises a ``ValueError`` where there is no such number of minibatches, or no such strategy."""
     if not isinstance(num_minibatches, int | np.integer) or num_minibatches < 1:
         raise ValueError(f"num_minibatches={num_minibatches!r} is not a positive integer.")
-
-
-def check_accumulation(accumulation: Any) -> None:
-    """Raises a ``ValueError`` where ``accumulation`` is none of the modes."""
     if accumulation not in ACCUMULATION:
         raise ValueError(f"accumulation={accumulation!r} is none of {ACCUMULATION}.")
 
 
-def check_divides(name: str, shape: tuple[int, ...], parts: int, divisor: str) -> None:
-    """Raises a ``ValueError`` with name, both numbers and cure, where ``parts`` does not divide the leading dim."""
-    if not shape:
-        raise ValueError(f"{name} is a scalar; every leaf of a batch has the examples as its leading dim.")
-    examples, rest = shape[0], shape[0] % parts
-    if examples == 0:
-        raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
-    if rest:
-        raise ValueError(
-            f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
-            f"would be dropped. Pad the batch to {examples - rest + parts} examples (with weight 0, weighted=True), or "
-            f"choose a divisor of {examples}."
-        )
+def check_batch(batch: PyTree, count: int, divisor: str) -> None:
+    """Raises a ``ValueError`` with path, both numbers and cure, where ``count`` does not divide a leaf's first dim."""
+    for path, leaf in boxes.leaves_with_path(batch):
+        name, shape = f"batch['{path}']", np.shape(leaf)
+        if not shape:
+            raise ValueError(f"{name} is a scalar; every leaf of a batch has the examples as its leading dim.")
+        examples, rest = shape[0], shape[0] % count
+        if examples == 0:
+            raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
+        if rest:
+            raise ValueError(
+                f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
+                f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
+                f"weighted=True), or choose a divisor of {examples}."
+            )

@@ -2,42 +2,36 @@
 
     hidden[..., d], kernel[d, V], labels[...]  -- chunked_cross_entropy -->  TokenLosses of [...]
 
-Logits of t tokens are [t, V]: the largest array of a training step, and its gradient once more. Here they exist for c
-entries of the vocabulary at a time:
+Logits of t tokens, [t, V], and their gradient are the largest arrays of a step. Here they exist for c entries of V:
   forward    logits[..., c] -> running maximum, running sum of exponentials, the label's logit, the likeliest entry
-  backward   logits[..., c] again -> softmax minus label -> d hidden (a float32 sum over chunks), d kernel[:, c] (done)
+  backward   logits[..., c] again -> softmax minus label -> d hidden, a float32 sum over chunks; d kernel[:, c], at once
 
-Between the two only one number per token is kept, the logarithm of the normaliser. The logits are computed again
-because the gradient of the kernel is a sum over tokens weighted by cotangents that only the backward pass knows: it
-could not be formed in the forward pass, and keeping the logits for it is what is to be avoided. That is one product
-more, four where there were three.
-
-Chunks are of the vocabulary rather than of tokens, since each part of the kernel, and of its gradient, is then touched
-once: the gradient is one product over all tokens, summed in float32 and rounded once, instead of a float32 array of
-the kernel's size that every chunk reads and writes.
-
-``LMHead`` is the layer to it: ``nn.Dense(V, use_bias=False)`` with a second method that gives the losses.
+Between the two passes one number per token is kept, the logarithm of the normaliser. The backward pass computes the
+logits again, because the gradient of the kernel is a sum over tokens weighted by cotangents that only it knows: four
+products where there were three. Each chunk of the kernel's gradient is one product over all tokens, summed in float32
+and rounded once; chunks of tokens would read and write a float32 array of the kernel's size each.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
-from jax import lax
+from jax import Array, lax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 
+Arrays = tuple[Array, ...]
 DEFAULT_CHUNK_SIZE = 4096
 
 
 class TokenLosses(NamedTuple):
-    """What is known of each token, ``[...]`` each, without its logits; all zero where the label is negative.
+    """What is known of each token without its logits: arrays ``[...]``, all zero where the label is negative.
+
+    >>> chunked_cross_entropy(jnp.ones((2, 4)), jnp.zeros((4, 9)), jnp.array([0, 3])).correct  # all equally likely
+    Array([ True, False], dtype=bool)
 
     Attributes:
       loss: nats, in float32 (float64 for inputs of that dtype).
@@ -45,18 +39,13 @@ class TokenLosses(NamedTuple):
       correct: whether the label was the likeliest entry: the first of them, where several are equally likely.
     """
 
-    loss: jax.Array
-    log_normalizer: jax.Array
-    correct: jax.Array
+    loss: Array
+    log_normalizer: Array
+    correct: Array
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    *,
-    vocab_dim: int = 1,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    hidden: Array, kernel: Array, labels: Array, *, vocab_dim: int = 1, chunk_size: int = DEFAULT_CHUNK_SIZE
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -64,14 +53,17 @@ def chunked_cross_entropy(
     the dtype of the inputs (the wider, where they differ) and are summed in float32; gradients come back in the
     dtypes of hidden and kernel. Not differentiable twice, nor in forward mode.
 
+    >>> hidden, kernel, labels = jnp.ones((2, 4)), jnp.zeros((4, 1000)), jnp.array([3, -100])
+    >>> chunked_cross_entropy(hidden, kernel, labels, chunk_size=100).loss  # log(1000), and a token that does not count
+    Array([6.9077554, 0.       ], dtype=float32)
+
     Args:
       hidden: [..., d]. Leading dims are kept apart, so that ``jit`` may split them.
-      kernel: [d, V], whole. In a module that ``shard_module_params`` has wrapped, it is.
+      kernel: [d, V], whole, as it is in a module that ``shard_module_params`` has wrapped.
       labels: integers [...]. A negative one (-100 by custom) marks a token that does not count: its loss is 0 and it
         takes no gradient; divide the sum of losses by the number of the others. One of V or more has the loss NaN.
       vocab_dim: the kernel's dim of the vocabulary; 0 for the table [V, d] of an ``nn.Embed``.
-      chunk_size: entries of the vocabulary at a time; it need not divide V. A chunk takes some six bytes for each of
-        its logits.
+      chunk_size: entries of V at a time, which need not divide it. A chunk takes some six bytes for each of its logits.
     Raises:
       ValueError: shapes do not fit each other, or the chunk size is not positive.
       TypeError: the labels are no integers.
@@ -84,13 +76,13 @@ def chunked_cross_entropy(
     axes = frozenset().union(*map(collectives.varying_axes, (hidden, kernel, labels)))
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     arrays = collectives.to_varying((hidden.astype(dtype), kernel.astype(dtype), labels), sorted(axes))
-    log_normalizer, label_logit, likeliest = _read_logits(*arrays, vocab_dim, int(chunk_size))
+    log_normalizer, label_logit, likeliest = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
     counts = labels >= 0
     loss = jnp.where(labels < kernel.shape[vocab_dim], log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
 
 
-def _check(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, vocab_dim: int, chunk_size: int) -> None:
+def _check(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> None:
     if kernel.ndim != 2 or vocab_dim not in (0, 1):
         raise ValueError(
             f"kernel of shape {kernel.shape} with {vocab_dim=}: it must be [d, V] with vocab_dim=1, or [V, d], an "
@@ -107,22 +99,18 @@ def _check(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, vocab_dim: i
             f"{hidden.shape[:-1]}, is needed."
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels are {labels.dtype.name}, and must be integers, the place of each in the vocabulary.")
+        raise TypeError(f"labels are {labels.dtype.name}, and must be integers, the index of each in the vocabulary.")
     if not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size!r} is not a positive number of entries of the vocabulary.")
 
 
-# ------------------------------------------------------------------------------------------------------- the two passes
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _read_logits(hidden, kernel, labels, vocab_dim, chunk_size):
-    """(logsumexp of the logits, the label's logit or 0 where no entry is it, the place of the largest), [...] each."""
+def _read_logits(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> Arrays:
+    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest), [...] each."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
-    def read(carry, start, size):
+    def read(carry: PyTree, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
-        logits = _logits(hidden, _part(kernel, start, size, vocab_dim), vocab_dim)
+        logits = _logits(hidden, lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim), vocab_dim)
         highest = logits.max(axis=-1)
         new = jnp.maximum(largest, highest)
         total = total * jnp.exp(largest - new) + jnp.exp(logits - new[..., None]).sum(axis=-1)
@@ -136,95 +124,55 @@ def _read_logits(hidden, kernel, labels, vocab_dim, chunk_size):
     return largest + jnp.log(total), label_logit, likeliest
 
 
-def _read_logits_fwd(hidden, kernel, labels, vocab_dim, chunk_size):
+def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> tuple[Any, Any]:
     out = _read_logits(hidden, kernel, labels, vocab_dim, chunk_size)
     return out, (hidden, kernel, labels, out[0])
 
 
-def _read_logits_bwd(vocab_dim, chunk_size, kept, cotangents):
+def _read_logits_bwd(vocab_dim: int, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Array, None]:
     hidden, kernel, labels, log_normalizer = kept
     d_normalizer, d_label_logit, _ = cotangents
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
-    def add(carry, start, size):
+    def add(carry: PyTree, start: Any, size: int) -> PyTree:
         d_hidden, d_kernel = carry
-        part = _part(kernel, start, size, vocab_dim)
-        softmax = jnp.exp(_logits(hidden, part, vocab_dim) - log_normalizer[..., None])
+        chunk = lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim)
+        softmax = jnp.exp(_logits(hidden, chunk, vocab_dim) - log_normalizer[..., None])
         of_label = jnp.where(_is_label(labels, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)
-        d_hidden += _product(d_logits, part, (d_logits.ndim - 1,), (vocab_dim,), wide)
+        d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (vocab_dim,), wide)
         factors = (hidden, d_logits) if vocab_dim else (d_logits, hidden)
-        d_part = _product(*factors, tokens, tokens, wide).astype(kernel.dtype)
-        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_part, start, vocab_dim)
+        d_chunk = _product(*factors, tokens, tokens, wide).astype(kernel.dtype)
+        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, vocab_dim)
 
     carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(kernel))
     d_hidden, d_kernel = _over_chunks(add, carry, kernel.shape[vocab_dim], chunk_size)
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
 
-_read_logits.defvjp(_read_logits_fwd, _read_logits_bwd)
+_differentiable_read = jax.custom_vjp(_read_logits, nondiff_argnums=(3, 4))
+_differentiable_read.defvjp(_read_logits_fwd, _read_logits_bwd)
 
 
 def _over_chunks(fn: Callable[[PyTree, Any, int], PyTree], carry: PyTree, total: int, chunk_size: int) -> PyTree:
     """``carry = fn(carry, start, size)`` over all chunks, the last being what is left: one loop, and one call."""
-    whole = total // chunk_size * chunk_size
-    if whole:
-        starts = jnp.arange(0, whole, chunk_size, dtype=jnp.int32)
+    looped = total // chunk_size * chunk_size
+    if looped:
+        starts = jnp.arange(0, looped, chunk_size, dtype=jnp.int32)
         carry, _ = lax.scan(lambda carry, start: (fn(carry, start, chunk_size), None), carry, starts)
-    return fn(carry, whole, total - whole) if total > whole else carry
+    return fn(carry, looped, total - looped) if total > looped else carry
 
 
-def _part(kernel: jax.Array, start: Any, size: int, vocab_dim: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim)
-
-
-def _logits(hidden: jax.Array, part: jax.Array, vocab_dim: int) -> jax.Array:
-    """[..., d], a part of the kernel -> [..., c] in float32 or wider."""
+def _logits(hidden: Array, chunk: Array, vocab_dim: int) -> Array:
+    """[..., d], a chunk of the kernel -> [..., c] in float32 or wider."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return _product(hidden, part, (hidden.ndim - 1,), (1 - vocab_dim,), wide)
+    return _product(hidden, chunk, (hidden.ndim - 1,), (1 - vocab_dim,), wide)
 
 
-def _is_label(labels: jax.Array, start: Any, size: int) -> jax.Array:
+def _is_label(labels: Array, start: Any, size: int) -> Array:
     """[...] -> [..., c]: which entry of a chunk is the token's label."""
     return labels[..., None] == start + jnp.arange(size, dtype=jnp.int32)
 
 
-def _product(a: jax.Array, b: jax.Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...], dtype: Any) -> jax.Array:
+def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...], dtype: Any) -> Array:
     return lax.dot_general(a, b, ((dims_a, dims_b), ((), ())), preferred_element_type=dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------- the head
-
-
-class LMHead(nn.Module):
-    """``nn.Dense(features, use_bias=False)`` whose losses can be had without its logits.
-
-    The parameter, ``kernel[d, features]``, has the name and the initial values that it has in ``nn.Dense``, so that
-    checkpoints of one fit the other. ``shard_module_params(LMHead, "fsdp")`` gathers it for either method.
-
-    Attributes:
-      features: V, the entries of the vocabulary.
-      dtype: of the products, None: that of hidden and kernel; ``param_dtype``, ``kernel_init``: as in ``nn.Dense``.
-      chunk_size: see ``chunked_cross_entropy``.
-    """
-
-    features: int
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
-    chunk_size: int = DEFAULT_CHUNK_SIZE
-
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] for hidden [..., d], in ``dtype``: to sample from."""
-        hidden, kernel = self._operands(hidden)
-        return lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())))
-
-    def losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
-        """The losses of labels [...] given hidden [..., d]: to train on."""
-        hidden, kernel = self._operands(hidden)
-        return chunked_cross_entropy(hidden, kernel, labels, chunk_size=self.chunk_size)
-
-    @nn.compact
-    def _operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kernel = self.param("kernel", self.kernel_init, (hidden.shape[-1], self.features), self.param_dtype)
-        return promote_dtype(hidden, kernel, dtype=self.dtype)

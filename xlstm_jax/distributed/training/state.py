@@ -1,36 +1,40 @@
-"""Where training begins: values of the plain model's init, split; and an optimizer state split like them."""
+"""The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
-from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from flax.training.train_state import TrainState as TrainState
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value, map_leaves, rebox, shardings
+from xlstm_jax.common_types import AxisNames, Model, PyTree
+from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, own_copy, stored_state, trainable
-
-# ------------------------------------------------------------------------------------------------------ initialisation
+from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
 
 
 def init_sharded(
-    model: nn.Module, mesh: Mesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
+    model: Model, mesh: Mesh | AbstractMesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
 ) -> PyTree:
-    """Initialises a model whose modules are wrapped, every device computing only the slices that it keeps.
+    """Initialises a model whose modules are wrapped; every device computes only the shards that it keeps.
 
     For every mesh the values are those of ``jax.jit(plain_model.init)`` on one device: the same random bits, and floats
-    to within 2 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a slice; seen on
-    CPU: 3 units where a device's rows have 3 to 5 values, none at all on JAX 0.10). An initializer that factors a
-    matrix (``orthogonal``) is the exception: it needs the whole leaf, and rounds as it will.
+    to within 2 or 3 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a shard). An
+    initializer that factors a matrix (``orthogonal``) is the exception: each device computes the whole leaf, and it
+    agrees to rounding.
+
+    >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16)
+    >>> params = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 32)), batch_axes=("dp", "fsdp"))["params"]
+    >>> params["kernel"].names, params["kernel"].value.shape, params["kernel"].value.addressable_shards[0].data.shape
+    (('fsdp', None), (32, 16), (8, 16))
 
     Args:
-      model: a Linen module with ``shard_module_params`` around it or its parts. Unwrapped parts stay replicated.
+      model: a module with ``shard_module_params`` around it or its parts. Parts that are not wrapped stay whole.
       mesh: the mesh, with the axes that the wrappers name.
       rng: a key, or a dict of keys, as ``model.init`` takes it.
       *inputs: example inputs with global shapes; split over ``batch_axes`` where their leading dim divides.
@@ -45,36 +49,38 @@ def init_sharded(
 
 
 def jitted_init(
-    model: nn.Module, mesh: Mesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
-) -> Any:
-    """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at."""
+    model: Model, mesh: Mesh | AbstractMesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
+) -> jax.stages.Wrapped:
+    """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at.
+
+    >>> rng, x = jax.random.key(0), jnp.ones((8, 32))
+    >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
+    (32, 16)
+    """
     check_no_explicit_mesh()
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
-    def init(rng, inputs):
+    def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return model.init(rng, *inputs, **kwargs)
 
-    placed = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
-    out = shardings(jax.eval_shape(init, rng, inputs), mesh)
-    return jax.jit(init, in_shardings=placed, out_shardings=out)
+    given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
+    out = boxes.shardings(jax.eval_shape(init, rng, inputs), mesh)
+    return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
-def _input_sharding(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    splits = np.ndim(x) > 0 and np.shape(x)[0] % parts == 0
+def _input_sharding(x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> NamedSharding:
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    splits = np.ndim(x) > 0 and np.shape(x)[0] % count == 0
     return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
 
-# ------------------------------------------------------------------------------------------------------ the ready step
-
-
 def create_train_state(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
@@ -82,15 +88,19 @@ def create_train_state(
 ) -> TrainState:
     """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
 
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
+    >>> state.opt_state[0].mu["kernel"].sharding.spec == state.params["kernel"].value.sharding.spec
+    True
+
     Args:
       model, mesh, rng, *inputs, batch_axes, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state)``: ``params`` boxed where they are split,
-      ``opt_state`` bare, every leaf of it split like the parameter that it belongs to, and boxed only where that is
-      padded.
+      ``opt_state`` split like the parameters, and boxed only where these are padded.
     Raises:
-      ValueError: the model has other variable collections than "params", which a ``TrainState`` has no place for.
+      ValueError: the model has other variable collections than "params", which a ``TrainState`` does not carry.
     """
     mesh = auto_mesh(mesh)
     variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs))
@@ -102,8 +112,10 @@ def create_train_state(
             "returns the updated collections."
         )
 
-    def init(params):
-        return stored_state(jax.tree.map(own_copy, tx.init(trainable(params))), params)
+    def init(params: PyTree) -> PyTree:
+        # In buffers of their own: a step donates each once, and some optimizers keep the parameters themselves. And
+        # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
+        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), tx.init(trainable(params))), params)
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
@@ -112,9 +124,9 @@ def create_train_state(
 
 
 def abstract_train_state(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
@@ -122,28 +134,43 @@ def abstract_train_state(
 ) -> TrainState:
     """What ``create_train_state`` would return, without allocating it: the target of a restore.
 
-    Args:
-      model, tx, mesh, rng, *inputs, batch_axes, **kwargs: see ``create_train_state``. ``rng`` and the inputs may be
-        ``ShapeDtypeStruct``.
-    Returns:
-      The ``TrainState`` of ``ShapeDtypeStruct`` with shardings, boxed where parameters are split.
-    Raises:
-      ValueError: as ``create_train_state``.
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> state = abstract_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
+    >>> type(state.params["kernel"].value), state.params["kernel"].value.sharding.spec
+    (<class 'jax.ShapeDtypeStruct'>, P('fsdp',))
+
+    Arguments and errors are those of ``create_train_state``; ``rng`` and inputs may be ``ShapeDtypeStruct``, the mesh
+    without devices. Leaves are ``ShapeDtypeStruct`` with shardings, boxed where parameters are split.
     """
     mesh = auto_mesh(mesh)
 
-    def create(rng, inputs):
+    def create(rng: PyTree, inputs: tuple[PyTree, ...]) -> TrainState:
         return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
 
+    def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+        value = boxes.leaf_value(leaf)
+        return boxes.rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+
     state = jax.eval_shape(create, rng, inputs)
-    places = state.replace(
+    of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
-        params=shardings(state.params, mesh),
+        params=boxes.shardings(state.params, mesh),
         opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
     )
+    return boxes.map_leaves(with_sharding, state, of_state)
 
-    def placed(leaf, place):
-        value = leaf_value(leaf)
-        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
 
-    return map_leaves(placed, state, places)
+def updated_state(
+    state: TrainState, grads: PyTree, loss: Array, value_fn: Callable[[PyTree], Array], mesh: Mesh | AbstractMesh
+) -> TrainState:
+    """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
+    params, grads = trainable(state.params), trainable(grads)
+    tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+    opt_state = stored_state(opt_state, state.params)
+    new_params = with_trainable(state.params, optax.apply_updates(params, updates))
+    return state.replace(
+        step=state.step + 1,
+        params=jax.lax.with_sharding_constraint(new_params, boxes.shardings(new_params, mesh)),
+        opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
+    )

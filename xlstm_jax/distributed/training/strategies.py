@@ -1,0 +1,90 @@
+"""When the gradients of minibatches are reduced over devices: three strategies with the same result.
+
+A step of m minibatches, with P the bytes of the split parameters, sends (two gathers and one scatter)
+
+  "reduce_each"           m * 3P                 memory: that of one minibatch
+  "reduce_once"           2P                     all weights and their float32 gradients whole on every device
+  "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
+"""
+
+from typing import Any
+
+import jax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.gather import gather_params, reduce_over_replicas
+from xlstm_jax.distributed.training.gradients import varying_leaves
+
+
+class ReduceEach:
+    """Every minibatch gathers the parameters and scatters their gradients."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """What every minibatch computes with, and is differentiated with respect to."""
+        return params
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        """Gradients of the parameters, made of the mean over minibatches of the gradients of the weights.
+
+        Both lists have an entry for each leaf that takes a gradient.
+        """
+        return _as_gradients_of(boxes.split_differentiable(params)[0], mean_grads)
+
+
+class ReduceOnce(ReduceEach):
+    """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        for path, leaf in boxes.leaves_with_path(params):
+            if boxes.is_box(leaf) and not isinstance(leaf, boxes.Sharded) and set(boxes.leaf_axes(leaf)) & set(axes):
+                raise ValueError(
+                    f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not "
+                    "say in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
+                )
+        return gather_params(params, axes)
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        live = varying_leaves(boxes.split_differentiable(params)[0], axes)
+        weights, transpose = jax.vjp(lambda live: gather_params(live, axes), [_gathered_wide(leaf) for leaf in live])
+        (grads,) = transpose(_as_gradients_of(weights, mean_grads))
+        return _as_gradients_of(live, grads)
+
+
+class ReduceReplicasOnce(ReduceEach):
+    """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        if not any(map(boxes.copied_axes, boxes.split_differentiable(params)[0])):
+            raise ValueError(
+                "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
+                "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
+            )
+        return boxes.map_leaves(lambda leaf: boxes.with_communication(leaf, replicas=None), params)
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        copies = [boxes.leaf_communication(leaf).replicas for leaf in boxes.split_differentiable(params)[0]]
+        values = [boxes.leaf_value(grad) for grad in mean_grads]
+        means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
+        return super().gradients(means, params, axes)
+
+
+DEFAULT_ACCUMULATION = "reduce_each"
+STRATEGIES: dict[str, ReduceEach] = {
+    DEFAULT_ACCUMULATION: ReduceEach(),
+    "reduce_once": ReduceOnce(),
+    "reduce_replicas_once": ReduceReplicasOnce(),
+}
+
+
+def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
+    """The gradients in the boxes and dtypes of ``leaves``."""
+    values = [boxes.leaf_value(g).astype(boxes.leaf_value(leaf).dtype) for leaf, g in zip(leaves, grads, strict=True)]
+    return list(map(boxes.rebox, leaves, values))
+
+
+def _gathered_wide(leaf: Any) -> Any:
+    """The leaf, to be gathered in the dtype of summed gradients, which the transpose then does not narrow."""
+    dtype = boxes.leaf_communication(leaf).gather_dtype or boxes.leaf_value(leaf).dtype
+    return boxes.with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))
