@@ -1,5 +1,6 @@
 """The table of chips agrees with itself and with libtpu; rooflines with the sums worked out by hand."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from xlstm_jax.distributed.forecast.cost.roofline import roofline
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
 MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
@@ -55,6 +57,15 @@ def test_a_device_without_figures_has_no_chip():
     assert chip_of(jax.devices()[0].device_kind) is None
     kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(kinds) == len(set(kinds))
+
+
+def test_a_new_chip_is_one_entry(monkeypatch):
+    figures = {"name": "v9", "device_kinds": ("TPU v9",), "pod": (8, 8, 16), "xla_options": {"xla_tpu_new": True}}
+    monkeypatch.setitem(CHIPS, "v9", dataclasses.replace(CHIPS["v5p"], **figures))
+    assert parse_topology("v9:4x8x16").wraps == (True,) * 3 and chip_of("TPU v9") is CHIPS["v9"]
+    assert compiler_options("TPU v9") == {"xla_tpu_new": True}
+    with pytest.raises(ValueError, match="there is no such slice of v9.* up to 8x8x16"):
+        parse_topology("v9:4x8x24")
 
 
 # ----------------------------------------------------------------------------------------------------------- topologies
