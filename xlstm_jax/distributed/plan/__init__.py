@@ -12,13 +12,8 @@ parameters on 4096 devices takes seconds. Each decision is that of the wrapper w
 """
 
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount as Share  # noqa: F401  # the name it had in 0.1
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
 
-__all__ = [
-    "Difference",
-    "LeafPlan",
-    "ShardingPlan",
-    "ByteCount",
-    "plan_sharding",
-]
+__all__ = ["ByteCount", "Difference", "LeafPlan", "ShardingPlan", "plan_sharding"]
