@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves_with_path,
     split_differentiable,
 )
-from xlstm_jax.distributed.data_parallel.shard_choice import (
+from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -31,9 +31,9 @@ from xlstm_jax.distributed.data_parallel.shard_choice import (
     Scalar,
     Taken,
     TooSmall,
-    choose_shard_dim,
     reason_from_json,
 )
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,8 @@ from xlstm_jax.distributed.data_parallel.communication import (
     value_dtype,
 )
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
-from xlstm_jax.distributed.data_parallel.shard_choice import (
-    DEFAULT_MIN_WEIGHT_SIZE,
-    UNEVEN,
-    PrngKeys,
-    ShardChoice,
-    balanced_orders,
-    choose_shard_dim,
-    padded_size,
-)
+from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardChoice, balanced_orders, choose_shard_dim, padded_size
 
 # ---------------------------------------------------------------------------------------------------------- sharding
 

@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import copied_axes, leaf_value, rebox, split_differentiable
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.sync import sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 
 LossFn = Callable[..., Any]
 
