@@ -2,9 +2,9 @@
 
     forecast(step, state, batch, rng, topology="v5e:16x16") -> Forecast
 
-The step is compiled for the topology, and what is said is read from the compiled program: what XLA has planned in
-memory, the collectives it has scheduled, the cycles that it expects. FLOP are counted in the step's jaxpr. Times come
-from these and from the chip's published figures; they rank variants of a step and are no measurement.
+The step is compiled for the topology, and the compiled program is read: what XLA has planned in memory, the collectives
+it has scheduled, the cycles that it expects. FLOP are counted in the step's jaxpr. Times follow from these and from the
+chip's published figures; they rank variants of a step and are no measurement.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -29,10 +30,10 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
     trace,
 )
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
-from xlstm_jax.distributed.forecast.cost.flops import Flops, Work, count_flops
-from xlstm_jax.distributed.forecast.cost.memory import Argument, Memory, Moment, Temporary, operation_names, read_memory
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline, roofline
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, Overlap, find_collectives
+from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
+from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
+from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.links import Links
@@ -64,11 +65,16 @@ class Forecast:
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
       exposed_seconds: the time of collectives that the schedule waits for, one after the other, each on its own links;
         of an asynchronous one what its links take longer than what runs beside it. None where the roofline is.
-      tokens: in the batch of all devices; None where they were not told.
-      unknown_loops: loops whose length the program does not tell; what is in them counts once.
+      tokens: in the batch of all devices; None where ``forecast`` was not given it.
+      unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
+
+    >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
+    >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
+    >>> found.memory.argument_bytes, found.wire_bytes, found.flops.total
+    (16384, 114688.0, 524288.0)
     """
 
     platform: str
@@ -105,8 +111,9 @@ class Forecast:
     @property
     def fits(self) -> bool | None:
         """Whether that is available; None where it is not known how much is, or how much is taken."""
-        known = self.available_bytes is not None and self.platform != "cpu"
-        return self.total_bytes <= self.available_bytes if known else None
+        if self.available_bytes is None or self.platform == "cpu":
+            return None
+        return self.total_bytes <= self.available_bytes
 
     # --------------------------------------------------------------------------------------------------------- traffic
 
@@ -117,16 +124,9 @@ class Forecast:
 
     @property
     def asynchronous_fraction(self) -> float:
-        """The share of these bytes that travels while the schedule goes on; 0 where nothing travels."""
+        """How much of these bytes travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
         hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
-
-    def wire_bytes_by(self, *attributes: str) -> dict[tuple[Any, ...], float]:
-        """What each device sends, summed by attributes of the collectives: ``("kind", "direction")``; largest first."""
-        sums = defaultdict(float)
-        for collective in self.collectives:
-            sums[tuple(getattr(collective, name) for name in attributes)] += collective.wire_bytes_per_step
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -139,8 +139,8 @@ class Forecast:
     @property
     def cycle_seconds(self) -> float | None:
         """The compiler's cycles at the chip's clock: the time of all that is not communication."""
-        known = self.cycles and self.chip and self.chip.clock_hz
-        return self.cycles.total / self.chip.clock_hz if known else None
+        clock_hz = self.chip.clock_hz if self.chip else None
+        return self.cycles.total / clock_hz if self.cycles and clock_hz else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -149,7 +149,7 @@ class Forecast:
         What runs is the compiler's estimate, but no less than the rooflines of compute and memory; and no step is
         shorter than its links take.
         """
-        if self.roofline is None:
+        if self.roofline is None or self.exposed_seconds is None:
             return None
         busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
         return max(busy + self.exposed_seconds, self.roofline.wire_s)
@@ -186,36 +186,17 @@ class Forecast:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
-        return Forecast(
-            **data
-            | {
-                "memory": _memory_from(data["memory"]),
-                "collectives": tuple(_collective_from(c) for c in data["collectives"]),
-                "flops": _flops_from(data["flops"]),
-                "cycles": data["cycles"] and Cycles(**data["cycles"]),
-                "hbm_bytes": data["hbm_bytes"] and HbmBytes(**data["hbm_bytes"]),
-                "roofline": data["roofline"] and Roofline(**data["roofline"]),
-                "unknown_loops": tuple(data["unknown_loops"]),
-                "notes": tuple(data["notes"]),
-            }
-        )
+        return _restored(Forecast, data)
 
 
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-
-
-def _memory_from(data: dict[str, Any]) -> Memory:
-    parts = {"temporaries": Temporary, "arguments": Argument, "timeline": Moment}
-    return Memory(**data | {name: tuple(kind(**part) for part in data[name]) for name, kind in parts.items()})
-
-
-def _collective_from(data: dict[str, Any]) -> Collective:
-    return Collective(**_tuples(data) | {"overlapped": Overlap(**_tuples(data["overlapped"]))})
-
-
-def _flops_from(data: dict[str, Any]) -> Flops:
-    return Flops(**_tuples(data) | {"work": tuple(Work(**work) for work in data["work"])})
+def _restored(kind: Any, data: Any) -> Any:
+    """A value of a type from what ``json`` has read: dataclasses from dicts and tuples from lists, as annotated."""
+    if isinstance(kind, UnionType):  # X | None
+        return None if data is None else _restored(get_args(kind)[0], data)
+    if dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _restored(kinds[name], value) for name, value in data.items()})
+    return tuple(_restored(get_args(kind)[0], item) for item in data) if isinstance(data, list) else data
 
 
 # ---------------------------------------------------------------------------------------------------------- forecasting
@@ -230,6 +211,11 @@ def forecast(
     compiler_options: dict[str, Any] | str | None = None,
 ) -> Forecast:
     """Compiles a training step and reads what it will cost each device.
+
+    >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
+    >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
+    >>> [(c.kind, c.axes, c.payload_bytes) for c in found.collectives]
+    [('all-gather', ('dp', 'fsdp'), 131072)]
 
     Args:
       step: a ``jax.jit`` function, as ``make_train_step`` returns one.
@@ -252,13 +238,12 @@ def forecast(
     """
     traced = trace(step, args, kwargs)
     kind = parse_topology(topology).chip.device_kinds[0] if isinstance(topology, str) else jax.devices()[0].device_kind
-    compiler_options = resolved(compiler_options, kind)
-    options = {"kwargs": kwargs, "compiler_options": compiler_options}
+    options = resolved(compiler_options, kind)
     if isinstance(topology, str):
-        compiled = compile_for_topology(step, *args, topology=topology, **options)
+        compiled = compile_for_topology(step, *args, topology=topology, kwargs=kwargs, compiler_options=options)
     else:
         _check_mesh(topology, step_mesh(traced, args, kwargs))
-        compiled = compile_here(step, *args, **options)
+        compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
     return read(compiled, count_flops(traced.jaxpr, math.prod(compiled.axis_sizes.values())), tokens)
 
 
@@ -282,19 +267,19 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     return Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
-        topology=compiled.topology and compiled.topology.name,
+        topology=compiled.topology.name if compiled.topology else None,
         axis_sizes=compiled.axis_sizes,
         memory=_memory(compiled, program),
         code_bytes=(compiled.memory or {}).get("generated_code", 0),
-        available_bytes=chip and chip.usable_hbm_bytes,
+        available_bytes=chip.usable_hbm_bytes if chip else None,
         collectives=found,
         flops=flops,
         cycles=count_cycles(program),
         hbm_bytes=moved,
-        roofline=links and _roofline(links, flops, moved, found, tokens),
-        exposed_seconds=links and sum(exposed_seconds(links, collective) for collective in found),
+        roofline=_roofline(links, flops, moved, found, tokens) if links and moved else None,
+        exposed_seconds=sum(exposed_seconds(links, collective) for collective in found) if links else None,
         tokens=tokens,
-        unknown_loops=tuple(program.unknown_trips) + flops.unknown_loops,
+        unknown_loops=(*(loop.op_name or loop.instruction for loop in program.unknown_trips), *flops.unknown_loops),
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
         notes=tuple(_notes(compiled, flops)),
@@ -341,7 +326,7 @@ def _roofline(
     for collective in found:
         sent[_axes(links, collective)] += collective.wire_bytes_per_step
     per_device = tokens and tokens / math.prod(links.axis_sizes.values())
-    return roofline(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+    return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
 
 
 def exposed_seconds(links: Links, collective: Collective) -> float:

@@ -1,4 +1,4 @@
-"""What is known about accelerators: figures of each chip, slices that there are, links between devices, XLA's options."""
+"""What is known about accelerators: one table of chips; slices of TPUs, links between devices, XLA's options."""
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.links import Links

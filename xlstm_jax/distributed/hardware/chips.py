@@ -1,7 +1,9 @@
-"""What makers publish about accelerators.
+"""The table of accelerators: what makers publish about each chip, which slices of it there are, XLA's options for it.
 
 All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
 given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+
+A new chip is one more entry of ``CHIPS``. GPUs share XLA's options whatever their kind; those are in ``xla_options``.
 
 Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
@@ -10,6 +12,7 @@ sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity;
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 GIB = 2**30
 
@@ -32,6 +35,14 @@ class Chip:
       torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
       network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
       devices_per_node: GPUs joined by NVLink; None for TPUs.
+      slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
+      cube: TPU: the side of the cubes that larger slices are made of, in multiples that ascend; None: of no cubes.
+      pod: TPU: the shape of the largest slice.
+      sparse_cores: TPU: it has SparseCores that can run collectives, of every kind.
+      xla_options: TPU: XLA's options that make collectives asynchronous; None where none are known.
+
+    >>> CHIPS["v5e"].hbm_bytes / 2**30, CHIPS["v5e"].peak_flops["bfloat16"]
+    (16.0, 197000000000000.0)
     """
 
     name: str
@@ -45,6 +56,21 @@ class Chip:
     torus_axes: int
     network_bandwidth: float | None = None
     devices_per_node: int | None = None
+    slices: tuple[tuple[int, ...], ...] = ()
+    cube: int | None = None
+    pod: tuple[int, ...] = ()
+    sparse_cores: bool = False
+    xla_options: Mapping[str, Any] | None = None
+
+
+FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+BELOW_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+BY_SPARSE_CORES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
+# Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
+ICI_PIPELINING = {"xla_tpu_enable_ici_ag_pipelining": True}
 
 
 def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
@@ -60,19 +86,23 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
             clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3,
+            slices=BELOW_CUBE, cube=4, pod=(16, 16, 16),
         ),
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
             clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2,
+            slices=FLAT, pod=(16, 16), xla_options=ICI_PIPELINING,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
             "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3,
+            slices=BELOW_CUBE, cube=4, pod=(16, 16, 24), sparse_cores=True, xla_options=BY_SPARSE_CORES,
         ),
         Chip(
             "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2,
+            slices=FLAT, pod=(16, 16), sparse_cores=True, xla_options=BY_SPARSE_CORES,
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
@@ -91,14 +121,15 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls ``device_kind``; None for one without figures, a CPU among them."""
+    """The chip that JAX calls ``device_kind``; None for a device without published figures, as a CPU.
+
+    >>> chip_of("TPU v6 lite").name, chip_of("cpu")
+    ('v6e', None)
+    """
     return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def peak_rate(chip: Chip, dtype: str) -> float:
-    """FLOP/s of matrix products in a dtype; narrow floats at the rate of int8, others unknown at that of float32."""
-    if dtype == "float16":
-        dtype = "bfloat16"
-    if dtype.startswith("float8"):
-        dtype = "int8"
-    return chip.peak_flops.get(dtype, chip.peak_flops["float32"])
+    """FLOP/s of matrix products in a dtype: float8 at the rate of int8, a dtype without a rate at that of float32."""
+    alike = "bfloat16" if dtype == "float16" else "int8" if dtype.startswith("float8") else dtype
+    return chip.peak_flops.get(alike, chip.peak_flops["float32"])

@@ -10,8 +10,6 @@ import numpy as np
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.slices import Topology
 
-# ---------------------------------------------------------------------------------------------------------------- links
-
 
 @dataclass(frozen=True)
 class Links:
@@ -22,6 +20,11 @@ class Links:
       axis_sizes: the mesh, outermost axis first.
       topology: of TPUs; None for GPUs.
       coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order: [devices, 3].
+
+    >>> from xlstm_jax.distributed.hardware import CHIPS
+    >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
+    >>> nodes.seconds(("fsdp",), 45e9), nodes.seconds(("dp",), 45e9)  # within a node; between nodes
+    (0.1, 0.9)
     """
 
     chip: Chip
@@ -33,11 +36,11 @@ class Links:
         """The time that a collective over these axes takes alone, in which each device sends so many bytes."""
         if self.topology is None:
             return sent / self._switched_bandwidth(axes)
-        bandwidth = sum(self._torus_bandwidths(axes).values())
+        bandwidth = sum(self._torus_bandwidths(self.topology, axes).values())
         return sent / bandwidth if bandwidth else 0.0
 
     def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
-        """The least time for all of them, side by side as far as they use other links.
+        """The least time for several collectives, which run side by side as far as they use other links.
 
         A collective uses the dims of the torus along which its groups lie, each in proportion to its bandwidth; the
         busiest dim decides. Behind the one switch of a node, times add up.
@@ -46,7 +49,7 @@ class Links:
             return sum(self.seconds(axes, sent) for axes, sent in wire_bytes.items())
         busy: dict[int, float] = defaultdict(float)
         for axes, sent in wire_bytes.items():
-            for dim in self._torus_bandwidths(axes):
+            for dim in self._torus_bandwidths(self.topology, axes):
                 busy[dim] += self.seconds(axes, sent)
         return max(busy.values(), default=0.0)
 
@@ -58,16 +61,16 @@ class Links:
         numbers = np.arange(math.prod(self.axis_sizes.values())).reshape(*self.axis_sizes.values())
         return numbers[tuple(slice(None) if axis in axes else 0 for axis in self.axis_sizes)].ravel()
 
-    def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
-        """Bytes/s that a device sends along each dim of the torus on which a group has more than one place.
+    def _torus_bandwidths(self, topology: Topology, axes: Sequence[str]) -> dict[int, float]:
+        """Bytes/s that a device sends along each dim of the torus on which the devices of a group differ.
 
-        Places that are s apart leave room for s groups, which share the links. Around a closed ring data goes both
-        ways; on a line, back along it, so that one way is left.
+        Where neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
+        goes both ways; on a line it must come back along it, which leaves one way.
         """
-        places = np.asarray(self.coords)[self._group(axes)]
+        coords = np.asarray(self.coords)[self._group(axes)]
         found = {}
-        for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
-            line = np.unique(places[:, dim])
+        for dim, (size, wraps) in enumerate(zip(topology.shape, topology.wraps, strict=True)):
+            line = np.unique(coords[:, dim])
             if len(line) > 1:
                 stride = int(np.diff(line).min())
                 closed = wraps and len(line) * stride == size
@@ -76,6 +79,7 @@ class Links:
 
     def _switched_bandwidth(self, axes: Sequence[str]) -> float:
         """Bytes/s of a GPU: NVLink inside a node; between nodes its own adapter, and those of its group beside it."""
+        assert self.chip.devices_per_node and self.chip.network_bandwidth  # a TPU has a topology
         group = self._group(axes)
         in_node = int((group < self.chip.devices_per_node).sum())
         if in_node == len(group):

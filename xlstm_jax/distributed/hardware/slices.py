@@ -7,20 +7,14 @@ from typing import Any
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
 
-# Slices that can be rented. Larger ones of v4 and v5p are made of cubes: multiples of 4, ascending, up to a pod.
-FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-CUBIC_SLICES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-LARGEST_SLICE = {"v4": (16, 16, 16), "v5p": (16, 16, 24)}
-CUBE = 4
-FLAT_RING = 16  # a dim of v5e or v6e is a ring where it is as long as the pod
-
-
-# ----------------------------------------------------------------------------------------------------------- topologies
-
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice of TPU chips: ``name`` as "v5e:16x16", ``shape`` of its torus. JAX sees one device per chip."""
+    """A slice of TPU chips: ``name`` as "v5e:16x16", ``shape`` of its torus. JAX sees one device per chip.
+
+    >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
+    (False, True)
+    """
 
     name: str
     chip: Chip
@@ -37,13 +31,13 @@ class Topology:
         The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
         so smaller slices have none. On a dim that is no ring, half the bandwidth is left for collectives.
         """
-        if self.chip.torus_axes == 2:
-            return tuple(size == FLAT_RING for size in self.shape)
-        return (all(size % CUBE == 0 for size in self.shape),) * len(self.shape)
+        if self.chip.cube is None:
+            return tuple(size == max(self.chip.pod) for size in self.shape)
+        return (_is_of_cubes(self.shape, self.chip.cube),) * len(self.shape)
 
     def description(self) -> dict[str, Any]:
         """Arguments of ``jax.experimental.topologies.get_topology_desc(platform="tpu", ...)``."""
-        arguments = {"topology_name": self.name}
+        arguments: dict[str, Any] = {"topology_name": self.name}
         if self.chip.name == "v4":
             arguments["chip_config_name"] = "megacore"  # both cores are one device, as on machines that have the chips
         if self.num_devices == 1:
@@ -54,12 +48,15 @@ class Topology:
 def parse_topology(name: str) -> Topology:
     """Reads "v5e:16x16": the chip, and how many of them along each axis of the torus.
 
+    >>> parse_topology("v5p:4x4x8").num_devices
+    128
+
     Raises:
-      ValueError: an unknown chip, or a slice that there is not; lists those that there are.
+      ValueError: an unknown chip, or a slice that does not exist; lists those that do.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
-    if chip is None or not chip.torus_axes:
+    if match is None or chip is None or not chip.torus_axes:
         known = ", ".join(chip.name for chip in CHIPS.values() if chip.torus_axes)
         raise ValueError(
             f"topology={name!r} is not <chip>:<shape> with a chip among {known}. For 256 chips of v5e: 'v5e:16x16'; "
@@ -71,18 +68,23 @@ def parse_topology(name: str) -> Topology:
     return Topology(name, chip, shape)
 
 
+def _is_of_cubes(shape: tuple[int, ...], cube: int) -> bool:
+    return all(size and size % cube == 0 for size in shape)
+
+
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
-    if chip.torus_axes == 2:
-        return shape in FLAT_SLICES
-    largest = LARGEST_SLICE[chip.name]
-    cubes = len(shape) == 3 and all(size and size % CUBE == 0 for size in shape) and list(shape) == sorted(shape)
-    return shape in CUBIC_SLICES or (cubes and all(a <= b for a, b in zip(shape, largest, strict=True)))
+    if shape in chip.slices or chip.cube is None:
+        return shape in chip.slices
+    ascending = len(shape) == len(chip.pod) and list(shape) == sorted(shape)
+    return ascending and _is_of_cubes(shape, chip.cube) and all(map(int.__le__, shape, chip.pod))
 
 
 def _slices(chip: Chip) -> str:
-    flat = chip.torus_axes == 2
-    listed = ", ".join("x".join(map(str, shape)) for shape in (FLAT_SLICES if flat else CUBIC_SLICES))
-    if flat:
+    listed = ", ".join(map(_by_x, chip.slices))
+    if chip.cube is None:
         return listed
-    largest = "x".join(map(str, LARGEST_SLICE[chip.name]))
-    return f"{listed}, and multiples of {CUBE} in ascending order up to {largest}, as 4x4x8"
+    return f"{listed}, and multiples of {chip.cube} in ascending order up to {_by_x(chip.pod)}, as 4x4x8"
+
+
+def _by_x(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

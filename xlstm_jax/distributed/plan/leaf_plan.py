@@ -1,28 +1,35 @@
-"""What a sharding plan says of one leaf, and in which words and units.
+"""What a sharding plan says of one leaf: where it lies, why, and what that costs."""
 
-LeafPlan      a row: where the leaf lies, why, and what that costs
-ByteCount         bytes of something in all, and on each device
-format_bytes  bytes as people read them
-"""
-
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.reasons import Reason
 from xlstm_jax.distributed.wording import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
+COUNTED = ("parameters", "gradients", "optimizer", "other")  # of what a row counts the bytes
 
 
 class ByteCount(NamedTuple):
-    """Bytes of one kind: ``total`` of the one whole, and ``per_device`` of what each device keeps of it."""
+    """Bytes: ``total`` of the global array, and ``per_device`` of what each device keeps of it.
+
+    >>> ByteCount(1024, 256) + ByteCount(64, 64)
+    ByteCount(total=1088, per_device=320)
+    """
 
     total: int = 0
     per_device: int = 0
 
-    def __add__(self, other: "ByteCount") -> "ByteCount":
-        return ByteCount(self.total + other.total, self.per_device + other.per_device)
+    def __add__(self, other: tuple[Any, ...], /) -> "ByteCount":
+        total, per_device = other
+        return ByteCount(self.total + total, self.per_device + per_device)
+
+
+NO_BYTES = ByteCount()
 
 
 @dataclass(frozen=True)
@@ -33,15 +40,21 @@ class LeafPlan:
       path: of a parameter, below its collection: ``blocks/mlp/up/kernel``. What is no parameter has its collection
         before it: ``(batch_stats) norm/mean``, ``(optimizer) 0/count``.
       collection: "params", the name of another collection of the model, or "optimizer".
-      shape, dtype: of the whole leaf.
+      shape, dtype: of the global array.
       names: an entry for each dim: None, a mesh axis, or a tuple of axes, outermost first.
-      parts: into how many different parts it is split; 1: every device has all of it.
+      parts: into how many different shards it is split; 1: every device has all of it.
       reason: why it is split along this dim, or why it is not.
       use_shape: the shape that its wrapped module sees; the leaf's, but for the dims that ``nn.scan`` has added.
       uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
       gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
-      gather_dtype, grad_scatter_dtype: what travels; None where nothing is gathered.
+      gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
+
+    >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
+    >>> row.shape, row.names, row.parts, row.parameters
+    ((1024, 256), ('fsdp', None), 8, ByteCount(total=1048576, per_device=131072))
+    >>> row.reason
+    Largest(dim=0, size=1024, parts=8)
     """
 
     path: str
@@ -56,10 +69,10 @@ class LeafPlan:
     gathered_bytes: int = 0
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
-    parameters: ByteCount = ByteCount()
-    gradients: ByteCount = ByteCount()
-    optimizer: ByteCount = ByteCount()
-    other: ByteCount = ByteCount()
+    parameters: ByteCount = NO_BYTES
+    gradients: ByteCount = NO_BYTES
+    optimizer: ByteCount = NO_BYTES
+    other: ByteCount = NO_BYTES
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -72,14 +85,29 @@ class LeafPlan:
         return tuple(axis for entry in self.names for axis in entry_axes(entry))
 
     @property
+    def layers(self) -> int:
+        """How many layers share the array, each with weights of its own: what ``nn.scan`` has stacked; else 1."""
+        return math.prod(self.shape) // max(math.prod(self.use_shape), 1)
+
+    @property
+    def gather_itemsize(self) -> int:
+        """Bytes of a value while it is gathered; 0 where nothing is."""
+        return np.dtype(self.gather_dtype).itemsize if self.gather_dtype else 0
+
+    @property
+    def gathered_size(self) -> float:
+        """How many values one gather leaves on each device; 0 where nothing is gathered."""
+        return self.gathered_bytes / self.gather_itemsize if self.uses else 0.0
+
+    @property
     def all_bytes(self) -> ByteCount:
         """Everything that is kept for this leaf between two steps, and its gradient."""
-        return self.parameters + self.gradients + self.optimizer + self.other
+        return sum((getattr(self, kind) for kind in COUNTED), NO_BYTES)
 
     @property
     def description(self) -> str:
         """``'head/kernel' float32[4096, 50257] (785 MiB)``"""
-        size = next((share.total for share in (self.parameters, self.other, self.optimizer) if share.total), 0)
+        size = self.parameters.total or self.other.total or self.optimizer.total
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"
 
     def sentence(self, devices: int) -> str:
@@ -92,15 +120,15 @@ class LeafPlan:
             where = "the one device" if devices == 1 else f"each of {devices} devices"
             return f"stays whole on {where}: {self.reason}{seen}"
         split = " and ".join(f"dim {dim} over {format_axes(entry_axes(self.names[dim]))}" for dim in self.dims)
-        return f"is split along {split} into {self.parts} part{'s' * (self.parts > 1)} ({self.reason}{seen})"
+        return f"is split along {split} into {self.parts} shard{'s' * (self.parts > 1)} ({self.reason}{seen})"
 
     def _kept(self) -> str:
-        kinds = {
+        counts = {
             "of it": self.parameters.per_device + self.other.per_device,
             "of its gradient": self.gradients.per_device,
             "of optimizer state": self.optimizer.per_device,
         }
-        kept = [f"{format_bytes(count)} {kind}" for kind, count in kinds.items() if count]
+        kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
         return f"; a device keeps {joined(kept)}" if kept else ""
 
     def _gathers(self) -> str:

@@ -1,27 +1,16 @@
-"""The sharding plan: what is split, why not where it is not, and what each device keeps, from shapes alone.
-
-    plan = plan_sharding(model, {"dp": 16, "fsdp": 256}, tokens, tx=optax.adamw(1e-3))
-    plan.table()                                  everything, for people
-    plan.explain("blocks/mlp/up/kernel")          one leaf in one sentence
-    plan.check(max_bytes_per_device=16 * 2**30)   a refusal, for scripts
-    plan.to_json(), plan.diff(other)              for the review of a change
-
-``model.init`` is traced on a mesh without devices. Nothing is computed and nothing allocated: a model of 70 billion
-parameters on 4096 devices takes seconds. Each decision is that of the wrapper which ``init`` runs through
-(``choose_shard_dim``); what an optimizer keeps is read off ``tx.init``, and lies as ``optimizer_state_shardings`` says.
-"""
+"""Makes a sharding plan: traces ``model.init`` without values, and reads a row off the box around each leaf."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
 from jax.sharding import AbstractMesh
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
@@ -33,7 +22,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     true_shape,
 )
 from xlstm_jax.distributed.data_parallel.communication import sent_bytes, value_dtype
-from xlstm_jax.distributed.data_parallel.planned import Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
     NoParameter,
@@ -52,7 +41,7 @@ from xlstm_jax.distributed.wording import format_axes
 
 
 def plan_sharding(
-    model: nn.Module,
+    model: Model,
     axis_sizes: Mapping[str, int],
     *inputs: PyTree,
     axis_name: AxisNames | None = None,
@@ -61,7 +50,13 @@ def plan_sharding(
     rng: PyTree = None,
     **kwargs: Any,
 ) -> ShardingPlan:
-    """What ``create_train_state`` would place on a mesh of this shape, without the mesh and without a value.
+    """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
+
+    >>> plan = plan_sharding(nn.Dense(256), {"dp": 2, "fsdp": 4}, jnp.ones((8, 1024)), axis_name="fsdp")
+    >>> for row in plan.rows:
+    ...     print(row.path, row.names, row.reason)
+    bias (None,) 256 values are fewer than min_weight_size=262144
+    kernel ('fsdp', None) dim 0 of size 1024 is the largest that 4 divides
 
     A model whose modules are wrapped by ``shard_module_params`` is planned as it is: the wrappers decide. A model in
     which nothing is wrapped is planned as if ``shard_module_params(model, axis_name, min_weight_size)`` were around it.
@@ -96,19 +91,19 @@ def plan_sharding(
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
-    state, beside = _optimizer_rows(tx, params, mesh)
-    rows = [_parameter_row(path, leaf, state.get(path, ByteCount()), sizes) for path, leaf in leaves_with_path(params)]
+    of_params, beside = _optimizer_rows(tx, params, mesh)
+    rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
     rows += [
         _other_row(name, path, leaf, sizes) for name in variables for path, leaf in leaves_with_path(variables[name])
     ]
     return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside))
 
 
-def _planned_init(model: nn.Module, mesh: AbstractMesh, rng: PyTree, inputs: PyTree, kwargs: dict[str, Any]) -> PyTree:
+def _planned_init(model: Model, mesh: AbstractMesh, rng: PyTree, inputs: PyTree, kwargs: dict[str, Any]) -> PyTree:
     """The variables of ``model.init`` without values, in boxes that carry the decisions of their wrappers."""
     check_no_explicit_mesh()
 
-    def init(rng, inputs):
+    def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh):
             return model.init(rng, *inputs, **kwargs)
 
@@ -148,60 +143,56 @@ def _check_not_given(**options: Any) -> None:
 
 
 def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:
-    value, names = leaf_value(leaf), leaf_names(leaf)
-    parameters = _share(path, leaf, sizes)
-    return LeafPlan(
-        path=path,
-        collection=PARAMETERS,
-        shape=true_shape(leaf),
-        dtype=str(value.dtype),
-        names=names,
-        parts=_parts(leaf_axes(leaf), sizes),
-        reason=_reason(leaf),
-        parameters=parameters,
-        gradients=parameters if is_differentiable(leaf) else ByteCount(),
-        optimizer=optimizer,
-        **_gathering(leaf, sizes),
-    )
+    kept = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+    if is_differentiable(leaf):
+        kept["gradients"] = kept["parameters"]
+    return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(leaf, sizes))
 
 
 def _other_row(collection: str, path: str, leaf: Any, sizes: dict[str, int]) -> LeafPlan:
-    value = leaf_value(leaf)
+    path = f"({collection}) {path}"
+    reason = BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else NoParameter()
+    return _row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes))
+
+
+def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
+    shape = true_shape(leaf)
+    fields.setdefault("use_shape", shape)
     return LeafPlan(
-        path=f"({collection}) {path}",
+        path=path,
         collection=collection,
-        shape=tuple(value.shape),
-        dtype=str(value.dtype),
+        shape=shape,
+        dtype=str(leaf_value(leaf).dtype),
         names=leaf_names(leaf),
-        parts=_parts(leaf_axes(leaf), sizes),
-        reason=BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else NoParameter(),
-        use_shape=tuple(value.shape),
-        other=_share(f"({collection}) {path}", leaf, sizes),
+        parts=_count(leaf_axes(leaf), sizes),
+        reason=reason,
+        **fields,
     )
 
 
-def _parts(axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
+    """The number of devices along the axes."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _share(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
+def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
     value = leaf_value(leaf)
     for dim, entry in enumerate(leaf_names(leaf)):
-        if value.shape[dim] % (parts := _parts(entry_axes(entry), sizes)):
+        if value.shape[dim] % (parts := _count(entry_axes(entry), sizes)):
             raise ValueError(
                 f"'{path}' of shape {tuple(value.shape)} is boxed as {leaf_names(leaf)}: {parts} parts do not divide "
                 f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    return ByteCount(math.prod(true_shape(leaf)) * itemsize, stored // _parts(leaf_axes(leaf), sizes))
+    return ByteCount(math.prod(true_shape(leaf)) * itemsize, stored // _count(leaf_axes(leaf), sizes))
 
 
 def _reason(leaf: Any) -> Reason:
-    """The reason of what split the leaf; else that of the last refusal; several wrappers are told by their axes."""
+    """Why the leaf was split, else the last refusal; of several wrappers over different axes, that of each."""
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else Unwrapped()
-    deciding = {}
+    deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
         settled = deciding.get(decision.axes)
         if settled is None or settled.choice.dim is None:
@@ -215,22 +206,21 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
     shape = tuple(leaf_value(leaf).shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
-    splits = [decision for decision in decisions if decision.choice.dim is not None]
-    gathered = {axis for decision in splits for axis in decision.axes}
-    if _parts(tuple(gathered), sizes) == 1:
+    splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
+    gathered = {axis for decision, _ in splits for axis in decision.axes}
+    if _count(gathered, sizes) == 1:
         return {"use_shape": decisions[-1].shape if decisions else shape}
-    last = splits[-1]
+    last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
-    # What no wrapper gathers (tensor parallel) stays split; what nn.scan or nn.vmap has added is used piece by piece.
-    kept = _parts(tuple(seen - gathered), sizes)
-    added = _parts(tuple(set(leaf_axes(leaf)) - seen), sizes)
+    # What no wrapper gathers (tensor parallel) stays split; of what nn.scan or nn.vmap has added, a use takes one.
+    kept = _count(seen - gathered, sizes)
+    added = _count(set(leaf_axes(leaf)) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
-    stored[last.choice.dim] = padded_size(stored[last.choice.dim], _parts(last.axes, sizes))
-    calls = max(sum(split.axes == axes for split in splits) for axes in {split.axes for split in splits})
+    stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
     return {
         "use_shape": last.shape,
-        "uses": calls * layers,
+        "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent_bytes(stored, last.gather_dtype) // kept,
         "gather_dtype": last.gather_dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype,
@@ -239,36 +229,22 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
 
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh
-) -> tuple[dict[str, ByteCount], list[LeafPlan]]:
+) -> tuple[Mapping[str, ByteCount], list[LeafPlan]]:
     """Bytes of the optimizer's state by the parameter that they belong to, and rows for what belongs to none."""
+    of_params: dict[str, ByteCount] = defaultdict(ByteCount)
+    beside: list[LeafPlan] = []
     if tx is None:
-        return {}, []
+        return of_params, beside
     opt_state = jax.eval_shape(lambda params: stored_state(tx.init(trainable(params)), params), params)
-    places = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
+    shardings = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
     paths = {path: path for path, _ in leaves_with_path(params)}
-    of_params, beside = {}, []
     for path, leaf in leaves_with_path(opt_state):
         value = leaf_value(leaf)
-        on_device = math.prod(places[path].shard_shape(value.shape))
-        share = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
+        on_device = math.prod(shardings[path].shard_shape(value.shape))
+        kept = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
         owner = owner_of_state(path, paths)
         if owner is None:
-            beside.append(_state_row(path, value, share))
+            beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, value, OfNoParameter(), {}, optimizer=kept))
         else:
-            of_params[owner] = of_params.get(owner, ByteCount()) + share
+            of_params[owner] += kept
     return of_params, beside
-
-
-def _state_row(path: str, value: Any, share: ByteCount) -> LeafPlan:
-    shape = tuple(value.shape)
-    return LeafPlan(
-        path=f"({OPTIMIZER}) {path}",
-        collection=OPTIMIZER,
-        shape=shape,
-        dtype=str(value.dtype),
-        names=(None,) * len(shape),
-        parts=1,
-        reason=OfNoParameter(),
-        use_shape=shape,
-        optimizer=share,
-    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
-from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.table import plan_table
 from xlstm_jax.distributed.wording import format_bytes, format_fraction
 
@@ -27,6 +27,10 @@ class Difference(NamedTuple):
     """One leaf in which two plans differ, or the mesh, or the wrapper that is assumed; ``str`` of it is to be printed.
 
     ``before`` and ``after`` say by name what differs; None where the leaf is not in that plan.
+
+    >>> print(Difference("head/kernel", {"parts": 64}, {"parts": 32}))
+    head/kernel:
+      parts: 64 -> 32
     """
 
     path: str
@@ -34,11 +38,12 @@ class Difference(NamedTuple):
     after: dict[str, Any] | None
 
     def __str__(self) -> str:
-        if self.before is None or self.after is None:
-            kind, leaf = ("added", self.after) if self.before is None else ("removed", self.before)
-            return f"{self.path}: {kind}, {leaf['dtype']}{list(leaf['shape'])}"
-        lines = (f"  {what}: {_readable(old)} -> {_readable(self.after[what])}" for what, old in self.before.items())
-        return "\n".join([f"{self.path}:", *lines])
+        before, after = self.before or {}, self.after or {}
+        if before and after:
+            lines = (f"  {what}: {_readable(old)} -> {_readable(after[what])}" for what, old in before.items())
+            return "\n".join([f"{self.path}:", *lines])
+        leaf = before or after
+        return f"{self.path}: {'removed' if before else 'added'}, {leaf['dtype']}{list(leaf['shape'])}"
 
 
 def _readable(value: Any) -> str:
@@ -55,6 +60,10 @@ class ShardingPlan:
       axis_sizes: the mesh: axes, outermost first, with their sizes.
       assumed: the wrapper that the plan assumes around a model which has none; "" where the model has its own.
       rows: the parameters in the order of their tree, then other collections, then what the optimizer keeps beside.
+
+    >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
+    >>> plan.parameters, [row.path for row in plan.replicated]
+    (ByteCount(total=1049600, per_device=132096), ['bias'])
     """
 
     axis_sizes: Mapping[str, int]
@@ -89,11 +98,11 @@ class ShardingPlan:
     @property
     def bytes_per_device(self) -> int:
         """Parameters, gradients, optimizer state and other collections on each device; no activations."""
-        return (self.parameters + self.gradients + self.optimizer + self.other).per_device
+        return sum(row.all_bytes.per_device for row in self.rows)
 
     @property
     def replicated_fraction(self) -> float:
-        """The share of the parameters' bytes that every device keeps whole: 0 to 1; on one device nothing is."""
+        """What of the parameters' bytes every device keeps whole: 0 to 1; on one device nothing is."""
         whole = sum(row.parameters.total for row in self.replicated)
         return whole / self.parameters.total if whole else 0.0
 
@@ -165,16 +174,9 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
-        before, after = ({row.path: _compared(row) for row in plan.rows} for plan in (self, other))
-        paths = [*before, *(path for path in after if path not in before)]
-        found = [
-            _difference(
-                "(mesh)", {"axis_sizes": [*self.axis_sizes.items()]}, {"axis_sizes": [*other.axis_sizes.items()]}
-            ),
-            _difference("(wrapper)", {"assumed": self.assumed or None}, {"assumed": other.assumed or None}),
-            *(_difference(path, before.get(path), after.get(path)) for path in paths),
-        ]
-        return [difference for difference in found if difference is not None]
+        before, after = (_compared(plan) for plan in (self, other))
+        changes = (_difference(what, before.get(what), after.get(what)) for what in before | after)
+        return [change for change in changes if change is not None]
 
     def to_json(self) -> str:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
@@ -213,9 +215,8 @@ class ShardingPlan:
 
 def _worst(rows: Sequence[LeafPlan]) -> str:
     worst = [f"{row.description}, {format_bytes(row.all_bytes.per_device)} per device: {row.reason}" for row in rows]
-    return "; ".join(worst[:WORST_SHOWN]) + (
-        f"; and {len(worst) - WORST_SHOWN} more" if len(worst) > WORST_SHOWN else ""
-    )
+    more = [f"and {len(worst) - WORST_SHOWN} more"] if len(worst) > WORST_SHOWN else []
+    return "; ".join(worst[:WORST_SHOWN] + more)
 
 
 def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Difference | None:
@@ -227,14 +228,15 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
     return Difference(path, {what: before[what] for what in changed}, {what: after[what] for what in changed})
 
 
-def _compared(row: LeafPlan) -> dict[str, Any]:
-    """The fields of a row, its reason in words, which is all that older plans have of it."""
-    return {**vars(row), "reason": str(row.reason)}
+def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
+    """Mesh, wrapper and leaves; reasons as text, which is all that older plans have of them."""
+    sizes, rows = [*plan.axis_sizes.items()], {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
+    return {"(mesh)": {"axis_sizes": sizes}, "(wrapper)": {"assumed": plan.assumed or None}, **rows}
 
 
 def _totals(plan: ShardingPlan) -> dict[str, Any]:
-    kinds = {kind: list(getattr(plan, kind)) for kind in ("parameters", "gradients", "optimizer", "other")}
-    return kinds | {"bytes_per_device": plan.bytes_per_device, "replicated_fraction": plan.replicated_fraction}
+    counts = {kind: list(getattr(plan, kind)) for kind in COUNTED}
+    return counts | {"bytes_per_device": plan.bytes_per_device, "replicated_fraction": plan.replicated_fraction}
 
 
 def _leaf_json(row: LeafPlan) -> str:
@@ -243,7 +245,7 @@ def _leaf_json(row: LeafPlan) -> str:
         {"collection": row.collection, "dtype": row.dtype, "shape": row.shape},
         {"names": row.names, "parts": row.parts},
         {"reason": row.reason.to_json()},
-        {kind: getattr(row, kind) for kind in ("parameters", "gradients", "optimizer", "other")},
+        {kind: getattr(row, kind) for kind in COUNTED},
         {"use_shape": row.use_shape, "uses": row.uses, "gathered_bytes": row.gathered_bytes}
         | {"gather_dtype": row.gather_dtype, "grad_scatter_dtype": row.grad_scatter_dtype},
     ]
@@ -252,8 +254,8 @@ def _leaf_json(row: LeafPlan) -> str:
 
 
 def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
-    kinds = {kind: ByteCount(*leaf[kind]) for kind in ("parameters", "gradients", "optimizer", "other")}
+    counts = {kind: ByteCount(*leaf[kind]) for kind in COUNTED}
+    shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
-    shapes = {"shape": tuple(leaf["shape"]), "use_shape": tuple(leaf["use_shape"])}
-    reason = reason_from_json(leaf["reason"])
-    return LeafPlan(path=path, **(leaf | kinds | shapes | {"names": names, "reason": reason}))
+    fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
+    return LeafPlan(path=path, **fields)

@@ -1,17 +1,21 @@
 """A sharding plan as tables for people: leaves by module, the largest first; then what stays whole, and why."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.wording import format_bytes, format_fraction, path_pattern
 
-KINDS = ("parameters", "gradients", "optimizer")
+KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Line:
     """One line of a table: a row, and how many leaves it stands for; ``path`` has ``*`` where their numbers differ."""
 
     module: str
@@ -20,8 +24,8 @@ class Line(NamedTuple):
     count: int
 
     def bytes_of(self, kind: str) -> ByteCount:
-        share = getattr(self.row, kind)
-        return ByteCount(share.total * self.count, share.per_device * self.count)
+        total, per_device = getattr(self.row, kind)
+        return ByteCount(total * self.count, per_device * self.count)
 
     @property
     def per_device(self) -> int:
@@ -53,17 +57,9 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
         alike.setdefault((path_pattern(row.path), dataclasses.replace(row, path="")), []).append(row)
-    paths = [pattern if len(group) > 1 else group[0].path for (pattern, _), group in alike.items()]
-    depth = _module_depth([path for path, group in zip(paths, alike.values(), strict=True) if _is_parameter(group[0])])
-    lines = []
-    for path, group in zip(paths, alike.values(), strict=True):
-        module, leaf = _module_and_leaf(path, depth) if _is_parameter(group[0]) else _collection_and_leaf(path)
-        lines.append(Line(module, leaf, group[0], len(group)))
-    return lines
-
-
-def _is_parameter(row: LeafPlan) -> bool:
-    return row.collection == PARAMETERS
+    named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
+    depth = _module_depth([path for path, group in named if group[0].collection == PARAMETERS])
+    return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group)) for path, group in named]
 
 
 def _module_depth(paths: list[str]) -> int:
@@ -75,15 +71,13 @@ def _module_depth(paths: list[str]) -> int:
     return shared + 1
 
 
-def _module_and_leaf(path: str, depth: int) -> tuple[str, str]:
+def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
+    if row.collection != PARAMETERS:
+        collection, leaf = path.split(" ", 1)
+        return collection, leaf
     parts = path.split("/")
     cut = min(depth, len(parts) - 1)
     return "/".join(parts[:cut]), "/".join(parts[cut:])
-
-
-def _collection_and_leaf(path: str) -> tuple[str, str]:
-    collection, leaf = path.split(" ", 1)
-    return collection, leaf
 
 
 def _by_module(lines: list[Line]) -> list[tuple[str, list[Line]]]:
@@ -129,7 +123,7 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
 def _sums(lines: list[Line]) -> list[str]:
     """Bytes of all lines: those of the values, then what a device keeps, by kind; other collections are values too."""
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
-    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in KINDS[1:]]
+    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in KEPT[1:]]
     counts = [sum(v.total for v in values), sum(v.per_device for v in values), *kept]
     return [format_bytes(count) if count else "" for count in counts]
 
@@ -141,20 +135,17 @@ def _cells(line: Line) -> list[Any]:
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
-    shape = "×".join(map(str, row.shape)) or "scalar"
+    shape = TIMES.join(map(str, row.shape)) or "scalar"
     return [name, f"{_short(row.dtype)} {shape}", split or "whole", *_sums([line]), gathered]
 
 
 def _times(count: int) -> str:
-    return f" ×{count}" if count > 1 else ""
+    return f" {TIMES}{count}" if count > 1 else ""
 
 
 def _short(dtype: str) -> str:
     """``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``, ``uint8`` -> ``u8``: as compiled programs write them."""
-    for name, letter in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if dtype.startswith(name):
-            return letter + dtype.removeprefix(name)
-    return dtype
+    return re.sub("float|uint|int|complex", lambda name: name[0][0], dtype, count=1)
 
 
 def _summary(plan: Any) -> str:

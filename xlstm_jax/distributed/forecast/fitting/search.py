@@ -14,6 +14,7 @@ step, the user's code raises) are a row of the result that says why; at the very
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,14 @@ from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.wording import format_bytes, shortened
+from xlstm_jax.distributed.wording import format_bytes, format_mesh, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 MAX_PROBLEM = 200  # characters of it in a table
+
+BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract arguments
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Options:
       keep_gathered: whether gathered weights are kept from the forward to the backward pass.
       remat: whether the activations of each block are computed again in the backward pass.
       num_minibatches: see ``make_train_step``.
+
+    >>> Options({"dp": 4, "fsdp_x": 8, "fsdp_y": 8}).shard_axes
+    ('fsdp_x', 'fsdp_y')
     """
 
     mesh: dict[str, int]
@@ -71,8 +77,9 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of a step; infinite where there is no forecast."""
-        return self.forecast.step_seconds if self.forecast else float("inf")
+        """Estimated time of a step; infinite where there is none."""
+        seconds = self.forecast.step_seconds if self.forecast else None
+        return math.inf if seconds is None else seconds
 
     @property
     def bytes_per_device(self) -> int | None:
@@ -82,7 +89,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """All that was tried: what fits first, the fastest first."""
+    """All that was tried: what fits first, the fastest first.
+
+    >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
+    >>> Fit("v5e:2x2", 2**30, (failed,)).best is None
+    True
+    """
 
     topology: str
     budget_bytes: int
@@ -105,7 +117,7 @@ class Fit:
         rows = [
             dataclasses.asdict(trial.options)
             | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
-            | {"step_seconds": trial.forecast and trial.seconds}
+            | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
             for trial in self.trials
         ]
         return json.dumps({"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}, indent=2)
@@ -113,17 +125,20 @@ class Fit:
 
 def _row(trial: Trial) -> list[str]:
     options = trial.options
-    mesh = ",".join(f"{axis}={size}" for axis, size in options.mesh.items())
     kept = "kept" if options.keep_gathered else "gathered again"
-    cells = [mesh, f"{options.min_weight_size:,}", kept, "yes" if options.remat else "no", str(options.num_minibatches)]
+    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, _yes_or_no(options.remat)]
+    cells += [str(options.num_minibatches)]
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
-    fits = "yes" if trial.fits else "no"
-    return [*cells, format_bytes(trial.bytes_per_device), f"{trial.seconds * 1e3:.1f} ms", fits]
+    return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", _yes_or_no(trial.fits)]
+
+
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def fit(
-    build_step: Callable[[Options], tuple[Any, Sequence[PyTree]]],
+    build_step: Callable[[Options], BuiltStep],
     topology: str,
     budget_bytes: int | None = None,
     *,
@@ -131,6 +146,10 @@ def fit(
     on_trial: Callable[[Options], None] | None = None,
 ) -> Fit:
     """Searches for the fastest step that fits.
+
+    >>> fit(lambda options: training().build_step(options.mesh), "v5e:3x3")
+    Traceback (most recent call last):
+    ValueError: topology='v5e:3x3': there is no such slice of v5e. There are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16.
 
     Args:
       build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
@@ -145,20 +164,21 @@ def fit(
         options, chained to the reason.
       ImportError: libtpu is not installed, or flatbuffers.
     """
-    place = parse_topology(topology)
-    budget = place.chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
+    parsed = parse_topology(topology)
+    chip, shape = parsed.chip, parsed.shape
+    budget = chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
     if budget <= 0:
         raise ValueError(
             f"budget_bytes={budget}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
-            f"None for all that {place.chip.name} has, {place.chip.usable_hbm_bytes}."
+            f"None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
-    meshes = default_meshes(place.shape) if meshes is None else meshes
+    meshes = default_meshes(shape) if meshes is None else meshes
     if not meshes:
         raise ValueError(
             "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
         )
 
-    def build(options: Options) -> tuple[Any, Sequence[PyTree]]:
+    def build(options: Options) -> BuiltStep:
         step, args = build_step(options)
         trace(step, args)  # runs the user's loss here, where it may raise what it likes; JAX keeps the trace
         return step, args
@@ -179,8 +199,8 @@ class Search:
       trials: so far, in their order.
     """
 
-    build: Callable[[Options], Any]
-    forecast_of: Callable[[Any], Forecast]
+    build: Callable[[Options], BuiltStep]
+    forecast_of: Callable[[BuiltStep], Forecast]
     budget_bytes: int
     on_trial: Callable[[Options], None] | None = None
     trials: list[Trial] = field(default_factory=list)
@@ -193,7 +213,9 @@ class Search:
         """
         for way in _WAYS:
             self.attempt(dataclasses.replace(way, mesh=meshes[0]))
-        smallest = min((trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device)
+        smallest = min(
+            (trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device or 0
+        )
         self.try_minibatches(smallest.options)
         for mesh in meshes[1:]:
             self.try_mesh(mesh, smallest.options)
@@ -231,30 +253,25 @@ class Search:
         """
         if self.on_trial is not None:
             self.on_trial(options)
-        try:
-            trial = self._trial(options)
-        except _NoForecast as failed:
-            problem = in_a_line(failed.__cause__)
-            if not self.trials:
-                raise ValueError(f"no forecast of the first options, {options}: {problem}") from failed.__cause__
-            trial = Trial(options, None, False, problem)
-        self.trials.append(trial)
-        return trial
+        self.trials.append(self._trial(options))
+        return self.trials[-1]
 
     def _trial(self, options: Options) -> Trial:
         try:
-            built = self.build(options)
+            step = self.build(options)
         except Exception as error:  # whatever the user's code raises
-            raise _NoForecast from error
+            return self._failed(options, error)
         try:
-            found = self.forecast_of(built)
-        except (ValueError, CompileError, TimeoutError) as error:  # others are no matter of these options
-            raise _NoForecast from error
+            found = self.forecast_of(step)
+        except (ValueError, CompileError, TimeoutError) as error:  # others have nothing to do with these options
+            return self._failed(options, error)
         return Trial(options, found, found.total_bytes <= self.budget_bytes)
 
-
-class _NoForecast(Exception):
-    """There is no forecast of these options; its cause says why."""
+    def _failed(self, options: Options, error: Exception) -> Trial:
+        problem = in_a_line(error)
+        if not self.trials:
+            raise ValueError(f"no forecast of the first options, {options}: {problem}") from error
+        return Trial(options, None, False, problem)
 
 
 def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
@@ -263,12 +280,10 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
     all-reduce of twice the bytes.
     """
-    dims = [size for size in shape if size > 1] or [1]
-    flat = {SHARD_AXIS_PREFIX: 1}
-    for size in dims:
-        flat[SHARD_AXIS_PREFIX] *= size
-    if len(dims) == 1:
+    dims = [size for size in shape if size > 1]
+    flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
+    if len(dims) <= 1:
         return [flat]
     staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
-    hybrid = {"dp": dims[0]} | {axis: size for axis, size in list(staged.items())[1:]}
+    hybrid = {"dp": dims[0], **dict(list(staged.items())[1:])}
     return [staged, flat, hybrid]

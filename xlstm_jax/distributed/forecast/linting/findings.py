@@ -1,4 +1,4 @@
-"""What a step does that its sharding does not need: the lint of a forecast against the plan of the same model.
+"""The lint: what a step does that its sharding does not need, found by comparing its forecast with its plan.
 
     forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
     lint.raise_if(findings)                                      a refusal, for scripts
@@ -27,9 +27,16 @@ from xlstm_jax.distributed.wording import format_bytes, listed
 
 
 class LintError(ValueError):
-    """A step has findings; its text lists them, ``findings`` has them as data."""
+    """A step has findings; its text lists them, ``findings`` has them as data.
 
-    def __init__(self, findings: Sequence[Finding]):
+    >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
+    >>> lint.raise_if([found])
+    Traceback (most recent call last):
+    xlstm_jax.distributed.forecast.linting.findings.LintError: 1 finding
+    wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.
+    """
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__("\n".join([_counted(findings), *map(str, findings)]))
         self.findings = tuple(findings)
 
@@ -38,6 +45,13 @@ def lint(
     forecast: Forecast, plan: ShardingPlan, *, num_minibatches: int = 1, keep_gathered: bool = False
 ) -> list[Finding]:
     """Finds where a step costs more than its sharding needs.
+
+    >>> from xlstm_jax.distributed.forecast import Workload, forecast
+    >>> model, x = nn.Dense(1021), jax.ShapeDtypeStruct((8, 1023), jnp.float32)
+    >>> loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()
+    >>> step, args = Workload(model, optax.sgd(0.1), x, loss_fn).build_step(mesh)
+    >>> [(found.where, found.cure) for found in lint(forecast(step, *args), plan_sharding(model, mesh.shape, x))]
+    [('kernel', "Pass uneven='pad', or give its dim of 1023 the size 1024, which 8 divides.")]
 
     Args:
       forecast: of the training step.
@@ -71,7 +85,7 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
         raise LintError(found)
 
 
-lint.raise_if = raise_if
+lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
 
 
 def table(findings: Sequence[Finding]) -> Any:

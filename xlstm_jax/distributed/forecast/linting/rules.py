@@ -9,71 +9,66 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-
-import numpy as np
+from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
-from xlstm_jax.distributed.forecast.linting.step import (
-    Finding,
-    Step,
-    layers,
-    shared_name,
-    sum_wire_bytes,
-    times_at_once,
-    use_elements,
-    values_carried,
-    width_of,
-)
+from xlstm_jax.distributed.forecast.linting.step import Finding, Step, shared_name, size_of, sum_wire_bytes, width_of
+from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.wording import format_bytes, format_fraction, listed, path_pattern
 
-# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly tells.
+# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly changes.
 MIN_KEPT_BYTES = 2**20
 MIN_REPLICATED_BYTES = 2**20
 # Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
 # mesh, they are up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_EXPOSED_FRACTION = 0.05
-SPARSECORE_CHIPS = ("v5p", "v6e")  # chips whose SparseCores can run collectives
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
 
 # -------------------------------------------------------------------------------------------------------------- gathers
 
 
+class _Repeat(NamedTuple):
+    """Gathers of a leaf over one mesh axis: how often they run, how often they must, and bytes sent for nothing."""
+
+    executed: int
+    needed: int
+    wasted: float
+
+
 def _repeated_gathers(step: Step) -> Iterator[Finding]:
     for name, rows in step.groups:
-        counts = [found for row in rows if (found := _repeats(step, row))]
-        if counts:
-            executed, need, wasted = (sum(column) for column in zip(*counts, strict=True))
+        repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
+        if repeats:
+            executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
             planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
             yield Finding(
                 "repeated-gather",
                 name,
-                f"is gathered {executed} times in a step, where {planned} uses need {need}: at most one gather in "
+                f"is gathered {executed} times in a step, where {planned} uses need {needed}: at most one gather in "
                 f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
                 _repeat_cure(rows, step.num_minibatches),
                 round(wasted),
             )
 
 
-def _repeats(step: Step, row: LeafPlan) -> tuple[int, int, float] | None:
-    """(executed, needed, bytes wasted) of the mesh axis over which a leaf is gathered too often, the worst of them."""
+def _repeat(step: Step, row: LeafPlan) -> _Repeat:
+    """Of the mesh axes over which a leaf is gathered too often, the worst."""
+    gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
-        return None  # a box of the model's own, which no wrapper gathers: how often it must be is not known
-    worst = None
-    for axes in {gather.axes for gather in step.gathers[row.path]}:
-        gathers = [gather for gather in step.gathers[row.path] if gather.axes == axes]
-        forward = [gather for gather in gathers if gather.direction == FORWARD]
+        return repeats[0]  # a box of the model's own, which no wrapper gathers: how often it must be is not known
+    for axes in {gather.axes for gather in gathers}:
+        over = [gather for gather in gathers if gather.axes == axes]
+        forward = [gather for gather in over if gather.direction == FORWARD]
         need = row.uses * step.num_minibatches
-        for found, allowed in ((forward, need), (gathers, 2 * need)):
-            executed = sum(gather.count for gather in found)
-            wasted = sum_wire_bytes(found) * (1 - allowed / executed) if executed > allowed else 0
-            if wasted and (worst is None or wasted > worst[2]):
-                worst = (executed, allowed, wasted)
-    return worst
+        for found, needed in ((forward, need), (over, 2 * need)):
+            if (executed := sum(gather.count for gather in found)) > needed:
+                repeats.append(_Repeat(executed, needed, sum_wire_bytes(found) * (1 - needed / executed)))
+    return max(repeats, key=lambda repeat: repeat.wasted)
 
 
 def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
@@ -88,40 +83,38 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
 
 def _wide_gathers(step: Step) -> Iterator[Finding]:
     for name, rows in step.groups:
-        gathers = [(row, gather) for row in rows for gather in step.gathers[row.path] if _is_wide(step, row, gather)]
-        if gathers:
-            dtype, asked = gathers[0][1].dtype, gathers[0][0].gather_dtype
-            sent = sum_wire_bytes(gather for _, gather in gathers)
+        wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
+        if wide:
+            (row, gather), *_ = wide
+            sent = sum_wire_bytes(gather for _, gather in wide)
             extra = sum(
-                gather.wire_bytes_per_step * (1 - np.dtype(row.gather_dtype).itemsize / width_of(gather.dtype))
-                for row, gather in gathers
+                gather.wire_bytes_per_step * (1 - row.gather_itemsize / width_of(gather.dtype)) for row, gather in wide
             )
             yield Finding(
                 "wide-gather",
                 name,
-                f"travels as {dtype}, where its wrapper asked for {asked}: {format_bytes(sent)} per device and step "
-                f"instead of {format_bytes(sent - extra)}.",
-                f"Pass gather_dtype={asked} to the shard_module_params around it in the step too, and compute in it.",
+                f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
+                f"device and step instead of {format_bytes(sent - extra)}.",
+                f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
+                "compute in it.",
                 round(extra),
             )
 
 
 def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
-    width = width_of(gather.dtype)
-    if not (row.uses and width):
-        return False
     # The CPU backend sends bfloat16 as float32, whoever asks.
-    told = step.forecast.platform != "cpu" or row.gather_dtype != "bfloat16"
-    return told and width > np.dtype(row.gather_dtype).itemsize
+    asked = row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")
+    return bool(asked) and width_of(gather.dtype) > row.gather_itemsize
 
 
 def _hoisted_gathers(step: Step) -> Iterator[Finding]:
     for name, rows in step.groups:
-        gathers = [gather for row in rows for gather in step.gathers[row.path] if _is_hoisted(step, gather)]
+        gathers = [gather for _, gather in step.gathers_of(rows) if _is_hoisted(step, gather)]
         if not gathers:
             continue
-        layers, times = (max(count(step, gather) for gather in gathers) for count in (_layers_at_once, times_at_once))
-        whole = max(map(use_elements, rows)) * max(times, 1) * max(width_of(gather.dtype) for gather in gathers)
+        layers = max(map(step.layers_at_once, gathers))
+        uses = max(1, *map(step.uses_at_once, gathers))
+        whole = uses * max(row.gathered_size for row in rows) * max(width_of(gather.dtype) for gather in gathers)
         per_layer = round(whole / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
             yield Finding(
@@ -135,12 +128,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Finding]:
 
 
 def _is_hoisted(step: Step, gather: Collective) -> bool:
-    return _layers_at_once(step, gather) > 1 and not _VMAP.search(gather.op_name)
-
-
-def _layers_at_once(step: Step, gather: Collective) -> int:
-    """Of how many layers one execution of a gather brings the weights: by the plan, or by a loop that reads slices."""
-    return max(round(times_at_once(step, gather)), gather.slices)
+    return step.layers_at_once(gather) > 1 and not _VMAP.search(gather.op_name)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -151,7 +139,7 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
         return
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
-        each = _kept_bytes(step, rows[0])
+        each = _kept_bytes(step, rows[0]) if layers else 0
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
             yield Finding(
@@ -161,17 +149,16 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
                 f"live from one to the other: {format_bytes(kept)} per device.",
                 "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the "
                 "wrapped module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), "
-                "which keeps no gathered weight. Where memory is there and the wire is short, pass keep_gathered=True "
-                "to lint.",
+                "which keeps no gathered weight. Where memory is left and links are slow, pass keep_gathered=True to "
+                "lint.",
                 kept,
             )
 
 
 def _kept_bytes(step: Step, row: LeafPlan) -> int:
-    """What one use leaves: in the dtype that was asked for, or that of the wire where the compiler has narrowed it."""
+    """What one use leaves: in the dtype that was asked for, or in that of the gather where the compiler narrowed it."""
     widths = [width_of(gather.dtype) for gather in step.gathers[row.path]]
-    asked = np.dtype(row.gather_dtype).itemsize
-    return round(use_elements(row) * min(asked, *filter(None, widths)))
+    return round(row.gathered_size * min(row.gather_itemsize, *filter(None, widths)))
 
 
 def _kept_layers(step: Step, row: LeafPlan) -> int:
@@ -183,23 +170,22 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
     # In one piece of the program the CPU's compiler merges the gathers that nn.remat keeps apart; in loops it cannot.
-    told = step.forecast.platform != "cpu" or layers(row) > 1
-    if again or not told or len(row.use_shape) < 2 or not row.gradients.total:
+    merged = step.on_cpu and row.layers == 1
+    if again or merged or len(row.use_shape) < 2 or not row.gradients.total:
         return 0
-    by_axes = defaultdict(int)
+    by_axes: dict[tuple[str, ...] | None, int] = defaultdict(int)
     for gather in gathers:
-        by_axes[gather.axes] += 0 if round(times_at_once(step, gather)) > 1 else gather.count
-    return min(max(by_axes.values()) // step.num_minibatches or 1, layers(row)) if any(by_axes.values()) else 0
+        by_axes[gather.axes] += 0 if round(step.uses_at_once(gather)) > 1 else gather.count
+    most = max(by_axes.values())
+    return min(most // step.num_minibatches or 1, row.layers) if most else 0
 
 
 def _replicated_leaves(step: Step) -> Iterator[Finding]:
     found = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
-        size = row.parameters.total // (
-            layers(row) if any(isinstance(reason, TooSmall) for reason in row.reason.each) else 1
-        )
-        if size >= MIN_REPLICATED_BYTES:
+        too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
+        if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
             found[path_pattern(row.path), row.shape].append(row)
     for rows in found.values():
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
@@ -276,7 +262,7 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
     Many arrays travel in one all-reduce, so its size decides: what it carries beyond the leaves that belong in it.
     """
-    if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := values_carried(reduce)):
+    if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
     owned = step.owned_by(reduce.modules)
     split = [row for row in owned if step.is_gathered_over(row, reduce.axes)]
@@ -294,10 +280,10 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
     sent = reduce.wire_bytes_per_step * share
     return Finding(
         "all-reduce-of-shards",
-        ", ".join(row.path for row in rows) if len(rows) < 4 else listed(row.path for row in rows).replace("'", ""),
+        listed(row.path for row in rows).replace("'", ""),
         f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
         f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
-        "its own part.",
+        "its shard.",
         "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
         "loss: its transpose is the reduce-scatter.",
         round(sent / 2),
@@ -305,7 +291,7 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
 
 
 def _exposed_collectives(step: Step) -> Iterator[Finding]:
-    if step.forecast.platform == "cpu":
+    if step.on_cpu:
         return  # nothing is asynchronous there
     exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
     smallest = MIN_EXPOSED_FRACTION * step.forecast.wire_bytes
@@ -321,14 +307,15 @@ def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
         where,
         f"the step waits for its {kind}, with nothing scheduled beside it: {sum(c.count for c in members)} times in a "
         f"step, {format_bytes(sent)} per device, {format_fraction(share)} of the step's traffic{seconds}.",
-        _overlap_cure(forecast.chip.name if forecast.chip else "", kind),
+        _overlap_cure(forecast.chip, kind),
         round(sent),
     )
 
 
-def _overlap_cure(chip: str, kind: str) -> str:
+def _overlap_cure(chip: Chip | None, kind: str) -> str:
     more = "More tokens per device make it a smaller part of the step."
-    if chip in SPARSECORE_CHIPS or (chip == "v5e" and kind == "all-gather"):
+    # Without SparseCores the options hide gathers alone.
+    if chip and chip.xla_options and (chip.sparse_cores or kind == "all-gather"):
         return (
             f"Compile with compiler_options(device_kind), as make_train_step does for compiler_options='auto'. {more}"
         )

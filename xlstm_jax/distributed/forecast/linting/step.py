@@ -1,4 +1,4 @@
-"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf, and what they find."""
+"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf; and what they find."""
 
 import math
 import re
@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
@@ -29,6 +27,9 @@ class Finding:
       text: what was found, with the numbers.
       cure: what to change.
       bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept.
+
+    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
+    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
     """
 
     rule: str
@@ -52,11 +53,12 @@ class Step:
 
     @cached_property
     def rows(self) -> dict[str, LeafPlan]:
+        """The parameters by path."""
         return {row.path: row for row in self.plan.rows if row.collection == PARAMETERS}
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """By the path of a leaf the collectives that gather it, one that gathers it twice standing there twice."""
+        """By the path of a leaf the collectives that gather it; one that gathers it twice is in the list twice."""
         found = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
@@ -65,12 +67,21 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
-        """The parameters that are gathered, by name, those together that differ in the number of their module alone."""
+        """The parameters that are gathered, by name; those that differ in the number of their module alone together."""
         found = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
                 found[path_pattern(path), row.use_shape].append(row)
         return [(shared_name(rows), rows) for rows in found.values()]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it was compiled for CPU, whose compiler treats collectives in ways of its own."""
+        return self.forecast.platform == "cpu"
+
+    def gathers_of(self, rows: Iterable[LeafPlan]) -> list[tuple[LeafPlan, Collective]]:
+        """Each gather of each of the leaves."""
+        return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def owned_by(self, modules: Iterable[str]) -> list[LeafPlan]:
         """The parameters that lie directly in one of the modules."""
@@ -81,39 +92,33 @@ class Step:
         """Whether the step gathers a leaf over one of the axes."""
         return any(set(gather.axes or ()) & set(axes or ()) for gather in self.gathers.get(row.path, ()))
 
+    def uses_at_once(self, gather: Collective) -> float:
+        """How many uses of its leaves one execution of a gather serves; below 1 for one stage of several."""
+        rows = [self.rows[path] for path in gather.leaves if path in self.rows]
+        return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
+
+    def layers_at_once(self, gather: Collective) -> int:
+        """Of how many layers one execution brings the weights: by the plan, or by a loop that reads them in slices."""
+        return max(round(self.uses_at_once(gather)), gather.slices)
+
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
+    """The path of a leaf; of several that are alike, with ``*`` for the number in which they differ."""
     return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
 
 
-def values_carried(collective: Collective) -> float | None:
-    """How many values one execution carries; None where arrays of several dtypes travel together."""
+def size_of(collective: Collective) -> float:
+    """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
     width = width_of(collective.dtype)
-    return collective.payload_bytes / width if width else None
+    return collective.payload_bytes / width if width else 0.0
 
 
-def width_of(dtype: str) -> float | None:
-    """Bytes of a value, of a dtype as compilers write it; None of what is no float."""
+def width_of(dtype: str) -> float:
+    """Bytes of a value, of a dtype as compilers write it; 0 of what is no float."""
     match = _FLOAT.match(dtype)
-    return int(match[1]) / 8 if match else None
-
-
-def use_elements(row: LeafPlan) -> float:
-    """How many values of a leaf one use gathers on each device."""
-    return row.gathered_bytes / np.dtype(row.gather_dtype).itemsize
-
-
-def layers(row: LeafPlan) -> int:
-    """How many layers share the leaf's array, each with a part of its own."""
-    return math.prod(row.shape) // max(math.prod(row.use_shape), 1)
-
-
-def times_at_once(step: Step, gather: Collective) -> float:
-    """How many uses of its leaves one execution of a gather serves; below 1 in a stage of several."""
-    rows = [step.rows[path] for path in gather.leaves if path in step.rows]
-    need, elements = sum(use_elements(row) for row in rows if row.uses), values_carried(gather)
-    return elements / need if need and elements else 0.0
+    return int(match[1]) / 8 if match else 0.0
 
 
 def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
+    """What each device sends for all of them in a step."""
     return sum(collective.wire_bytes_per_step for collective in collectives)
