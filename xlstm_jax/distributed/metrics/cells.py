@@ -85,9 +85,6 @@ class Cell(ABC):
         return self.identity()
 
 
-# ---------------------------------------------------------------------------------------------------------------- sums
-
-
 @struct.dataclass
 class Total(Cell):
     """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such.
@@ -115,7 +112,7 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Sums that ``add`` makes of weights in a plain float: of their upper and lower halves, one after the other.
+        """The sums that ``add`` makes of the upper and of the lower halves of weights, in a plain float.
 
         Much cheaper than ``of`` where each weight goes into one of many sums. Exact for up to 2^12 weights of similar
         size in one sum, and for up to 2^24 that are 0 or 1.
@@ -239,9 +236,6 @@ class Count(Cell):
             digits.append(low & HALF_LIMB_MASK)
             carry = (quarter >> HALF_LIMB) + (carry >> HALF_LIMB) + (low >> HALF_LIMB)
         return Count(digits[2] | digits[3] << HALF_LIMB, digits[0] | digits[1] << HALF_LIMB)
-
-
-# ------------------------------------------------------------------------------------------------------------- extrema
 
 
 @struct.dataclass

@@ -26,13 +26,11 @@ DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
 Operations = Mapping[str, "str | Operations | None"]  # by the names of the metrics, nested like them
 
-# ----------------------------------------------------------------------------------------------------- on global arrays
-
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become the mean of their entries; scalars and what is no ``jax.Array`` stay.
+    """Arrays of one dim or more become the mean of their entries, of integers or bools as a float32.
 
-    The mean of integers or bools is a float32. To be used on global arrays, under plain ``jit`` or outside of it.
+    For global arrays, under plain ``jit`` or outside of it.
 
     >>> reduce_mean({"loss": jnp.arange(4.0), "run": "a"})
     {'loss': Array(1.5, dtype=float32), 'run': 'a'}
@@ -68,18 +66,16 @@ def reduce_min(metrics: Metrics) -> Metrics:
 
 
 def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metrics:
-    """Each metric by an operation of its own.
+    """Each metric by an operation of its own, on global arrays as for ``reduce_mean``.
 
     >>> reduce_custom({"loss": jnp.arange(4.0), "tokens": jnp.arange(4)}, {"tokens": "sum"})
     {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
 
     Args:
-      metrics: global arrays, as for ``reduce_mean``.
       reduce_fn: name -> "mean", "sum", "max", "min", or None for a metric to be left alone. "mean" for names that it
         does not have, and for all where it is None. For a nested dictionary either one operation, or a dictionary.
     Raises:
-      ValueError: an operation that is none of these, or a name that the metrics do not have; says the key, what was
-        given and the choices, before anything is reduced.
+      ValueError: an unknown operation, or a name that the metrics do not have; nothing has been reduced then.
     """
     return _reduce_each(metrics, reduce_fn, _reduce_global)
 
@@ -138,9 +134,6 @@ def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
     return chosen
 
 
-# -------------------------------------------------------------------------------------------- inside shard_map and pmap
-
-
 def reduce_mean_collective(
     metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS, *, weight: ArrayLike | None = None
 ) -> Metrics:
@@ -158,8 +151,6 @@ def reduce_mean_collective(
         looked at. Without it all devices count the same.
     Returns:
       The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
-    Raises:
-      ValueError: an axis is not bound, or the weight is no scalar.
     """
     return _over_devices(metrics, "mean", _bound(axis_name, "reduce_mean_collective"), weight)
 
@@ -242,9 +233,8 @@ def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -
 
 def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
     """The arrays of a tree reduced over devices; the rest stays."""
-    if operation == "mean":
-        return _on_arrays(tree, partial(_means, axes=axes, weight=weight))
-    return _on_arrays(tree, partial(_reduced, operation=operation, axes=axes))
+    mean, other = partial(_means, axes=axes, weight=weight), partial(_reduced, operation=operation, axes=axes)
+    return _on_arrays(tree, mean if operation == "mean" else other)
 
 
 def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
@@ -270,23 +260,16 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
     if weight is None:
         sums = collectives.all_reduce(["sum"] * len(values), values, axes)
     else:
-        weight = _as_weight(weight)
+        if jnp.shape(weight) != ():
+            raise ValueError(
+                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
+                "are over; pass its sum."
+            )
+        weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
         weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
         *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)
         total = jnp.where(weights != 0, weights, 1)
     return [(value / total).astype(dtype) for value, dtype in zip(sums, dtypes, strict=True)]
-
-
-def _as_weight(weight: ArrayLike) -> jax.Array:
-    if jnp.shape(weight) != ():
-        raise ValueError(
-            f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
-            "are over; pass its sum."
-        )
-    return jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
-
-
-# ------------------------------------------------------------------------------------------------------------- outside
 
 
 def collect_from_devices(metrics: Metrics) -> Metrics:

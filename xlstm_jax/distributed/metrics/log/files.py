@@ -94,7 +94,7 @@ class _Csv(_TextFile):
 
     def _begin(self) -> None:
         """Writes the table of all rows in the record."""
-        rows = [_by_column(step, row) for step, row in _read_rows(self._record).items()]
+        rows = [{STEP: step} | _by_column(row) for step, row in _read_rows(self._record).items()]
         self._columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
         text = io.StringIO()
         self._writer(text).writeheader()
@@ -102,7 +102,7 @@ class _Csv(_TextFile):
         self._file = _replace(self._path, text.getvalue())
 
     def write(self, step: int, row: Row) -> None:
-        cells = _by_column(step, row)
+        cells = {STEP: step} | _by_column(row)
         if cells.keys() <= self._columns.keys():
             self._writer(self._file).writerow(cells)
             self.flush()
@@ -125,7 +125,7 @@ class _TensorboardX:
         self.flush, self.close = self._writer.flush, self._writer.close
 
     def write(self, step: int, row: Row) -> None:
-        for name, value in _entries(row):
+        for name, value in _by_column(row).items():
             self._writer.add_scalar(name, value, step)
 
 
@@ -138,7 +138,7 @@ class _Clu:
         self.flush, self.close = self._writer.flush, self._writer.close
 
     def write(self, step: int, row: Row) -> None:
-        self._writer.write_scalars(step, dict(_entries(row)))
+        self._writer.write_scalars(step, _by_column(row))
 
 
 def _find_tensorboard(demanded: bool) -> Callable[[Path, int | None], Sink] | None:
@@ -157,14 +157,12 @@ def _find_tensorboard(demanded: bool) -> Callable[[Path, int | None], Sink] | No
     return None
 
 
-def _entries(row: Row) -> list[tuple[str, Number]]:
-    """The scalars of a row, each with its column."""
-    listed = [(columns_of(name, value), value if isinstance(value, list) else [value]) for name, value in row.items()]
-    return [entry for columns, values in listed for entry in zip(columns, values, strict=True)]
-
-
-def _by_column(step: int, row: Row) -> dict[str, Number]:
-    return dict([(STEP, step), *_entries(row)])
+def _by_column(row: Row) -> dict[str, Number]:
+    """The scalars of a row by their columns."""
+    cells: dict[str, Number] = {}
+    for name, value in row.items():
+        cells.update(zip(columns_of(name, value), value if isinstance(value, list) else [value], strict=True))
+    return cells
 
 
 def _json_line(step: int, row: Row) -> str:

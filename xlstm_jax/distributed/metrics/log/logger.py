@@ -8,9 +8,8 @@ the next step. A ``MetricLogger`` reads a value one interval later, when it has 
 A row is handed to the operating system as it is written (``metrics.jsonl`` before ``metrics.csv``), so a killed process
 loses at most the one that was pending.
 
-Life of a value: checked and named (``_flatten``, before anything is held or written), held until the next call, read as
-Python numbers (``_read``), written by each sink. A float becomes the shortest decimal that reads back to it in its own
-dtype: 0.1 in float32 is written 0.1, not 0.10000000149011612.
+A float becomes the shortest decimal that reads back to it in its own dtype: 0.1 in float32 is written 0.1, not
+0.10000000149011612.
 """
 
 import operator
