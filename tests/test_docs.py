@@ -10,9 +10,15 @@ import pytest
 import xlstm_jax.distributed
 import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
+import xlstm_jax.distributed.metrics.cells
 
 ROOT = Path(__file__).parent.parent
-FACES = [xlstm_jax.distributed, xlstm_jax.distributed.forecast, xlstm_jax.distributed.metrics]
+FACES = [
+    xlstm_jax.distributed,
+    xlstm_jax.distributed.forecast,
+    xlstm_jax.distributed.metrics,
+    xlstm_jax.distributed.metrics.cells,
+]
 PUBLIC = [(face, name) for face in FACES for name in face.__all__]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -197,20 +197,18 @@ def test_log_returns_while_the_device_still_computes(tmp_path):
 
 
 def test_an_exception_in_the_block_still_writes_the_pending_row(tmp_path):
-    with pytest.raises(KeyError, match="mine"):
-        with open_logger(tmp_path) as logger:
-            logger.log(1, {"loss": jnp.float32(1)})
-            raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine"), open_logger(tmp_path) as logger:
+        logger.log(1, {"loss": jnp.float32(1)})
+        raise KeyError("mine")
     assert steps(tmp_path) == [1]
 
 
 def test_an_exception_in_the_block_is_not_replaced_by_one_about_the_row(tmp_path):
-    with pytest.raises(KeyError, match="mine") as caught:
-        with open_logger(tmp_path) as logger:
-            loss = jnp.ones(1)
-            logger.log(1, {"loss": loss})
-            loss.delete()
-            raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine") as caught, open_logger(tmp_path) as logger:
+        loss = jnp.ones(1)
+        logger.log(1, {"loss": loss})
+        loss.delete()
+        raise KeyError("mine")
     assert "metrics['loss'] of step 1 was deleted" in caught.value.__notes__[0]
 
 
@@ -416,17 +414,19 @@ def test_a_step_on_the_device_is_refused(tmp_path):
 
 
 def test_steps_up_to_resume_step_count_as_logged(tmp_path):
-    with open_logger(tmp_path, resume_step=7) as logger:
-        with pytest.raises(ValueError, match=r"step=7 after step 7.*resume_step counts as logged"):
-            logger.log(7, {"loss": 1.0})
+    logger = open_logger(tmp_path, resume_step=7)
+    with pytest.raises(ValueError, match=r"step=7 after step 7.*resume_step counts as logged"):
+        logger.log(7, {"loss": 1.0})
+    logger.close()
     with pytest.raises(TypeError, match=r"resume_step='7' is a str"):
         open_logger(tmp_path / "other", resume_step="7")
 
 
 def test_logging_inside_jit_or_after_the_end_is_refused(tmp_path):
-    with open_logger(tmp_path) as logger:
-        with pytest.raises(TypeError, match=r"metrics\['x'\] is traced: log is called inside jit"):
-            jax.jit(lambda x: logger.log(1, {"x": x}))(1.0)
+    logger = open_logger(tmp_path)
+    with pytest.raises(TypeError, match=r"metrics\['x'\] is traced: log is called inside jit"):
+        jax.jit(lambda x: logger.log(1, {"x": x}))(1.0)
+    logger.close()
     with pytest.raises(ValueError, match=r"log\(1, \.\.\.\) on a closed MetricLogger"):
         logger.log(1, {"x": 1.0})
 

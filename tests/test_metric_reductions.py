@@ -197,7 +197,7 @@ def test_an_unbound_axis_is_named(batch_mesh):
         m.all_gather({"x": jnp.ones(2)})
 
 
-# ----------------------------------------------------------------------------------- pmap, the class, and what is outside
+# --------------------------------------------------------------------------------- pmap, the class, and what is outside
 
 
 @partial(jax.pmap, axis_name="batch")

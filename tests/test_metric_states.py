@@ -1,4 +1,4 @@
-"""Pure metric states: exact on uneven shares, monoids, no communication but in sync, numbers that last."""
+"""Pure metric states: exact on uneven counts, monoids, no communication but in sync, numbers that last."""
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,20 @@ from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_tr
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.metrics import (
     Compose,
-    Count,
     GlobalNorm,
     Max,
-    Maximum,
     Min,
-    Minimum,
     Perplexity,
     PureMetric,
     Sum,
     Throughput,
-    Total,
     WeightedMean,
     make_log_step,
 )
 from xlstm_jax.distributed.metrics import (
     pure_metric as states,
 )
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 
 ROWS = 6  # per device, of which some are padding
 SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one has nothing
@@ -42,7 +39,7 @@ U = 2.0**-24
 
 
 class MeanSquare(PureMetric):
-    """A metric of a user, as in the documentation of ``states``."""
+    """A metric of a user, as in the documentation of ``PureMetric``."""
 
     def identity(self):
         return {"total": Total.identity(), "count": Count.identity()}
@@ -96,7 +93,7 @@ def test_the_catalogue_equals_numpy_on_uneven_shares(dp, fsdp, check_vma):
     split = P(AXES)
 
     def step(local, v, w):
-        return metric.update(local, **{name: (v, w) for name in CASES})
+        return metric.update(local, **dict.fromkeys(CASES, (v, w)))
 
     mesh = mesh_of(dp, fsdp)
     update = on_mesh(step, mesh, check_vma, (split,) * 3, split)
@@ -150,7 +147,7 @@ def test_the_norm_of_parameters_counts_a_replicated_leaf_and_a_tensor_parallel_a
     assert abs(naive / want - 1) > 0.1  # guard
 
 
-# --------------------------------------------------------------------------------------------------------------- monoids
+# -------------------------------------------------------------------------------------------------------------- monoids
 
 # XLA flushes numbers below 1e-38 to 0, and errors of sums are 2^-48 of their terms.
 floats = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-20 else 0.0)
@@ -192,6 +189,12 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
     exact = sum(float(np.float32(x)) for some in numbers for x in some)
     for cell in (left, right):
         assert abs(float(np.float64(cell.high) + np.float64(cell.low)) - exact) <= 15 * 3 * U**2 * size
+
+
+def test_cells_are_importable_from_where_older_code_has_them():
+    from xlstm_jax.distributed import metrics
+
+    assert all(getattr(metrics, cell.__name__) is cell for cell in (Total, Count, Maximum, Minimum))
 
 
 def test_identities_are_the_true_ones():
@@ -328,7 +331,7 @@ def test_what_is_observed_has_the_type_and_the_shape_of_the_state():
         metric.update(metric.empty(), {"mean": Total.of(jnp.ones(3))})
 
 
-# ------------------------------------------------------------------------------------------------------ numbers that last
+# ---------------------------------------------------------------------------------------------------- numbers that last
 
 
 def test_a_float_sum_goes_on_beyond_2_to_the_24():
@@ -391,7 +394,7 @@ def test_with_x64_on_floats_and_counts_have_64_bits():
         assert value.dtype == jnp.int64 and int(value[0]) == 2**41 - 4
 
 
-# ---------------------------------------------------------------------------------- axes, types, and states that are mixed up
+# ---------------------------------------------------------------------------- axes, types, and states that are mixed up
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -435,7 +438,7 @@ def test_local_and_synchronized_states_are_not_mixed_up():
     synced = metric.state_of({})
     with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
         metric.compute(local)
-    with pytest.raises(TypeError, match="update takes a Local state, not Synced. Take it up again with as_local"):
+    with pytest.raises(TypeError, match=r"update takes a Local state, not Synced\. Take it up again with as_local"):
         metric.update(synced, 1.0)
     with pytest.raises(TypeError, match="merge of Local and Synced"):
         metric.merge(local, synced)
@@ -454,7 +457,7 @@ def test_local_and_synchronized_states_are_not_mixed_up():
     assert metric.compute_local(local).shape == (8,)
 
 
-# --------------------------------------------------------------------------------------------- jit, pmap, scan, train step
+# ------------------------------------------------------------------------------------------ jit, pmap, scan, train step
 
 
 def test_under_plain_jit_the_state_is_one_of_global_arrays():
@@ -525,7 +528,7 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
     np.testing.assert_allclose(got["error"], np.average(error, weights=batch["weight"]), rtol=1e-5)
     np.testing.assert_allclose(got["square"], np.mean(np.asarray(batch["x"], np.float64) ** 2), rtol=1e-6)
     assert float(got["n"]) == 64 and float(metrics["loss"]) == pytest.approx(error.mean(), rel=1e-5)
-    again, _, local = step(state, batch, rng, emptied)
+    _again, _, local = step(state, batch, rng, emptied)
     assert step._cache_size() == 1, "the emptied state made the step compile again"
     assert float(make_log_step(metric, mesh, AXES)(local)[0]["n"]) == 32
 
