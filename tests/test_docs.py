@@ -11,12 +11,18 @@ import pytest
 import xlstm_jax.distributed
 import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
+import xlstm_jax.distributed.metrics.cells
 from tests.optimizer_cases import CASES, RIGHT
 from tests.test_layers import ORDER
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 
 ROOT = Path(__file__).parent.parent
-FACES = [xlstm_jax.distributed, xlstm_jax.distributed.forecast, xlstm_jax.distributed.metrics]
+FACES = [
+    xlstm_jax.distributed,
+    xlstm_jax.distributed.forecast,
+    xlstm_jax.distributed.metrics,
+    xlstm_jax.distributed.metrics.cells,
+]
 PUBLIC = [(face, name) for face in FACES for name in face.__all__]
 PAGES = sorted([*ROOT.glob("[A-Z]*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -19,7 +19,7 @@ from xlstm_jax.distributed.metrics import (
     Sum,
     WeightedMean,
 )
-from xlstm_jax.distributed.metrics.mesh_state import _sync_on
+from xlstm_jax.distributed.metrics.mesh_state import _sync
 
 PER_DEVICE = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0], np.float32)
 NEUTRAL = {"sum": 0.0, "max": -np.inf, "min": np.inf}
@@ -225,7 +225,7 @@ def test_a_metric_reaches_all_its_parts_and_syncs_them_together():
     other.load_state_dict(saved)
     assert [float(x) for x in other.compute()] == [5, 3, 1, 3]
     states = [state for _, state in metric._states()]
-    text = _sync_on(states[0].mesh, states[0].axes).lower([state.local for state in states]).as_text()
+    text = _sync.lower(states[0].mesh, [state.local for state in states]).as_text()
     assert count_collectives(text) == 1 < len(states)
     with pytest.raises(ValueError, match="the state dict has the entries"):
         other.load_state_dict({"count": saved["count"]})

@@ -303,6 +303,15 @@ def test_columns_keep_their_order_when_a_run_goes_on(tmp_path):
     assert (tmp_path / "metrics.csv").read_text() == "step,b,a,c\n1,1.0,,\n2,,nan,\n3,,2.0,3.0\n"
 
 
+def test_the_table_is_made_anew_from_the_record_with_the_columns_of_the_rows_that_stay(tmp_path):
+    with open_logger(tmp_path) as logger:
+        logger.log(1, {"b": 1.0, "per_class": np.array([np.inf, 2])})
+        logger.log(2, {"gone": 1.0})
+    (tmp_path / "metrics.csv").write_text("changed by hand\n")
+    log_range(tmp_path, 2, 2, resume_step=1)
+    assert (tmp_path / "metrics.csv").read_text() == "step,b,per_class/0,per_class/1,loss\n1,1.0,inf,2.0,\n2,,,,0.25\n"
+
+
 @pytest.mark.parametrize("name", ["metrics.csv", "metrics.jsonl"])
 def test_files_of_a_run_are_not_overwritten(tmp_path, name):
     (tmp_path / name).write_text("")
@@ -316,10 +325,9 @@ def test_files_of_a_run_are_not_overwritten(tmp_path, name):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("metrics.csv", "epoch,loss\n1,2.0\n", r"begins with 'epoch,loss'"),
-        ("metrics.csv", "step,loss\n1,2.0\n2\n", r"line '2', which .* \(1 cells under 2 columns\)"),
-        ("metrics.csv", "step,loss\n1,2.0\nx,1.0\n", r"line 'x,1.0', which no MetricLogger wrote there \(invalid"),
-        ("metrics.csv", "step\n2\n1\n", r"line '1', which .* \(step 1 after step 2\)"),
+        ("metrics.csv", "epoch,loss\n1,2.0\n", r"metrics\.csv is there without metrics\.jsonl"),
+        ("metrics.jsonl", '{"step": 2}\n{"step": 1}\n', r"line '{\"step\": 1}', which .* \(step 1 after step 2\)"),
+        ("metrics.jsonl", '{"step": "x"}\n', r"which no MetricLogger wrote there \('str' object"),
         ("metrics.jsonl", '{"step": 1}\n{"ste\n{"step": 3}\n', r"line '{\"ste', which no MetricLogger"),
         ("metrics.jsonl", "5\n", r"line '5', which no MetricLogger wrote there"),
         ("metrics.jsonl", "[1]\n", r"line '\[1\]', which no MetricLogger wrote there"),

@@ -1,4 +1,4 @@
-"""Pure metric states: exact on uneven shares, monoids, no communication but in sync, numbers that last."""
+"""Pure metric states: exact on uneven counts, monoids, no communication but in sync, numbers that last."""
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,20 @@ from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_tr
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.metrics import (
     Compose,
-    Count,
     GlobalNorm,
     Max,
-    Maximum,
     Min,
-    Minimum,
     Perplexity,
     PureMetric,
     Sum,
     Throughput,
-    Total,
     WeightedMean,
     make_log_step,
 )
 from xlstm_jax.distributed.metrics import (
     pure_metric as states,
 )
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 
 ROWS = 6  # per device, of which some are padding
 SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one has nothing
@@ -41,7 +38,7 @@ U = 2.0**-24
 
 
 class MeanSquare(PureMetric):
-    """A metric of a user, as in the documentation of ``states``."""
+    """A metric of a user, as in the documentation of ``PureMetric``."""
 
     def identity(self):
         return {"total": Total.identity(), "count": Count.identity()}
@@ -191,6 +188,12 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
     exact = sum(float(np.float32(x)) for some in numbers for x in some)
     for cell in (left, right):
         assert abs(float(np.float64(cell.high) + np.float64(cell.low)) - exact) <= 15 * 3 * U**2 * size
+
+
+def test_cells_are_importable_from_where_older_code_has_them():
+    from xlstm_jax.distributed import metrics
+
+    assert all(getattr(metrics, cell.__name__) is cell for cell in (Total, Count, Maximum, Minimum))
 
 
 def test_identities_are_the_true_ones():
@@ -434,7 +437,7 @@ def test_local_and_synchronized_states_are_not_mixed_up():
     synced = metric.state_of({})
     with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
         metric.compute(local)
-    with pytest.raises(TypeError, match=r"update takes a Local state, not Synced. Take it up again with as_local"):
+    with pytest.raises(TypeError, match=r"update takes a Local state, not Synced\. Take it up again with as_local"):
         metric.update(synced, 1.0)
     with pytest.raises(TypeError, match="merge of Local and Synced"):
         metric.merge(local, synced)

@@ -1,4 +1,14 @@
-"""Distributed metrics: reductions of dictionaries, states for the training step, metrics that keep their own state."""
+"""Metrics over many devices: three interfaces on the same cells and collectives.
+
+  reductions     dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
+  pure_metric    states for the training step, as pure functions: empty -> update ... update -> sync -> compute
+  stateful       metrics that keep such a state themselves, for loops outside of the step
+  catalogue/     ready metrics: sums, means, norms, classification, ranking
+  log/           ``MetricLogger``: values to files without stalling the device
+
+Below them: ``cells`` are the values that merge without losing count, ``layout`` puts those of a state into one vector
+per dtype, and ``mesh_state`` is the state that a stateful metric keeps.
+"""
 
 from xlstm_jax.distributed.metrics.catalogue.basic import (
     Compose,
@@ -21,7 +31,7 @@ from xlstm_jax.distributed.metrics.catalogue.classification import (
     Recall,
 )
 from xlstm_jax.distributed.metrics.catalogue.ranking import BinnedRanking
-from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 older code has them here
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
 from xlstm_jax.distributed.metrics.log.logger import MetricLogger
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, make_log_step
@@ -47,19 +57,16 @@ __all__ = [
     "BinnedRanking",
     "Compose",
     "ConfusionMatrix",
-    "Count",
     "DistributedMetrics",
     "FBeta",
     "GlobalNorm",
     "Local",
     "Max",
-    "Maximum",
     "Metric",
     "MetricAccumulator",
     "MetricLogger",
     "MetricReduceOp",
     "Min",
-    "Minimum",
     "Multiclass",
     "Multilabel",
     "Perplexity",
@@ -70,7 +77,6 @@ __all__ = [
     "Sum",
     "Synced",
     "Throughput",
-    "Total",
     "WeightedMean",
     "all_gather",
     "collect_from_devices",

@@ -5,10 +5,10 @@
   Maximum   largest value
   Minimum   smallest value
 
-Each has an identity (``X.identity(shape)``), makes itself of observed values (``X.of(values, weight)``, reduced over
-all dims, or all but the last), merges with another (``a.merge(b)``) or with itself along a dim (``a.merged()``), and
-tells its ``value``. Too large to be gathered from all devices and merged, it comes apart into arrays that one plain
-all-reduce each may sum or maximize (``pieces``, ``from_pieces``).
+``X.identity(shape)`` is the cell of nothing. ``X.of(values, weight)`` is the cell of observed values, reduced over all
+dims, or over all but the last ``keep``. ``a.merge(b)`` is the cell of both, and ``a.value`` what it holds. A cell that
+is too large to be gathered from all devices is merged by plain all-reduces: ``pieces`` are the arrays that they sum or
+maximize, and ``from_pieces`` makes a cell of the results.
 
 Why not a float32: it stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31, half an hour
 of tokens on a larger cluster. Where x64 is on, floats are float64, still in pairs.
@@ -19,16 +19,20 @@ rigorous error bounds for basic building blocks of double-word arithmetic", 2017
 to float32.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
-Pieces = list[tuple[str, jax.Array]]
+__all__ = ["Count", "Maximum", "Minimum", "Total"]
+
+Pieces = list[tuple[str, jax.Array]]  # each with the operation of its all-reduce: "sum", "max" or "min"
 
 HALF_LIMB = 16
 HALF_LIMB_MASK = 0xFFFF
@@ -41,35 +45,54 @@ def wide_float() -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
-def masked(values: Any, weight: Any, empty: Any) -> jax.Array:
+def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
     """``values`` where the weight is not 0, else ``empty``: padding may hold anything, NaN included."""
     return jnp.where(weight != 0, values, empty)
 
 
-class _Cell:
+def like_rows(weight: ArrayLike, values: jax.Array) -> jax.Array:
+    """The weight with dims of size 1 appended, so that it broadcasts over the dims that it does not have."""
+    weight = jnp.asarray(weight)
+    if weight.shape != values.shape[: weight.ndim]:
+        raise ValueError(
+            f"weight of shape {weight.shape} does not fit values of shape {values.shape}: it has one number for all, "
+            f"or the leading dims of the values, such as {values.shape[:1]}."
+        )
+    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+
+
+class Cell(ABC):
     """What all cells have: arrays of one shape, merged entry by entry."""
 
-    def merged(self, dims: tuple[int, ...] = (0,)) -> Any:
-        """All entries along ``dims`` merged into one, by one ``lax.reduce`` over all arrays of the cell."""
-        leaves, structure = jax.tree.flatten(self)
-        starts = jax.tree.leaves(self._nothing())
+    @classmethod
+    @abstractmethod
+    def identity(cls, shape: tuple[int, ...] = ()) -> Self:
+        """The cell of nothing: merged with another, it gives that one."""
 
-        def merge(a, b):
+    def merged(self, dims: tuple[int, ...]) -> Self:
+        """All entries along ``dims`` merged into one, by one ``lax.reduce`` over all arrays of the cell."""
+        if not dims:
+            return self
+        leaves, structure = jax.tree.flatten(self)
+
+        def merge(a: list[jax.Array], b: list[jax.Array]) -> tuple[jax.Array, ...]:
             both = jax.tree.unflatten(structure, a).merge(jax.tree.unflatten(structure, b))
             return tuple(jax.tree.leaves(both))
 
-        return jax.tree.unflatten(structure, lax.reduce(leaves, starts, merge, dims))
+        return jax.tree.unflatten(structure, lax.reduce(leaves, jax.tree.leaves(self._nothing()), merge, dims))
 
-    def _nothing(self) -> Any:
+    def _nothing(self) -> Self:
         return self.identity()
 
 
-# ---------------------------------------------------------------------------------------------------------------- sums
-
-
 @struct.dataclass
-class Total(_Cell):
-    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such."""
+class Total(Cell):
+    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such.
+
+    >>> total = Total.of(2.0**24)
+    >>> float(total.merge(Total.of(1.0)).merge(Total.of(1.0)).value)  # a float32 would stay at 16777216
+    16777218.0
+    """
 
     high: jax.Array
     low: jax.Array
@@ -79,22 +102,20 @@ class Total(_Cell):
         return cls(jnp.zeros(shape, wide_float()), jnp.zeros(shape, wide_float()))
 
     @classmethod
-    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Total":
+    def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
         """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
         values = jnp.asarray(values).astype(wide_float())
         if weight is not None:
             weight = like_rows(weight, values).astype(values.dtype)
             values = masked(values * weight, weight, 0)
-        dims = tuple(range(values.ndim - keep))
-        cells = cls._plain(values)
-        return cells.merged(dims) if dims else cells
+        return cls._plain(values).merged(tuple(range(values.ndim - keep)))
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Sums that ``add`` makes of weights in a plain float: of their upper and lower halves, one after the other.
+        """The sums that ``add`` makes of the upper and of the lower halves of weights, in a plain float.
 
-        Much cheaper than ``of`` where each weight goes into one of many sums: exact for up to 2^12 weights of similar
-        size in one sum, and up to 2^24 where they are 0 or 1.
+        Much cheaper than ``of`` where each weight goes into one of many sums. Exact for up to 2^12 weights of similar
+        size in one sum, and for up to 2^24 that are 0 or 1.
         """
         upper, lower = halves(weights.astype(wide_float()))
         return cls._plain(add(upper)).merge(cls._plain(add(lower)))
@@ -117,41 +138,30 @@ class Total(_Cell):
         return self.high + self.low
 
     def pieces(self) -> Pieces:
-        """The upper and the lower half of the high part, and the low part.
-
-        A half of 12 bits leaves the sum over 2^12 devices of similar size exact.
-        """
+        # A half of 12 bits leaves the sum over 2^12 devices of similar size exact.
         return [("sum", half) for half in halves(self.high)] + [("sum", self.low)]
 
-    @classmethod
-    def from_pieces(cls, pieces: list[jax.Array]) -> "Total":
-        upper, lower, low = (cls._plain(piece) for piece in pieces)
+    def from_pieces(self, pieces: list[jax.Array]) -> "Total":
+        upper, lower, low = (self._plain(piece) for piece in pieces)
         return upper.merge(lower).merge(low)
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(upper, lower) with upper + lower = x, each with half of its significant bits, so that many add up exactly."""
-    kind, bits = _LOW_BITS[np.dtype(x.dtype)]
-    whole = lax.bitcast_convert_type(x, kind)
-    upper = lax.bitcast_convert_type((whole >> bits) << bits, x.dtype)
+    unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]
+    integer = lax.bitcast_convert_type(x, unsigned)
+    upper = lax.bitcast_convert_type((integer >> bits) << bits, x.dtype)
     upper = jnp.where(jnp.isfinite(x), upper, x)
     return upper, jnp.where(jnp.isfinite(x), x - upper, 0)
 
 
-def like_rows(weight: Any, values: jax.Array) -> jax.Array:
-    """The weight with dims of size 1 behind, so that it broadcasts over the dims that it does not have."""
-    weight = jnp.asarray(weight)
-    if weight.shape != values.shape[: weight.ndim]:
-        raise ValueError(
-            f"weight of shape {weight.shape} does not fit values of shape {values.shape}: it has one number for all, "
-            f"or the leading dims of the values, such as {values.shape[:1]}."
-        )
-    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
-
-
 @struct.dataclass
-class Count(_Cell):
-    """A sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of one shape."""
+class Count(Cell):
+    """A sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of one shape.
+
+    >>> int(Count.of(2**31 - 1).merge(Count.of(1)).exact())  # an int32 would wrap
+    2147483648
+    """
 
     high: jax.Array
     low: jax.Array
@@ -161,23 +171,22 @@ class Count(_Cell):
         return cls(jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32))
 
     @classmethod
-    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Count":
+    def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
         """The sum of integers or bools over all dims but the last ``keep``; ``weight`` 0 leaves a row out.
 
         Raises:
           TypeError: values or weight are floats, which a count of integers would cut off.
         """
         for what, x in (("values", values), ("weight", weight)):
-            if x is not None and not _is_integer(x):
-                raise TypeError(f"a count of integers got {what} of dtype {jnp.result_type(x)}; use a sum of floats.")
+            if x is not None and jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
+                raise TypeError(f"a count of integers got {what} of dtype {dtype}; use a sum of floats.")
         cells = cls._split(values)
         if weight is not None:
             cells = cells._times(like_rows(weight, cells.low))
-        dims = tuple(range(cells.low.ndim - keep))
-        return cells.merged(dims) if dims else cells
+        return cells.merged(tuple(range(cells.low.ndim - keep)))
 
     @classmethod
-    def _split(cls, values: Any) -> "Count":
+    def _split(cls, values: ArrayLike) -> "Count":
         if isinstance(values, int) and not isinstance(values, bool):  # of any size, also where ints have 32 bits
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
         values = jnp.asarray(values)
@@ -190,7 +199,7 @@ class Count(_Cell):
 
     def _times(self, weight: jax.Array) -> "Count":
         """Rows times an integer weight in 0..65535, which is what fits beside 16 bits; a mask is 0 or 1."""
-        return Count._carry([quarter * weight.astype(jnp.uint32) for quarter in self._quarters()])
+        return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
     def merge(self, other: "Count") -> "Count":
         low = self.low + other.low
@@ -200,7 +209,7 @@ class Count(_Cell):
     @property
     def value(self) -> jax.Array:
         """int64 where x64 is on; else float32, exact up to 2^24 and rounded beyond. See ``exact``."""
-        if jax.config.jax_enable_x64:
+        if wide_float() == jnp.float64:
             return (self.high.astype(jnp.int64) << 32) | self.low.astype(jnp.int64)
         # Of a small negative number both limbs are near 2^32: the sign is taken out before they are rounded.
         negative = self.high >> 31 == 1
@@ -209,57 +218,44 @@ class Count(_Cell):
         number = high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
         return jnp.where(negative, -number, number)
 
-    def exact(self) -> np.ndarray:
+    def exact(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The integers themselves, int64, on the host."""
         high, low = np.asarray(self.high).astype(np.int64), np.asarray(self.low).astype(np.int64)
         return (high << 32) | low
 
     def pieces(self) -> Pieces:
-        """Four 16-bit quarters: their sums over up to 65 536 devices stay below 2^32."""
-        return [("sum", quarter) for quarter in self._quarters()]
-
-    def _quarters(self) -> list[jax.Array]:
+        # Four quarters of 16 bits, the lowest first: their sums over up to 65 536 devices stay below 2^32.
         limbs = (self.low, self.high)
-        return [half for limb in limbs for half in (limb & HALF_LIMB_MASK, limb >> HALF_LIMB)]
+        return [("sum", half) for limb in limbs for half in (limb & HALF_LIMB_MASK, limb >> HALF_LIMB)]
 
-    @classmethod
-    def from_pieces(cls, pieces: list[jax.Array]) -> "Count":
-        return cls._carry(pieces)
-
-    @classmethod
-    def _carry(cls, quarters: list[jax.Array]) -> "Count":
-        """Puts quarters that have grown beyond 16 bits together, the lowest first."""
+    def from_pieces(self, pieces: list[jax.Array]) -> "Count":
         carry, digits = jnp.uint32(0), []
-        for quarter in quarters:
+        for quarter in pieces:
             # A quarter may have all 32 bits set, so the carry is added to its lower half.
             low = (quarter & HALF_LIMB_MASK) + (carry & HALF_LIMB_MASK)
             digits.append(low & HALF_LIMB_MASK)
             carry = (quarter >> HALF_LIMB) + (carry >> HALF_LIMB) + (low >> HALF_LIMB)
-        return cls(digits[2] | digits[3] << HALF_LIMB, digits[0] | digits[1] << HALF_LIMB)
-
-
-def _is_integer(x: Any) -> bool:
-    dtype = jnp.result_type(x)
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
-
-
-# ------------------------------------------------------------------------------------------------------------- extrema
+        return Count(digits[2] | digits[3] << HALF_LIMB, digits[0] | digits[1] << HALF_LIMB)
 
 
 @struct.dataclass
-class Maximum(_Cell):
-    """The largest value in its own dtype; -inf, the dtype's minimum, or False where there was none. NaN stays NaN."""
+class Maximum(Cell):
+    """The largest value in its own dtype; -inf, the dtype's minimum, or False where there was none. NaN stays NaN.
+
+    >>> float(Maximum.of(jnp.array([-3.0, 5.0]), weight=jnp.array([1, 0])).value)
+    -3.0
+    """
 
     value: jax.Array
 
     operation = "max"
 
     @classmethod
-    def identity(cls, shape: tuple[int, ...] = (), dtype: Any = None) -> "Maximum":
+    def identity(cls, shape: tuple[int, ...] = (), dtype: DTypeLike | None = None) -> Self:
         return cls(jnp.full(shape, cls._neutral(dtype or wide_float()), dtype or wide_float()))
 
     @classmethod
-    def of(cls, values: Any, weight: Any = None, *, keep: int = 0) -> "Maximum":
+    def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
         """The extremum over all dims but the last ``keep``; rows with weight 0 are left out."""
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
@@ -268,11 +264,11 @@ class Maximum(_Cell):
         reduce = jnp.max if cls.operation == "max" else jnp.min
         return cls(reduce(values, axis=tuple(range(values.ndim - keep)), initial=neutral))
 
-    def _nothing(self) -> "Maximum":
+    def _nothing(self) -> Self:
         return self.identity(dtype=self.value.dtype)
 
     @classmethod
-    def _neutral(cls, dtype: Any) -> Any:
+    def _neutral(cls, dtype: DTypeLike) -> float:
         largest = cls.operation == "min"
         if jnp.issubdtype(dtype, jnp.floating):
             return jnp.inf if largest else -jnp.inf
@@ -280,7 +276,7 @@ class Maximum(_Cell):
             return largest
         return jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min
 
-    def merge(self, other: "Maximum") -> "Maximum":
+    def merge(self, other: Self) -> Self:
         merge = jnp.maximum if self.operation == "max" else jnp.minimum
         return type(self)(merge(self.value, other.value.astype(self.value.dtype)))
 
@@ -288,12 +284,16 @@ class Maximum(_Cell):
         value = self.value.astype(jnp.int32) if self.value.dtype == bool else self.value
         return [(self.operation, value)]
 
-    def from_pieces(self, pieces: list[jax.Array]) -> "Maximum":
+    def from_pieces(self, pieces: list[jax.Array]) -> Self:
         return type(self)(pieces[0].astype(self.value.dtype))
 
 
 @struct.dataclass
 class Minimum(Maximum):
-    """The smallest value in its own dtype; +inf, the dtype's maximum, or True where there was none."""
+    """The smallest value in its own dtype; +inf, the dtype's maximum, or True where there was none.
+
+    >>> float(Minimum.of(jnp.array([-3.0, 5.0])).value)
+    -3.0
+    """
 
     operation = "min"

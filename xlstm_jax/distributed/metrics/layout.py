@@ -1,39 +1,43 @@
-"""States laid end to end: one vector per dtype, so that a state of many metrics is an array or two.
+"""The vectors of a state: its cells laid end to end, one vector per dtype.
 
 Every array that goes in and out of a program costs time on every device, however small. Twenty means as eighty scalars
-cost ten times what they cost as one vector. So metrics name their cells, and states hold vectors, in which cells of one
-kind lie side by side and are merged at once::
+cost ten times what they cost as one vector. So metrics name their cells, and states hold vectors. Cells of the same
+type and dtypes form a group; they lie side by side and are merged at once::
 
     cells     {"loss": {"total": Total [], "weight": Total []}, "hits": Total [3], "top": Maximum [], "seen": Count []}
 
     vectors   float32-6b1f27   | top | high of hits, loss/total, loss/weight | low of the same |        [11]
               uint32-6b1f27    | high of seen | low of seen |                                           [2]
 
-The end of a vector's name is a digest of the layout: the names, types and shapes. So a state that was saved by a metric
-with other parts, or with the same under other names, is not taken for this one's, even if the vectors are as long.
+The end of a vector's name is a digest of the names, types and shapes of all cells. So a saved state of a metric with
+other cells, or with the same cells under other names, is refused, even if its vectors have the same length.
 """
 
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-Cells = Any  # a cell of ``monoids``, or a dict of Cells
+from xlstm_jax.distributed.metrics.cells import Cell
+
+Cells = Any  # a Cell, or a dict of Cells
 Vectors = dict[str, jax.Array]  # [..., k] each; leading dims are those of devices
+Path = tuple[str, ...]  # of a cell in nested dicts, such as ("loss", "total")
+Group = tuple[type, tuple[str, ...]]  # the type of the cells, and the dtypes of their arrays
 
 DIGEST_LENGTH = 6
 
 
 class Entry(NamedTuple):
-    """A cell of a state: its path such as ``("loss", "total")``, its class, and the shape and dtypes of its arrays."""
+    """A cell of a state: its path, its type, and the shape and dtypes of its arrays."""
 
-    path: tuple[str, ...]
-    type: type
+    path: Path
+    cell_type: type
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
 
@@ -42,17 +46,12 @@ class Entry(NamedTuple):
         return "/".join(self.path) or "the state"
 
     @property
-    def kind(self) -> tuple[type, tuple[str, ...]]:
-        """Cells of one kind are merged as one."""
-        return self.type, self.dtypes
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    def group(self) -> Group:
+        return self.cell_type, self.dtypes
 
 
-class Part(NamedTuple):
-    """A stretch of a vector."""
+class Span(NamedTuple):
+    """A range of a vector: ``vectors[vector][..., start:end]``."""
 
     vector: str
     start: int
@@ -64,9 +63,9 @@ class Layout:
 
     def __init__(self, identity: Cells) -> None:
         """``identity`` may be abstract, as ``jax.eval_shape`` returns it."""
-        entries = [_entry(path, cell) for path, cell in _by_path(identity)]
-        self.entries = sorted(entries, key=lambda entry: (entry.type.__name__, entry.dtypes, entry.path))
-        text = "\n".join(f"{e.path} {e.type.__name__} {e.shape} {e.dtypes}" for e in self.entries)
+        entries = [_entry(path, cell) for path, cell in _by_path(identity).items()]
+        self.entries = sorted(entries, key=lambda entry: (entry.cell_type.__name__, entry.dtypes, entry.path))
+        text = "\n".join(f"{e.path} {e.cell_type.__name__} {e.shape} {e.dtypes}" for e in self.entries)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -76,118 +75,95 @@ class Layout:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join(f'{e.name}: {e.type.__name__} {list(e.shape)}' for e in self.entries)})"
+        return f"Layout({', '.join(f'{e.name}: {e.cell_type.__name__} {list(e.shape)}' for e in self.entries)})"
 
     @cached_property
-    def parts(self) -> dict[Any, list[Part]]:
-        """By kind: where its arrays lie, the cells of the kind end to end in each."""
-        sizes, ends, parts = defaultdict(int), defaultdict(int), {}
+    def spans(self) -> dict[Group, list[Span]]:
+        """Where the arrays of each group lie; in each the cells of the group are end to end."""
+        sizes: dict[Group, int] = defaultdict(int)
         for entry in self.entries:
-            sizes[entry.kind] += entry.size
-        for kind, size in sizes.items():
-            parts[kind] = []
-            for dtype in kind[1]:
+            sizes[entry.group] += math.prod(entry.shape)
+        ends: dict[str, int] = defaultdict(int)
+        spans: dict[Group, list[Span]] = {group: [] for group in sizes}
+        for group, size in sizes.items():
+            for dtype in group[1]:
                 name = f"{dtype}-{self.digest[:DIGEST_LENGTH]}"
-                parts[kind].append(Part(name, ends[name], ends[name] + size))
+                spans[group].append(Span(name, ends[name], ends[name] + size))
                 ends[name] += size
-        return parts
+        return spans
 
     def pack(self, cells: Cells, identity: Cells) -> Vectors:
-        """The vectors of ``cells``; what they leave out is that of ``identity``.
+        """The vectors of ``cells``; a cell that they leave out is that of ``identity``.
 
         Raises:
           ValueError: a cell that the state does not have, or of another shape.
           TypeError: a cell of another type.
         """
-        given, whole = dict(_by_path(cells)), dict(_by_path(identity))
-        if unknown := sorted(given.keys() - whole.keys()):
+        given, neutral = _by_path(cells), _by_path(identity)
+        if unknown := sorted(given.keys() - neutral.keys()):
             names = [entry.name for entry in self.entries]
             raise ValueError(f"the state has no {'/'.join(unknown[0])!r}; it has {sorted(names)}.")
-        kinds = defaultdict(list)
+        groups = defaultdict(list)
         for entry in self.entries:
-            kinds[entry.kind].append(_fitted(given.get(entry.path, whole[entry.path]), entry))
-        return self.vectors_of({kind: _end_to_end(some) for kind, some in kinds.items()})
+            groups[entry.group].append(_fitted(given.get(entry.path, neutral[entry.path]), entry))
+        return self.vectors_of(
+            {group: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *some) for group, some in groups.items()}
+        )
 
     def unpack(self, vectors: Vectors) -> Cells:
         """The cells in their nested dict; leading dims stay: [..., k] -> [..., *shape]."""
-        kinds, ends, cells = self.kinds_of(vectors), defaultdict(int), {}
+        groups, cells = self.groups_of(vectors), {}
+        ends: dict[Group, int] = defaultdict(int)
         for entry in self.entries:
-            start = ends[entry.kind]
-            ends[entry.kind] = end = start + entry.size
-            arrays = [x[..., start:end] for x in jax.tree.leaves(kinds[entry.kind])]
-            cells[entry.path] = entry.type(*(x.reshape((*x.shape[:-1], *entry.shape)) for x in arrays))
-        return _nested(cells)
+            start = ends[entry.group]
+            ends[entry.group] = end = start + math.prod(entry.shape)
+            arrays = [x[..., start:end] for x in jax.tree.leaves(groups[entry.group])]
+            cells[entry.path] = entry.cell_type(*(x.reshape((*x.shape[:-1], *entry.shape)) for x in arrays))
+        return unflatten_dict({("", *path): cell for path, cell in cells.items()}).get("", {})
 
-    def kinds_of(self, vectors: Vectors) -> dict[Any, Any]:
-        """One cell of each kind: all cells of that kind, end to end."""
+    def groups_of(self, vectors: Vectors) -> dict[Group, Any]:
+        """One cell for each group, which holds all cells of the group end to end."""
         return {
-            kind: kind[0](*(vectors[part.vector][..., part.start : part.end] for part in parts))
-            for kind, parts in self.parts.items()
+            group: group[0](*(vectors[span.vector][..., span.start : span.end] for span in spans))
+            for group, spans in self.spans.items()
         }
 
-    def vectors_of(self, kinds: dict[Any, Any]) -> Vectors:
-        """The other way round."""
+    def vectors_of(self, groups: dict[Group, Any]) -> Vectors:
+        """The vectors of the cells that ``groups_of`` returns."""
         arrays = defaultdict(list)
-        for kind, parts in self.parts.items():
-            for part, array in zip(parts, jax.tree.leaves(kinds[kind]), strict=True):
-                arrays[part.vector].append(array)
+        for group, spans in self.spans.items():
+            for span, array in zip(spans, jax.tree.leaves(groups[group]), strict=True):
+                arrays[span.vector].append(array)
         return {name: jnp.concatenate(some, axis=-1) for name, some in arrays.items()}
 
     def merge(self, a: Vectors, b: Vectors) -> Vectors:
         """Merges all cells of two states."""
-        kinds = self.kinds_of(b)
-        return self.vectors_of({kind: cell.merge(kinds[kind]) for kind, cell in self.kinds_of(a).items()})
+        others = self.groups_of(b)
+        return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 
     def merge_rows(self, rows: Vectors) -> Vectors:
         """[n, k] -> [k]: merges n states."""
-        return self.vectors_of({kind: cell.merged() for kind, cell in self.kinds_of(rows).items()})
+        return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 
-def merge_cells(a: Cells, b: Cells) -> Cells:
-    """Merges cell by cell; both have the same names."""
-    return {name: merge_cells(a[name], b[name]) for name in a} if isinstance(a, dict) else a.merge(b)
-
-
-def _entry(path: tuple[str, ...], cell: Any) -> Entry:
+def _entry(path: Path, cell: Cell) -> Entry:
     arrays = jax.tree.leaves(cell)
     return Entry(path, type(cell), tuple(arrays[0].shape), tuple(str(x.dtype) for x in arrays))
 
 
-def _by_path(cells: Cells, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The cells with their paths."""
-    if not isinstance(cells, dict):
-        yield path, cells
-        return
-    for name, part in cells.items():
-        yield from _by_path(part, (*path, name))
+def _by_path(cells: Cells) -> dict[Path, Any]:
+    """The cells of nested dicts by their paths; a cell that stands alone has the empty path."""
+    return {path[1:]: cell for path, cell in flatten_dict({"": cells}).items()}
 
 
-def _nested(cells: dict[tuple[str, ...], Any]) -> Cells:
-    """Cells by their paths as a nested dict; the one with the empty path is all there is."""
-    if () in cells:
-        return cells[()]
-    nested: dict[str, Any] = {}
-    for path in sorted(cells):
-        *outer, name = path
-        place = nested
-        for part in outer:
-            place = place.setdefault(part, {})
-        place[name] = cells[path]
-    return nested
-
-
-def _fitted(cell: Any, entry: Entry) -> Any:
-    """The cell in the dtypes of the state's, checked to be of its type and shape."""
-    if type(cell) is not entry.type:
-        raise TypeError(f"{entry.name} is a {entry.type.__name__}, and {type(cell).__name__} was observed for it.")
+def _fitted(cell: Cell, entry: Entry) -> Cell:
+    """The cell in the dtypes of the state's, as vectors, checked to be of its type and shape."""
+    if type(cell) is not entry.cell_type:
+        raise TypeError(f"{entry.name} is a {entry.cell_type.__name__}, and {type(cell).__name__} was observed for it.")
     arrays = jax.tree.leaves(cell)
     if wrong := [x.shape for x in arrays if x.shape != entry.shape]:
         raise ValueError(
             f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce what is observed "
             "over the dims of the batch."
         )
-    return entry.type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))
-
-
-def _end_to_end(cells: list[Any]) -> Any:
-    return jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *cells)
+    return entry.cell_type(*(jnp.asarray(x, dtype).ravel() for x, dtype in zip(arrays, entry.dtypes, strict=True)))

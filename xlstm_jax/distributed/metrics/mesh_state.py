@@ -1,12 +1,12 @@
-"""The state of a pure metric on a mesh, kept for it: what each device has seen, and what all have, if in sync.
+"""The state of a pure metric on a mesh: what each device has seen, and, after ``sync``, what all have.
 
-This is what ``MetricAccumulator`` and ``StatefulMetric`` are made of. What a process has seen by itself is added on its
-own devices, without a program that other processes would have to run too; only ``sync`` is one.
+``MetricAccumulator`` and ``StatefulMetric`` are made of it. What a process has seen by itself is added on its own
+devices, without a program that other processes would have to run too; only ``sync`` is one.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,17 +24,20 @@ DEVICES_AXIS = "devices"
 
 
 class MeshState:
-    """A pure metric's state on a mesh: what each device has seen, and what all have, if in sync."""
+    """The state of a pure metric on a mesh: ``local``, and ``synced`` where nothing was added since the last sync."""
+
+    synced: Synced | None
 
     def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
-        self.metric, self._initial = metric, jax.tree.map(np.asarray, metric.state_of(initial))
+        self.metric = metric
+        self._initial: Synced = jax.tree.map(np.asarray, metric.state_of(initial))
         mesh = DeviceMeshManager.create_device_mesh({DEVICES_AXIS: -1}) if mesh is None else auto_mesh(mesh)
-        self._place_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
+        self._put_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
         self.reset()
 
-    def _place_on(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def _put_on(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.mesh, self.axes = mesh, axes
-        self._rows = NamedSharding(mesh, PartitionSpec(axes))
+        self._split = NamedSharding(mesh, PartitionSpec(axes))
         self._empty = self._from_first_row(self._initial.vectors)
 
     @property
@@ -55,45 +58,39 @@ class MeshState:
         """Fills the synchronized value by one collective over all devices; every process must call it."""
         sync_together([self])
 
-    def add_own(self, seen: Vectors, whole_mesh: bool = False) -> None:
-        """Merges what this process has seen into its first row; with ``whole_mesh``, what all have, counted once."""
-        if not whole_mesh or jax.process_index() == 0:
-            self._set_local(_merge_into_first_row(self.local, seen))
+    def add_own(self, seen: Vectors, on_all_processes: bool = False) -> None:
+        """Merges what this process has seen into its first row; what all processes have seen counts once."""
+        if not on_all_processes or jax.process_index() == 0:
+            self._set_local(_merged_into_first_row(self.local, seen))
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
-        """Merges what has a leading device dim, row by row."""
-        self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._rows)))
+        """Merges [n, ...] row by row."""
+        self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
-        """Updates every device's state with its part of global arrays: (args, kwargs), split along their first dim."""
-        specs = jax.tree.map(lambda x: PartitionSpec(self.axes) if np.ndim(x) else PartitionSpec(), arguments)
-        leaves, structure = jax.tree.flatten(specs)
-        step = _update_on(self.metric, self.mesh, self.axes, structure, tuple(leaves))
-        self._set_local(step(self.local, arguments).vectors)
+        """Updates every device's state with its shard of global arrays: (args, kwargs), split along their first dim."""
+        self._set_local(_update(self.metric, self.mesh, self.local, arguments).vectors)
 
     def _set_local(self, vectors: Vectors) -> None:
         self.local, self.synced = Local(vectors, self._initial.layout, self.axes), None
 
-    def to(self, device: jax.Device | Mesh) -> None:
-        """Moves the state to one device, or to another mesh, over all its axes.
+    def to(self, device: jax.Device | Mesh) -> None:  # pyright: ignore[reportInvalidTypeForm] JAX assigns this name
+        """Moves the state to one device, or to another mesh, over all its axes; no other process may hold local values.
 
         Where the number of devices changes, the local values are merged into the first.
-
-        Raises:
-          ValueError: other processes hold a part of it.
         """
-        rows = self._host_rows(self.local.vectors, "to")
-        synced = self.synced and jax.tree.map(np.asarray, self.synced)
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self.local)):
+            raise ValueError("to: other processes hold local values of this state; sync it, and take the value.")
+        rows, synced = jax.tree.map(np.asarray, (self.local.vectors, self.synced))
         mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([device]), (DEVICES_AXIS,))
-        self._place_on(auto_mesh(mesh), mesh.axis_names)
-        self._set_local(self._from_rows(rows))
-        self.synced = synced and jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
+        self._put_on(auto_mesh(mesh), mesh.axis_names)
+        self._set_rows(rows, synced)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays, to be saved with the model.
 
-        Arrays are NumPy's where this process holds all of them, else global ``jax.Array``.
+        Arrays are NumPy's where this process can read all of them, else global ``jax.Array``.
         """
         cells = {"local": self.local.cells, "synchronized": (self.synced or self._initial).cells}
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
@@ -107,60 +104,59 @@ class MeshState:
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
-        rows = _restored(cells, state_dict["local"], "local", dims=1)
-        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", dims=0))
-        self._set_local(self._from_rows(jax.vmap(self.metric.state_of)(rows).vectors))
-        if bool(state_dict["is_synchronized"]):
+        rows = _restored(cells, state_dict["local"], "local", leading=("devices",))
+        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", leading=()))
+        rows = jax.vmap(self.metric.state_of)(rows).vectors
+        self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
+
+    def _set_rows(self, rows: Vectors, synced: Synced | None) -> None:
+        """Takes up rows [m, ...]: one for each device where m is their number, else merged into the first."""
+        if len(jax.tree.leaves(rows)[0]) == self.num_devices:
+            self._set_local(jax.tree.map(self._put_rows, rows))
+        else:
+            merged = jax.tree.map(np.asarray, self._initial.layout.merge_rows(rows))
+            self._set_local(self._from_first_row(merged))
+        if synced is not None:
             self.synced = jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
-
-    def _host_rows(self, rows: Vectors, caller: str) -> Vectors:
-        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(rows)):
-            raise ValueError(f"{caller}: other processes hold a part of this state; sync it, and take the value.")
-        return jax.tree.map(np.asarray, rows)
-
-    def _from_rows(self, rows: Vectors) -> Vectors:
-        """Rows [m, ...] as the local state: row by row where m is the number of devices, else merged into the first."""
-        count = len(jax.tree.leaves(rows)[0])
-        if count != self.num_devices:
-            merged = self._initial.layout.merge_rows(rows)
-            return self._from_first_row(jax.tree.map(np.asarray, merged))
-        return jax.tree.map(self._placed, rows)
 
     def _from_first_row(self, vectors: Vectors) -> Vectors:
         """[k] -> [n, k]: ``vectors`` on the first device, the identity on the others."""
         others = jax.tree.map(np.asarray, self.metric.state_of({}).vectors)
         rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), vectors, others)
-        return jax.tree.map(self._placed, rows)
+        return jax.tree.map(self._put_rows, rows)
 
-    def _placed(self, rows: Any) -> jax.Array:
+    def _put_rows(self, rows: Any) -> jax.Array:
         """Rows on their devices; no program runs for it, so that no process waits for another."""
         if not is_readable(rows):
-            return jax.device_put(rows, self._rows)
+            return jax.device_put(rows, self._split)
         rows = np.asarray(rows)
-        return jax.make_array_from_callback(rows.shape, self._rows, lambda index: rows[index])
+        return jax.make_array_from_callback(rows.shape, self._split, lambda index: rows[index])
 
 
 def is_readable(x: Any) -> bool:
+    """Whether this process can read all of an array."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def check_entries(given: dict[str, Any], wanted: set[str]) -> None:
-    if given.keys() != wanted:
+def check_entries(given: dict[str, Any], wanted: Iterable[str]) -> None:
+    """Raises where a state dict has other entries than those wanted."""
+    if given.keys() != set(wanted):
         raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
 
 
-def _restored(like: Cells, saved: Any, name: str, dims: int) -> Cells:
-    """The saved arrays in the cells of ``like``, checked; they have ``dims`` leading dims more."""
+def _restored(like: Cells, saved: Any, name: str, leading: tuple[str, ...]) -> Cells:
+    """The saved arrays in the cells of ``like``, checked; they have the leading dims besides."""
     try:
         cells = serialization.from_state_dict(like, saved)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
     for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
         shape = np.shape(got)
-        if len(shape) != len(want.shape) + dims or shape[dims:] != want.shape or got.dtype != want.dtype:
+        inner = shape[len(leading) :]
+        if len(shape) != len(leading) + len(inner) or inner != want.shape or got.dtype != want.dtype:
             raise ValueError(
                 f"state dict[{name!r}] has an array of shape {shape} and dtype {getattr(got, 'dtype', None)}; "
-                f"this metric's has shape {('devices',) * dims + want.shape} and dtype {want.dtype}."
+                f"this metric's has shape {leading + want.shape} and dtype {want.dtype}."
             )
     return cells
 
@@ -170,11 +166,11 @@ def _merge(layout: Layout, a: Vectors, b: Vectors) -> Vectors:
     return layout.merge(a, b)
 
 
-def _merge_into_first_row(local: Local, seen: Vectors) -> Vectors:
-    """Merges ``seen`` into the first row that this process holds, on that row's devices alone."""
+def _merged_into_first_row(local: Local, seen: Vectors) -> Vectors:
+    """``seen`` merged into the first row that this process holds, on the devices of that row alone."""
     row = jax.tree.map(lambda x: _first_shards(x)[0].data, local.vectors)
-    home = _first_shards(jax.tree.leaves(local.vectors)[0])[0].device
-    merged = _merge(local.layout, row, jax.device_put(jax.tree.map(lambda x: x[None], seen), home))
+    device = jax.tree.leaves(row)[0].sharding
+    merged = _merge(local.layout, row, jax.device_put(jax.tree.map(lambda x: x[None], seen), device))
     return jax.tree.map(_with_first_row, local.vectors, merged)
 
 
@@ -186,34 +182,33 @@ def _first_shards(x: jax.Array) -> list[Any]:
 
 def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
     new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
-    parts = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    shards = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-@functools.lru_cache(maxsize=128)
-def _update_on(metric: PureMetric, mesh: Mesh, axes: tuple[str, ...], structure: Any, specs: tuple) -> Callable:
-    split = PartitionSpec(axes)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _update(metric: PureMetric, mesh: Mesh, local: Local, arguments: PyTree) -> Local:
+    split = PartitionSpec(local.axes)
+    specs = jax.tree.map(lambda x: split if np.ndim(x) else PartitionSpec(), arguments)
 
-    def update(local, arguments):
+    def update(local: Local, arguments: PyTree) -> Local:
         args, kwargs = arguments
         return metric.update(local, *args, **kwargs)
 
-    return jax.jit(
-        jax.shard_map(update, mesh=mesh, in_specs=(split, jax.tree.unflatten(structure, specs)), out_specs=split)
-    )
+    return jax.shard_map(update, mesh=mesh, in_specs=(split, specs), out_specs=split)(local, arguments)
 
 
-@functools.lru_cache(maxsize=128)
-def _sync_on(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Local]], list[Synced]]:
-    places = {"in_specs": PartitionSpec(axes), "out_specs": PartitionSpec()}
-    return jax.jit(jax.shard_map(sync_states, mesh=mesh, **places))
+@functools.partial(jax.jit, static_argnums=0)
+def _sync(mesh: Mesh, states: list[Local]) -> list[Synced]:
+    split = PartitionSpec(states[0].axes)
+    return jax.shard_map(sync_states, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(states)
 
 
 def sync_together(states: Sequence[MeshState]) -> None:
     """``sync`` of several states, in the same collectives for all that share mesh and axes."""
-    groups: dict[Any, list[MeshState]] = {}
+    groups: dict[tuple[Mesh, tuple[str, ...]], list[MeshState]] = {}
     for state in states:
         groups.setdefault((state.mesh, state.axes), []).append(state)
-    for (mesh, axes), group in groups.items():
-        for state, synced in zip(group, _sync_on(mesh, axes)([state.local for state in group]), strict=True):
+    for (mesh, _), group in groups.items():
+        for state, synced in zip(group, _sync(mesh, [state.local for state in group]), strict=True):
             state.synced = synced

@@ -9,11 +9,13 @@ untouched. However many metrics there are, a call issues one collective per oper
 divided afterwards, and values narrower than 32 bits are summed in float32.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
@@ -22,43 +24,58 @@ from xlstm_jax.distributed.data_parallel.communication import is_prng_key, wide_
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
-
-# ----------------------------------------------------------------------------------------------------- on global arrays
+Operations = Mapping[str, "str | Operations | None"]  # by the names of the metrics, nested like them
 
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become the mean of their entries; scalars and what is no ``jax.Array`` stay.
+    """Arrays of one dim or more become the mean of their entries, of integers or bools as a float32.
 
-    The mean of integers or bools is a float32. To be used on global arrays, under plain ``jit`` or outside of it.
+    For global arrays, under plain ``jit`` or outside of it.
+
+    >>> reduce_mean({"loss": jnp.arange(4.0), "run": "a"})
+    {'loss': Array(1.5, dtype=float32), 'run': 'a'}
     """
     return _reduce_global(metrics, "mean")
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become the sum of their entries; see ``reduce_mean``. A sum of bools counts."""
+    """Arrays of one dim or more become the sum of their entries; see ``reduce_mean``. A sum of bools counts.
+
+    >>> reduce_sum({"hits": jnp.array([True, False, True])})
+    {'hits': Array(2, dtype=int32)}
+    """
     return _reduce_global(metrics, "sum")
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become their largest entry; see ``reduce_mean``."""
+    """Arrays of one dim or more become their largest entry; see ``reduce_mean``.
+
+    >>> reduce_max({"norm": jnp.arange(4.0)})
+    {'norm': Array(3., dtype=float32)}
+    """
     return _reduce_global(metrics, "max")
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become their smallest entry; see ``reduce_mean``."""
+    """Arrays of one dim or more become their smallest entry; see ``reduce_mean``.
+
+    >>> reduce_min({"norm": jnp.arange(4.0)})
+    {'norm': Array(0., dtype=float32)}
+    """
     return _reduce_global(metrics, "min")
 
 
-def reduce_custom(metrics: Metrics, reduce_fn: Mapping[str, Any] | None = None) -> Metrics:
-    """Each metric by an operation of its own.
+def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metrics:
+    """Each metric by an operation of its own, on global arrays as for ``reduce_mean``.
+
+    >>> reduce_custom({"loss": jnp.arange(4.0), "tokens": jnp.arange(4)}, {"tokens": "sum"})
+    {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
 
     Args:
-      metrics: global arrays, as for ``reduce_mean``.
       reduce_fn: name -> "mean", "sum", "max", "min", or None for a metric to be left alone. "mean" for names that it
         does not have, and for all where it is None. For a nested dictionary either one operation, or a dictionary.
     Raises:
-      ValueError: an operation that is none of these, or a name that the metrics do not have; says the key, what was
-        given and the choices, before anything is reduced.
+      ValueError: an unknown operation, or a name that the metrics do not have; nothing has been reduced then.
     """
     return _reduce_each(metrics, reduce_fn, _reduce_global)
 
@@ -73,58 +90,58 @@ def _is_metric(value: Any) -> bool:
 
 
 def _reduce_each(
-    metrics: Metrics, reduce_fn: Mapping[str, Any] | None, reduce: Callable[[PyTree, str], PyTree]
+    metrics: Metrics, reduce_fn: Operations | None, reduce: Callable[[list[Any], str], list[Any]]
 ) -> Metrics:
-    """Sorts the arrays by operation and calls ``reduce(list of arrays, operation)`` once for each."""
-    operations = _operations(metrics, {} if reduce_fn is None else reduce_fn, "")
-    leaves, tree = jax.tree.flatten(metrics)
+    """Sorts the leaves by operation and calls ``reduce(leaves, operation)`` once for each."""
+    chosen = {} if reduce_fn is None else reduce_fn
+    _check_operations(metrics, chosen, "")
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
+    operations = [_operation_at(path, chosen) for path, _ in with_paths]
+    leaves = [leaf for _, leaf in with_paths]
     for operation in OPERATIONS:
-        chosen = [i for i, name in enumerate(operations) if name == operation]
-        for i, value in zip(chosen, reduce([leaves[i] for i in chosen], operation), strict=True):
+        indices = [i for i, name in enumerate(operations) if name == operation]
+        for i, value in zip(indices, reduce([leaves[i] for i in indices], operation), strict=True):
             leaves[i] = value
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
-def _operations(metrics: Any, chosen: Any, path: str) -> list[str | None]:
-    """The operation of every leaf of ``metrics``, in the order of ``jax.tree.leaves``."""
+def _check_operations(metrics: Any, chosen: Any, path: str) -> None:
+    """Raises where ``chosen`` has an unknown operation, or a name that the metrics do not have."""
     if not isinstance(chosen, Mapping):
         if chosen is not None and chosen not in OPERATIONS:
             raise ValueError(
                 f"reduce_fn[{path!r}] is {chosen!r}; the operations are {', '.join(map(repr, OPERATIONS))}, and None "
                 "for a metric that is to be left alone."
             )
-        return [chosen] * len(jax.tree.leaves(metrics))
+        return
     if not isinstance(metrics, Mapping):
         raise ValueError(f"reduce_fn[{path!r}] is a dictionary, but that metric is {type(metrics).__name__}.")
-    if unknown := [name for name in chosen if name not in metrics]:
-        raise ValueError(
-            f"reduce_fn has {_join(path, unknown[0])!r}, which the metrics do not have: {sorted(metrics, key=str)}. "
-            "(A metric that is not named is averaged, so a misspelt name would be averaged in silence.)"
-        )
-    return [op for name in _in_tree_order(metrics) for op in _operations_of(name, metrics, chosen, path)]
+    for name, operation in chosen.items():
+        inner = f"{path}/{name}" if path else str(name)
+        if name not in metrics:
+            raise ValueError(
+                f"reduce_fn has {inner!r}, which the metrics do not have: {sorted(metrics, key=str)}. "
+                "(A metric that is not named is averaged, so a misspelt name would be averaged in silence.)"
+            )
+        _check_operations(metrics[name], operation, inner)
 
 
-def _operations_of(name: Any, metrics: Mapping, chosen: Mapping, path: str) -> list[str | None]:
-    default = {} if isinstance(metrics[name], Mapping) else "mean"
-    return _operations(metrics[name], chosen.get(name, default), _join(path, name))
-
-
-def _in_tree_order(mapping: Mapping) -> list[Any]:
-    """The keys as ``jax.tree`` visits them."""
-    return list(jax.tree.unflatten(jax.tree.structure(dict.fromkeys(mapping, 0)), range(len(mapping))))
-
-
-def _join(path: str, name: Any) -> str:
-    return f"{path}/{name}" if path else str(name)
-
-
-# -------------------------------------------------------------------------------------------- inside shard_map and pmap
+def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
+    """What is chosen for the leaf at a key path; "mean" where nothing is."""
+    for key in path:
+        if isinstance(chosen, Mapping):
+            chosen = chosen.get(key.key, "mean")
+    return chosen
 
 
 def reduce_mean_collective(
-    metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS, *, weight: jax.Array | float | None = None
+    metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS, *, weight: ArrayLike | None = None
 ) -> Metrics:
     """The mean over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    >>> split, step = jax.P(("dp", "fsdp")), lambda x: reduce_mean_collective({"loss": x}, ("dp", "fsdp"))
+    >>> jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=jax.P())(jnp.arange(8.0))["loss"]
+    Array([3.5], dtype=float32)
 
     Args:
       metrics: this device's values, of any shape.
@@ -134,11 +151,8 @@ def reduce_mean_collective(
         looked at. Without it all devices count the same.
     Returns:
       The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
-    Raises:
-      ValueError: an axis is not bound, or the weight is no scalar.
     """
-    axes = _bound(axis_name, "reduce_mean_collective")
-    return _reduce_arrays(metrics, lambda arrays: _means(arrays, axes, weight))
+    return _over_devices(metrics, "mean", _bound(axis_name, "reduce_mean_collective"), weight)
 
 
 def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
@@ -147,51 +161,59 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
     (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools
     and small integers become 32 bits wide.
+
+    >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
+    Array(28, dtype=int32)
     """
-    axes = _bound(axis_name, "reduce_sum_collective")
-    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "sum", axes))
+    return _over_devices(metrics, "sum", _bound(axis_name, "reduce_sum_collective"))
 
 
 def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The largest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``."""
-    axes = _bound(axis_name, "reduce_max_collective")
-    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "max", axes))
+    """The largest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    >>> jax.pmap(lambda x: reduce_max_collective({"peak": x}), axis_name="batch")(jnp.arange(8))["peak"][0]
+    Array(7, dtype=int32)
+    """
+    return _over_devices(metrics, "max", _bound(axis_name, "reduce_max_collective"))
 
 
 def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The smallest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``."""
-    axes = _bound(axis_name, "reduce_min_collective")
-    return _reduce_arrays(metrics, lambda arrays: _reduced(arrays, "min", axes))
+    """The smallest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    >>> jax.pmap(lambda x: reduce_min_collective({"least": x}), axis_name="batch")(jnp.arange(8))["least"][0]
+    Array(0, dtype=int32)
+    """
+    return _over_devices(metrics, "min", _bound(axis_name, "reduce_min_collective"))
 
 
 def reduce_custom_collective(
     metrics: Metrics,
-    reduce_fn: Mapping[str, Any] | None = None,
+    reduce_fn: Operations | None = None,
     axis_name: AxisNames = DEFAULT_AXIS,
     *,
-    weight: jax.Array | float | None = None,
+    weight: ArrayLike | None = None,
 ) -> Metrics:
     """Each metric by an operation of its own over devices; ``reduce_fn`` and errors as in ``reduce_custom``.
 
     ``weight`` is that of the means; see ``reduce_mean_collective``.
+
+    >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x}, {"peak": "max"}, "batch")
+    >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
+    {'loss': 3.5, 'peak': 7.0}
     """
     axes = _bound(axis_name, "reduce_custom_collective")
-
-    def reduce(leaves, operation):
-        if operation == "mean":
-            return _reduce_arrays(leaves, lambda arrays: _means(arrays, axes, weight))
-        return _reduce_arrays(leaves, lambda arrays: _reduced(arrays, operation, axes))
-
-    return _reduce_each(metrics, reduce_fn, reduce)
+    return _reduce_each(metrics, reduce_fn, lambda leaves, operation: _over_devices(leaves, operation, axes, weight))
 
 
 def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Every device's values: [...] -> [n, ...], equal on all devices; inside ``shard_map`` or ``pmap``.
 
     For a tuple of axes n is the product of their sizes, the first axis being the outermost.
+
+    >>> jax.pmap(lambda x: all_gather({"loss": x}), axis_name="batch")(jnp.arange(8))["loss"][0]
+    Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
-    axes = _bound(axis_name, "all_gather")
-    return _reduce_arrays(metrics, lambda arrays: collectives.all_gather_stacked(arrays, axes))
+    return _on_arrays(metrics, partial(collectives.all_gather_stacked, axes=_bound(axis_name, "all_gather")))
 
 
 def _bound(axis_name: AxisNames, caller: str) -> tuple[str, ...]:
@@ -200,13 +222,19 @@ def _bound(axis_name: AxisNames, caller: str) -> tuple[str, ...]:
     return axes
 
 
-def _reduce_arrays(tree: PyTree, reduce: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
-    """``reduce`` on all the arrays of a tree together; the rest stays."""
+def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
+    """``fn`` on all the arrays of a tree together; the rest stays."""
     leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if _is_metric(leaf)]
-    for i, value in zip(places, reduce([leaves[i] for i in places]), strict=True):
+    indices = [i for i, leaf in enumerate(leaves) if _is_metric(leaf)]
+    for i, value in zip(indices, fn([leaves[i] for i in indices]), strict=True):
         leaves[i] = value
     return jax.tree.unflatten(structure, leaves)
+
+
+def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
+    """The arrays of a tree reduced over devices; the rest stays."""
+    mean, other = partial(_means, axes=axes, weight=weight), partial(_reduced, operation=operation, axes=axes)
+    return _on_arrays(tree, mean if operation == "mean" else other)
 
 
 def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
@@ -222,38 +250,35 @@ def _sum_dtype(dtype: Any) -> Any:
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
-def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: Any) -> list[jax.Array]:
+def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | None) -> list[jax.Array]:
     """Weighted means, the weights travelling with the sums; with equal weights the plain mean."""
     if not arrays:
         return []
     dtypes = [array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.dtype(jnp.float32) for array in arrays]
-    wide = [array.astype(wide_dtype(dtype)) for array, dtype in zip(arrays, dtypes, strict=True)]
+    values = [array.astype(wide_dtype(dtype)) for array, dtype in zip(arrays, dtypes, strict=True)]
+    total: jax.Array | int = collectives.axis_size(axes)
     if weight is None:
-        sums, total = collectives.all_reduce(["sum"] * len(wide), wide, axes), collectives.axis_size(axes)
+        sums = collectives.all_reduce(["sum"] * len(values), values, axes)
     else:
-        weight = _as_weight(weight)
-        parts = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in wide]
-        *sums, total = collectives.all_reduce(["sum"] * (len(parts) + 1), [*parts, weight], axes)
-        total = jnp.where(total != 0, total, 1)
+        if jnp.shape(weight) != ():
+            raise ValueError(
+                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
+                "are over; pass its sum."
+            )
+        weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
+        weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
+        *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)
+        total = jnp.where(weights != 0, weights, 1)
     return [(value / total).astype(dtype) for value, dtype in zip(sums, dtypes, strict=True)]
-
-
-def _as_weight(weight: Any) -> jax.Array:
-    if jnp.shape(weight) != ():
-        raise ValueError(
-            f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
-            "are over; pass its sum."
-        )
-    return jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
-
-
-# ------------------------------------------------------------------------------------------------------------- outside
 
 
 def collect_from_devices(metrics: Metrics) -> Metrics:
     """Arrays with a leading device dim, as ``pmap`` and ``all_gather`` return, become lists of n values.
 
     Scalars and what is no ``jax.Array`` stay. Call it outside of ``shard_map`` and ``pmap``.
+
+    >>> [float(loss) for loss in collect_from_devices({"loss": jnp.array([0.5, 1.5])})["loss"]]
+    [0.5, 1.5]
 
     Raises:
       ValueError: an array lies on other processes too and differs between devices, so that it cannot be read here.

@@ -1,4 +1,4 @@
-"""Metrics that keep their own state, for code outside of the training step: evaluation loops, counters, custom metrics.
+"""Metrics that keep their own state, for code outside of the training step: evaluation loops, counters, your own.
 
 A program that drives n devices has n local values, one per device. They live split over the mesh, as one array with a
 leading device dim; row i lies on device i::
@@ -13,8 +13,8 @@ leading device dim; row i lies on device i::
   sync()                                                         one collective over all devices of all processes
       synchronized    15.0       15.0       15.0       15.0      <- value, after sync: an array []
 
-So a number counts once, in one process as in several; with two processes each gives its own. ``update`` never
-communicates, and of what a process owns it does not need the other processes to call it as well.
+So a number counts once, whatever the number of devices; of two processes each gives its own number. ``update`` never
+communicates. A process may update with what it has seen by itself without the others doing the same.
 """
 
 import enum
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
@@ -37,7 +38,11 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 
 
 class MetricReduceOp(enum.StrEnum):
-    """How values are merged. There is no mean: means of unequal shares cannot be merged; keep a sum and a weight."""
+    """How values are merged. There is no mean: means over different counts cannot be merged; keep a sum and a weight.
+
+    >>> MetricAccumulator(-jnp.inf, MetricReduceOp.max).reduce_op == "max"
+    True
+    """
 
     sum = "sum"
     max = "max"
@@ -47,38 +52,30 @@ class MetricReduceOp(enum.StrEnum):
     def _missing_(cls, value: object) -> "MetricReduceOp":
         if value in ("mean", "avg", "average"):
             raise ValueError(
-                f"reduce_op={value!r} cannot be merged: the mean of means is not the mean where shares are unequal. "
+                f"reduce_op={value!r} cannot be merged: the mean of means is not the mean where counts differ. "
                 "Keep two sums, of values times weights and of weights, and divide in compute, as WeightedMean does."
             )
         raise ValueError(f"reduce_op={value!r} is none of {', '.join(repr(str(op)) for op in cls)}.")
 
 
-# --------------------------------------------------------------------------------------------------------- accumulators
-
-
-class _Values(PureMetric):
+class _Entrywise(PureMetric):
     """Values of one shape and dtype, merged entry by entry."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, operation: MetricReduceOp) -> None:
-        self.shape, self.dtype, self.operation = shape, dtype, operation
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], operation: MetricReduceOp) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.sum = Count if jnp.issubdtype(dtype, jnp.integer) else Total
+        self.extremum = {"max": Maximum, "min": Minimum}.get(operation)
 
     def identity(self) -> Cells:
-        if self.operation is MetricReduceOp.sum:
-            return self._kind().identity(self.shape)
-        return self._kind().identity(self.shape, self.dtype)
+        return self.extremum.identity(self.shape, self.dtype) if self.extremum else self.sum.identity(self.shape)
 
-    def observe(self, values: Any) -> Cells:
-        return self._kind().of(jnp.asarray(values, self.dtype), keep=np.ndim(values))
+    def observe(self, values: ArrayLike) -> Cells:
+        return (self.extremum or self.sum).of(jnp.asarray(values, self.dtype), keep=np.ndim(values))
 
     def result(self, cells: Cells) -> jax.Array:
         if isinstance(cells, Count):
             return (cells.value if self.dtype.itemsize == 8 else cells.low).astype(self.dtype)
         return cells.value.astype(self.dtype)
-
-    def _kind(self) -> Any:
-        if self.operation is MetricReduceOp.sum:
-            return Count if jnp.issubdtype(self.dtype, jnp.integer) else Total
-        return Maximum if self.operation is MetricReduceOp.max else Minimum
 
 
 class MetricAccumulator(MeshState):
@@ -86,11 +83,18 @@ class MetricAccumulator(MeshState):
 
     The module's docstring shows what "local" means. Sums are kept compensated (floats) or in 64 bits (integers), so
     that they neither stop at 2^24 nor wrap unseen.
+
+    >>> total = MetricAccumulator(jnp.float32(0))
+    >>> total.update(5)  # a number counts once
+    >>> total.update(jnp.arange(8.0))  # one value for each of 8 devices
+    >>> total.sync()
+    >>> float(total.value)
+    33.0
     """
 
     def __init__(
         self,
-        initial_value: jax.typing.ArrayLike,
+        initial_value: ArrayLike,
         reduce_op: MetricReduceOp | str = MetricReduceOp.sum,
         *,
         mesh: Mesh | None = None,
@@ -111,28 +115,30 @@ class MetricAccumulator(MeshState):
         initial = jnp.asarray(initial_value)
         self.shape, self.dtype = initial.shape, initial.dtype
         _check_dtype(self.dtype, self.reduce_op)
-        metric = _Values(self.shape, self.dtype, self.reduce_op)
+        metric = _Entrywise(self.shape, self.dtype, self.reduce_op)
         super().__init__(metric, metric.observe(initial), mesh, axes)
 
-    def update(self, value: jax.typing.ArrayLike) -> None:
-        """Merges a value into the local copy; never communicates. ``value`` is the local copy from then on.
+    def update(self, value: ArrayLike) -> None:
+        """Merges a value into the local values; never communicates. ``self.value`` is the local values from then on.
 
         Args:
-          value: of the accumulator's shape, or a number: seen by this process, and counted once. (A global array that
-            is the same on all devices of several processes counts once in all.) Or one for each device, [n, *shape].
-            Numbers and bools do for every operation.
+          value: a number, or an array of the accumulator's shape: seen by this process, and counted once. (A global
+            array that is the same on all devices of several processes counts once in all.) Or one value for each
+            device, [n, *shape]. Every operation takes numbers and bools.
         Raises:
           ValueError: another shape.
           TypeError: a dtype that the accumulator's cannot hold, such as a float for an integer.
         """
         _check_holds(self.dtype, value)
         shape = np.shape(value)
-        if shape == (self.num_devices, *self.shape) and self.num_devices:
+        if shape == (self.num_devices, *self.shape):
             self.add_rows(_observe_rows(self.metric, value))
         elif shape in (self.shape, ()):
-            value, whole_mesh = _own(value)
+            if not is_readable(value):
+                raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
             observed = self.metric.observe(np.broadcast_to(np.asarray(value), self.shape))
-            self.add_own(self.metric.state_of(observed).vectors, whole_mesh)
+            on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
+            self.add_own(self.metric.state_of(observed).vectors, on_all_processes)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
@@ -147,33 +153,32 @@ class MetricAccumulator(MeshState):
           OverflowError: an integer sum is outside of its dtype.
         """
         cells = (self.synced or self.local).cells
-        if isinstance(cells, Count):
-            self._check_fits(cells)
+        if isinstance(cells, Count) and self.dtype.itemsize < 8 and is_readable(cells.low):
+            _check_fits(cells.exact(), self.dtype)
         return self.metric.result(cells)
 
-    def _check_fits(self, cells: Count) -> None:
-        if self.dtype.itemsize == 8 or not is_readable(cells.low):
-            return
-        exact, bounds = cells.exact(), jnp.iinfo(self.dtype)
-        if (beyond := exact[(exact < bounds.min) | (exact > bounds.max)]).size:
-            raise OverflowError(
-                f"the sum is {beyond[0]}, beyond the {self.dtype} of the initial value ({bounds.min} to {bounds.max}). "
-                "Begin with a float32, or read the Sum of an integer, which is exact to 64 bits."
-            )
+
+def _check_fits(sums: np.ndarray[Any, Any], dtype: DTypeLike) -> None:
+    bounds = jnp.iinfo(dtype)
+    if (beyond := sums[(sums < bounds.min) | (sums > bounds.max)]).size:
+        raise OverflowError(
+            f"the sum is {beyond[0]}, beyond the {dtype} of the initial value ({bounds.min} to {bounds.max}). "
+            "Begin with a float32, or read the Sum of an integer, which is exact to 64 bits."
+        )
 
 
-def _check_dtype(dtype: Any, operation: MetricReduceOp) -> None:
-    if _kind_rank(dtype) == _kind_rank(bool) and operation is MetricReduceOp.sum:
+def _check_dtype(dtype: DTypeLike, operation: MetricReduceOp) -> None:
+    if jnp.issubdtype(dtype, jnp.bool_) and operation is MetricReduceOp.sum:
         raise TypeError("a sum of bool is True after the first True; begin with jnp.int32(0) to count.")
-    if _kind_rank(dtype) > _kind_rank(jnp.float32):
+    if _rank(dtype) == len(RANKS):
         raise TypeError(f"an accumulator of dtype {dtype} has no {operation}; use an integer or a float.")
 
 
-def _check_holds(dtype: Any, value: Any) -> None:
-    if _kind_rank(jnp.result_type(value)) > _kind_rank(dtype):
+def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
+    if _rank(jnp.result_type(value)) > _rank(dtype):
         raise TypeError(
             f"update got {jnp.result_type(value)}, which an accumulator of {dtype} cannot hold; begin with an initial "
-            "value of that kind."
+            "value that can."
         )
     if jnp.issubdtype(dtype, jnp.integer) and not isinstance(value, jax.Array) and np.size(value):
         bounds = jnp.iinfo(dtype)
@@ -181,9 +186,11 @@ def _check_holds(dtype: Any, value: Any) -> None:
             raise OverflowError(f"update got {value}, beyond the accumulator's {dtype} ({bounds.min} to {bounds.max}).")
 
 
-def _kind_rank(dtype: Any) -> int:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
+RANKS = (jnp.bool_, jnp.integer, jnp.floating)  # a dtype of one rank holds values of those before it
+
+
+def _rank(dtype: DTypeLike) -> int:
+    return next((rank for rank, parent in enumerate(RANKS) if jnp.issubdtype(dtype, parent)), len(RANKS))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -191,35 +198,24 @@ def _observe_rows(metric: PureMetric, value: jax.Array) -> Vectors:
     return jax.vmap(lambda row: metric.state_of(metric.observe(row)).vectors)(value)
 
 
-def _own(value: Any) -> tuple[Any, bool]:
-    """The value on this process, and whether it is one that all processes share."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        if not value.is_fully_replicated:
-            raise ValueError(
-                f"a value of shape {value.shape} lies on several processes; pass one per device, [n, ...]."
-            )
-        return value.addressable_data(0), True
-    return value, False
-
-
-# -------------------------------------------------------------------------------------------------------- the interface
-
-
 class Metric(ABC):
-    """A metric with a state of its own. A subclass makes accumulators (or other metrics) its attributes::
-
-        class MaxMetric(Metric):
-            def __init__(self):
-                self.largest = MetricAccumulator(-jnp.inf, "max")
-
-            def update(self, value):
-                self.largest.update(value)
-
-            def compute(self):
-                return self.largest.value
+    """A metric with a state of its own. A subclass makes accumulators (or other metrics) its attributes.
 
     ``sync``, ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` reach all of them, also those in lists, tuples
     and dicts.
+
+    >>> class MaxMetric(Metric):
+    ...     def __init__(self):
+    ...         self.largest = MetricAccumulator(-jnp.inf, "max")
+    ...     def update(self, value):
+    ...         self.largest.update(value)
+    ...     def compute(self):
+    ...         return self.largest.value
+    >>> metric = MaxMetric()
+    >>> metric.update(-3)
+    >>> metric.sync()
+    >>> float(metric.compute())
+    -3.0
     """
 
     @abstractmethod
@@ -239,7 +235,7 @@ class Metric(ABC):
         for _, state in self._states():
             state.reset()
 
-    def to(self, device: jax.Device | Mesh) -> None:
+    def to(self, device: jax.Device | Mesh) -> None:  # pyright: ignore[reportInvalidTypeForm] JAX assigns this name
         """Moves all states to one device, or to another mesh; see ``MetricAccumulator.to``."""
         for _, state in self._states():
             state.to(device)
@@ -249,44 +245,41 @@ class Metric(ABC):
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` returned, also on another number of devices.
-
-        Raises:
-          ValueError: the names, shapes or dtypes are not those of this metric.
-        """
+        """Takes up what ``state_dict`` returned, also on another number of devices; see ``MetricAccumulator``."""
         states = dict(self._states())
-        check_entries(state_dict, set(states))
+        check_entries(state_dict, states)
         for name, state in states.items():
             state.load_state_dict(state_dict[name])
 
     def _states(self) -> Iterator[tuple[str, MeshState]]:
-        return _states_in(vars(self), "")
-
-
-def _states_in(value: Any, path: str) -> Iterator[tuple[str, MeshState]]:
-    if isinstance(value, MeshState):
-        yield path, value
-    elif isinstance(value, Metric):
-        yield from _states_in(vars(value), path)
-    elif isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, item in items:
-            yield from _states_in(item, f"{path}/{name}" if path else str(name))
+        for path, value in jax.tree_util.tree_leaves_with_path(vars(self)):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if isinstance(value, MeshState):
+                yield name, value
+            elif isinstance(value, Metric):
+                yield from ((f"{name}/{inner}", state) for inner, state in value._states())
 
 
 class StatefulMetric(Metric):
-    """Any metric of the catalogue with a state of its own: ``StatefulMetric(WeightedMean(), mesh)``."""
+    """Any metric of the catalogue with a state of its own; ``mesh`` and ``axes`` as for ``MetricAccumulator``.
+
+    >>> from xlstm_jax.distributed.metrics import WeightedMean
+    >>> mean = StatefulMetric(WeightedMean())
+    >>> mean.update(np.array([1.0, 4.0]), weight=np.array([3, 1]))
+    >>> mean.sync()
+    >>> float(mean.compute())
+    1.75
+    """
 
     def __init__(self, metric: PureMetric, mesh: Mesh | None = None, axes: AxisNames | None = None) -> None:
-        """``mesh`` and ``axes`` as for ``MetricAccumulator``; ``metric`` is hashable, as frozen dataclasses are."""
-        self.metric = metric
+        self.metric = metric  # hashable, as frozen dataclasses are
         self.state = MeshState(metric, metric.identity(), mesh, axes)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Adds a batch; never communicates.
 
         Global arrays that are split over devices are split over the axes along their first dim, and every device adds
-        its part. Anything else (numbers, NumPy arrays, arrays of one device) is what this process has seen, of any
+        its shard. Anything else (numbers, NumPy arrays, arrays of one device) is what this process has seen, of any
         length, and is counted once; so is an array that is the same on all devices.
 
         Raises:
@@ -295,33 +288,26 @@ class StatefulMetric(Metric):
         arguments = (args, kwargs)
         arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
         if any(not x.is_fully_replicated for x in arrays):
-            _check_divides(arguments, self.state.num_devices)
+            count = self.state.num_devices
+            for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
+                if shape and shape[0] % count:
+                    raise ValueError(
+                        f"update got an array of shape {shape}, whose first dim {count} devices do not divide. Pad it "
+                        f"to {padded_size(shape[0], count)} rows with weight 0."
+                    )
             self.state.add_batch(arguments)
             return
-        whole_mesh = any(not x.is_fully_addressable for x in arrays)
+        on_all_processes = any(not x.is_fully_addressable for x in arrays)
         args, kwargs = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, arguments)
         own = self.metric.update(self.metric.empty(), *args, **kwargs)
-        self.state.add_own(jax.tree.map(lambda x: x[0], own.vectors), whole_mesh)
+        self.state.add_own(jax.tree.map(lambda x: x[0], own.vectors), on_all_processes)
 
     def compute(self) -> PyTree:
-        """The value of everything that all devices have seen.
-
-        Raises:
-          RuntimeError: something was added since the last ``sync``.
-        """
-        if not self.state.is_synchronized:
-            raise RuntimeError("compute reads what all devices have seen: sync() first, or compute_local() for each's.")
+        """The value of all that all devices have seen; a ``RuntimeError`` if anything was added since the last sync."""
+        if self.state.synced is None:
+            raise RuntimeError("compute reads what all devices have seen: sync() first, or compute_local() for each.")
         return self.metric.compute(self.state.synced)
 
     def compute_local(self) -> PyTree:
         """Each device's own value, [n, ...]."""
         return self.metric.compute_local(self.state.local)
-
-
-def _check_divides(arguments: PyTree, count: int) -> None:
-    for x in jax.tree.leaves(arguments):
-        if np.ndim(x) and np.shape(x)[0] % count:
-            raise ValueError(
-                f"update got an array of shape {np.shape(x)}, whose first dim {count} devices do not divide. Pad it to "
-                f"{padded_size(np.shape(x)[0], count)} rows with weight 0."
-            )

@@ -2,15 +2,19 @@
 
 Every metric takes values of any shape, [b, ...], and ``weight``: one number for all, or one per row of the leading
 dims, [b] or [b, ...]. Rows with weight 0 (padding) are not looked at, whatever they hold.
+
+In the examples ``metric.result(metric.observe(values))`` is the value of one batch on one device. In a training step
+take ``empty``, ``update``, ``sync`` and ``compute``.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
@@ -27,81 +31,94 @@ class Sum(PureMetric):
 
     Of nothing it is 0. The value of an integer sum is an int64 where x64 is on, else a float32 rounded beyond 2^24;
     ``synced.cells.exact()`` is the integer itself, on the host.
+
+    >>> float(Sum().result(Sum().observe(jnp.array([1.0, 2.5, jnp.nan]), weight=jnp.array([1, 1, 0]))))
+    3.5
     """
 
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def identity(self) -> Cells:
-        return self._cell().identity()
+        return self._cell.identity()
 
-    def observe(self, values: Any, weight: Any = None) -> Cells:
-        return self._cell().of(values, weight)
+    def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
+        return self._cell.of(values, weight)
 
     def result(self, cells: Cells) -> jax.Array:
         return cells.value
 
+    @property
     def _cell(self) -> type[Total] | type[Count]:
         return Count if jnp.issubdtype(self.dtype, jnp.integer) else Total
 
 
 @dataclass(frozen=True)
-class Max(PureMetric):
-    """The largest value in ``dtype``; of nothing it is -inf, or the dtype's minimum. A NaN among the values shows."""
-
-    dtype: Any = jnp.float32
+class _Extremum(PureMetric):
+    dtype: DTypeLike = jnp.float32
+    cell: ClassVar[type[Maximum]]
 
     def identity(self) -> Cells:
-        return Maximum.identity(dtype=self.dtype)
+        return self.cell.identity(dtype=self.dtype)
 
-    def observe(self, values: Any, weight: Any = None) -> Cells:
-        return Maximum.of(jnp.asarray(values, self.dtype), weight)
+    def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
+        return self.cell.of(jnp.asarray(values, self.dtype), weight)
 
     def result(self, cells: Cells) -> jax.Array:
         return cells.value
 
 
 @dataclass(frozen=True)
-class Min(PureMetric):
-    """The smallest value in ``dtype``; of nothing it is +inf, or the dtype's maximum. A NaN among the values shows."""
+class Max(_Extremum):
+    """The largest value in ``dtype``; of nothing it is -inf, or the dtype's minimum. A NaN among the values shows.
 
-    dtype: Any = jnp.float32
+    >>> float(Max().result(Max().observe(jnp.array([-1.0, -5.0]))))
+    -1.0
+    """
 
-    def identity(self) -> Cells:
-        return Minimum.identity(dtype=self.dtype)
+    cell = Maximum
 
-    def observe(self, values: Any, weight: Any = None) -> Cells:
-        return Minimum.of(jnp.asarray(values, self.dtype), weight)
 
-    def result(self, cells: Cells) -> jax.Array:
-        return cells.value
+@dataclass(frozen=True)
+class Min(_Extremum):
+    """The smallest value in ``dtype``; of nothing it is +inf, or the dtype's maximum. A NaN among the values shows.
+
+    >>> float(Min().result(Min().observe(jnp.array([-1.0, -5.0]))))
+    -5.0
+    """
+
+    cell = Minimum
 
 
 @dataclass(frozen=True)
 class WeightedMean(PureMetric):
-    """sum(weight * value) / sum(weight) over everything seen; ``empty_value`` where the weight is 0."""
+    """sum(weight * value) / sum(weight) over everything seen; ``empty_value`` where the weight is 0.
+
+    >>> mean = WeightedMean()
+    >>> float(mean.result(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1]))))
+    1.75
+    """
 
     empty_value: float = 0.0
 
     def identity(self) -> Cells:
         return {"total": Total.identity(), "weight": Total.identity()}
 
-    def observe(self, values: Any, weight: Any = None) -> Cells:
-        return {"total": Total.of(values, weight), "weight": weight_of(values, weight)}
+    def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
+        return {"total": Total.of(values, weight), "weight": _weight_of(values, weight)}
 
     def result(self, cells: Cells) -> jax.Array:
         return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
 
 
-def weight_of(values: Any, weight: Any = None) -> Total:
+def _weight_of(values: ArrayLike, weight: ArrayLike | None) -> Total:
     """The weight of all values together: their number, where no weight is given."""
     if weight is None:
         return Total.of(jnp.asarray(math.prod(jnp.shape(values)), wide_float()))
-    values = jnp.asarray(values)
-    rows = like_rows(weight, values).astype(wide_float())
-    return Total.of(jnp.broadcast_to(rows, values.shape))
+    rows = like_rows(weight, jnp.asarray(values)).astype(wide_float())
+    return Total.of(jnp.broadcast_to(rows, jnp.shape(values)))
 
 
-def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: Any) -> jax.Array:
+def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
     """numerator / denominator, and ``empty_value`` where the denominator is 0."""
     some = denominator != 0
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
@@ -109,7 +126,11 @@ def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: Any) -> jax
 
 @dataclass(frozen=True)
 class Perplexity(WeightedMean):
-    """exp of the weighted mean of losses in nats per token; of nothing it is exp(empty_value) = 1."""
+    """exp of the weighted mean of losses in nats per token; of nothing it is exp(empty_value) = 1.
+
+    >>> float(Perplexity().result(Perplexity().observe(jnp.log(jnp.full(10, 2.0)))))
+    2.0
+    """
 
     def result(self, cells: Cells) -> jax.Array:
         return jnp.exp(super().result(cells))
@@ -120,8 +141,12 @@ class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over all devices; of nothing it is 0.
 
     Every device adds the items that it worked on and the seconds that it took, so that their ratio is the rate of one
-    device; with ``devices=mesh.size`` it is that of all. Time passes on the host: pass the duration of the previous
-    step as an argument of the step.
+    device; with ``devices=mesh.size`` it is that of all. Time is measured on the host: pass the duration of the
+    previous step as an argument of the step.
+
+    >>> tokens = Throughput(devices=8)
+    >>> float(tokens.result(tokens.observe(4096, 0.5)))
+    65536.0
     """
 
     devices: int = 1
@@ -129,7 +154,7 @@ class Throughput(PureMetric):
     def identity(self) -> Cells:
         return {"items": Count.identity(), "seconds": Total.identity()}
 
-    def observe(self, items: Any, seconds: Any) -> Cells:
+    def observe(self, items: ArrayLike, seconds: ArrayLike) -> Cells:
         return {"items": Count.of(items), "seconds": Total.of(seconds)}
 
     def result(self, cells: Cells) -> jax.Array:
@@ -140,9 +165,13 @@ class Throughput(PureMetric):
 class GlobalNorm(PureMetric):
     """The root of the sum of squares of all entries of all trees seen: the L2 norm of the vector that they make up.
 
-    Without ``axes`` what the devices observe are pieces of one vector. For parameters and gradients name the axes of
-    the state: a boxed leaf is then a piece along the axes of its box, and whole along the others, where it counts once;
-    so does a leaf without box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
+    Without ``axes`` the devices observe different entries of the vector. For parameters and gradients name the axes of
+    the state: a boxed leaf is then a shard along the axes of its box. Along the others it is whole and counts once, as
+    does a leaf without a box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
+
+    >>> norm = GlobalNorm()
+    >>> float(norm.result(norm.observe({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])})))
+    5.0
     """
 
     axes: AxisNames = ()
@@ -156,12 +185,10 @@ class GlobalNorm(PureMetric):
 
     def _square(self, leaf: Any) -> jax.Array:
         value = jnp.asarray(leaf_value(leaf)).astype(wide_float())
-        return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(self._whole_along(leaf))
-
-    def _whole_along(self, leaf: Any) -> list[str]:
         split = set(leaf_axes(leaf)) | collectives.varying_axes(leaf_value(leaf))
         axes = as_axis_names(self.axes) if self.axes else ()
-        return [axis for axis in axes if axis not in split]
+        whole_along = [axis for axis in axes if axis not in split]
+        return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
         if not self.axes:
@@ -177,10 +204,11 @@ class Compose(PureMetric):
 
     ``update(state, loss=losses, accuracy=(scores, labels), mean={"values": v, "weight": w})``: a tuple holds the
     positional arguments of that metric, a dict its keyword arguments, and anything else is its one argument. Metrics
-    that are not named stay as they are. The value is a dict.
+    that are not named stay as they are; an unknown name is a ``ValueError``. The value is a dict.
 
-    Raises:
-      ValueError: (in ``update``) a name that is none of the metrics; lists those that are.
+    >>> metric = Compose({"loss": WeightedMean(), "peak": Max()})
+    >>> metric.result(metric.observe(loss=(jnp.arange(4.0), jnp.ones(4)), peak=jnp.arange(4.0)))
+    {'loss': Array(1.5, dtype=float32), 'peak': Array(3., dtype=float32)}
     """
 
     metrics: Mapping[str, PureMetric]
@@ -196,13 +224,14 @@ class Compose(PureMetric):
     def observe(self, **observed: Any) -> Cells:
         if unknown := sorted(observed.keys() - self.metrics.keys()):
             raise ValueError(f"there is no metric {unknown[0]!r} among {sorted(self.metrics)}.")
-        return {name: _observe(self.metrics[name], arguments) for name, arguments in observed.items()}
+        cells = {}
+        for name, given in observed.items():
+            observe = self.metrics[name].observe
+            if isinstance(given, dict):
+                cells[name] = observe(**given)
+            else:
+                cells[name] = observe(*given) if isinstance(given, tuple) else observe(given)
+        return cells
 
     def result(self, cells: Cells) -> dict[str, PyTree]:
         return {name: metric.result(cells[name]) for name, metric in self.metrics.items()}
-
-
-def _observe(metric: PureMetric, arguments: Any) -> Cells:
-    if isinstance(arguments, dict):
-        return metric.observe(**arguments)
-    return metric.observe(*arguments) if isinstance(arguments, tuple) else metric.observe(arguments)

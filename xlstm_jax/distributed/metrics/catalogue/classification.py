@@ -1,6 +1,6 @@
 """Accuracy, precision, recall and F-scores of classifiers, all from one confusion matrix per class.
 
-A task turns scores into decisions, which the state sorts by what became of them; a statistic is a share of them::
+A task turns scores into decisions. The state counts them by outcome, and a statistic is a fraction of them::
 
     task        Binary | Multiclass | Multilabel          scores, labels -> predicted, actual: bools [b..., C]
 
@@ -13,10 +13,8 @@ A task turns scores into decisions, which the state sorts by what became of them
                 Recall     tp / (tp + fn)
                 FBeta      (1 + beta^2) tp / ((1 + beta^2) tp + beta^2 fn + fp)
 
-One state serves all statistics::
-
-    metric = ConfusionMatrix(Multiclass(10), {"accuracy": Accuracy(), "f1": FBeta(average="macro")})
-    local = metric.update(local, logits, labels, weight=mask)
+One state serves all statistics. In the examples ``metric.result(metric.observe(scores, labels))`` is the value of one
+batch on one device; in a training step take ``empty``, ``update``, ``sync`` and ``compute``.
 
 Averages are those of scikit-learn: "micro" counts the decisions of all classes as those of one, "macro" is the mean of
 the classes, "weighted" their mean by support (tp + fn, the weight of the rows of a class), "per_class" is no average:
@@ -30,11 +28,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from xlstm_jax.distributed.metrics.catalogue.basic import ratio
 from xlstm_jax.distributed.metrics.cells import Total, like_rows, wide_float
@@ -44,38 +43,38 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 AVERAGES = ("micro", "macro", "weighted", "per_class")
 
 
-# --------------------------------------------------------------------------------------------------------------- tasks
-
-
 @dataclass(frozen=True)
 class Decisions:
-    """What was predicted and what is so, bools [b..., C]; and whether a score is NaN, for each class or [b..., 1]."""
+    """What was predicted and what is true, bools [b..., C]; and where a score is NaN, [b..., C] or [b..., 1]."""
 
     predicted: jax.Array
     actual: jax.Array
     unknown: jax.Array | bool
 
 
-class Task(ABC):
-    """How decisions are made of scores. ``num_classes`` is the number of confusion matrices, C."""
+class Task(Protocol):
+    """How decisions are made of scores, for C = ``num_classes`` confusion matrices."""
 
-    num_classes: int
+    @property
+    def num_classes(self) -> int: ...
 
-    @abstractmethod
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         """Raises ValueError where the shapes or dtypes are not those that the task takes."""
+        ...
 
 
 @dataclass(frozen=True)
-class Binary(Task):
+class Binary:
     """Yes or no: scores [b...] and labels [b...]; yes is predicted where ``score >= threshold``. C = 1.
 
-    Statistics are those of the positive class, and the average is irrelevant. Every label but 1 is negative, so that
-    labels may be {0, 1} or {-1, 1}.
+    Statistics are those of the positive class, whatever their average. Every label but 1 is negative, such as 0 or -1.
+
+    >>> Binary(threshold=0.5).decide(jnp.array([0.9, 0.2]), jnp.array([1, 1])).predicted.tolist()
+    [[True], [False]]
     """
 
     threshold: float = 0.5
-    num_classes = 1
+    num_classes: ClassVar[int] = 1
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         check_one_score_per_label(scores, labels, "Binary")
@@ -84,16 +83,19 @@ class Binary(Task):
 
 
 @dataclass(frozen=True)
-class Multilabel(Task):
+class Multilabel:
     """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
 
     The weight may be that of rows, [b...], or of single labels, [b..., L].
+
+    >>> Multilabel(3).decide(jnp.array([[0.9, 0.2, 0.7]]), jnp.array([[1, 0, 0]])).predicted.tolist()
+    [[True, False, True]]
     """
 
     num_labels: int
     threshold: float = 0.5
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_labels < 1:
             raise ValueError(f"Multilabel with num_labels={self.num_labels}: there must be at least 1.")
 
@@ -109,7 +111,7 @@ class Multilabel(Task):
 
 
 @dataclass(frozen=True)
-class Multiclass(Task):
+class Multiclass:
     """One of C classes: scores [b..., C] and integer labels [b...]; the highest score is the prediction.
 
     With ``top_k`` > 1 the prediction is the label where that is among the k highest scores, else the highest score. Of
@@ -119,12 +121,15 @@ class Multiclass(Task):
     A label outside of 0..C-1 (an ignore index such as -1) matches no class: its row is wrong, a false positive of the
     class that was predicted and no class's false negative. Give such rows weight 0 to leave them out. Likewise an
     integer prediction outside of 0..C-1 is a false negative only.
+
+    >>> Multiclass(3).decide(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).predicted.tolist()
+    [[False, True, False]]
     """
 
     num_classes: int
     top_k: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_classes < 2:
             raise ValueError(f"Multiclass with num_classes={self.num_classes}: there must be at least 2; see Binary.")
         if not 1 <= self.top_k <= self.num_classes:
@@ -133,7 +138,8 @@ class Multiclass(Task):
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         check_labels(labels)
         if scores.shape == (*labels.shape, self.num_classes):
-            predictions, unknown = self._predictions(scores, labels), jnp.isnan(scores).any(-1, keepdims=True)
+            predictions = self._predictions(scores, labels)
+            unknown: jax.Array | bool = jnp.isnan(scores).any(-1, keepdims=True)
         elif scores.shape == labels.shape and jnp.issubdtype(scores.dtype, jnp.integer) and self.top_k == 1:
             predictions, unknown = scores, False
         else:
@@ -159,7 +165,7 @@ def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
 
 
 def check_labels(labels: jax.Array) -> None:
-    """Raises ValueError where labels are not integers or bools, e.g. probabilities or one-hot floats."""
+    """Raises ValueError where labels are not integers or bools, but probabilities or one-hot floats."""
     if not (jnp.issubdtype(labels.dtype, jnp.integer) or jnp.issubdtype(labels.dtype, jnp.bool_)):
         raise ValueError(
             f"labels of dtype {labels.dtype}: they are integers or bools. Scores come first, labels second."
@@ -167,7 +173,7 @@ def check_labels(labels: jax.Array) -> None:
 
 
 def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str) -> None:
-    """Raises ValueError where labels are no labels, or scores have another shape."""
+    """Raises ValueError where labels are not integers or bools, or scores have another shape."""
     check_labels(labels)
     if scores.shape != labels.shape:
         raise ValueError(f"scores of shape {scores.shape}, labels of shape {labels.shape}: {caller} has one per label.")
@@ -178,98 +184,102 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
     counted = like_rows(weight, which) != 0
     rows = tuple(range(weight.ndim)) if weight.ndim < which.ndim else tuple(range(which.ndim - 1))
 
-    def add(half):
+    def add(half: jax.Array) -> jax.Array:
         half = like_rows(half, which)
         return jnp.sum(jnp.where(counted & unknown, jnp.nan, jnp.where(which & counted, half, 0)), axis=rows)
 
     return Total.of_halves(weight, add)
 
 
-def weight_per_label(weight: Any, labels: jax.Array) -> jax.Array:
-    """The weight with all dims of the labels; 1 where none is given.
-
-    Raises:
-      ValueError: it does not have their leading dims.
-    """
+def weight_per_label(weight: ArrayLike | None, labels: jax.Array) -> jax.Array:
+    """The weight with all dims of the labels, of which it has the leading ones; 1 where none is given."""
     return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), labels.shape)
-
-
-# ---------------------------------------------------------------------------------------------------------- statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic(ABC):
-    """A share of decisions, by class or averaged. A subclass says which share (``parts``).
+    """A fraction of decisions, by class or averaged. A subclass says which (``terms``).
 
     Args:
       average: one of ``AVERAGES``; see the module.
-      zero_division: what a share of no decisions is, of one class or of all. NaN leaves such classes out of "macro" and
-        "weighted", and is the value if all are.
+      zero_division: the fraction where its denominator is 0, of one class or of all. NaN leaves such classes out of
+        "macro" and "weighted", and is the value where all are left out.
     """
 
     average: str = "macro"
     zero_division: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.average not in AVERAGES:
             raise ValueError(f"average={self.average!r} of {type(self).__name__} is none of {', '.join(AVERAGES)}.")
 
     @abstractmethod
-    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
-        """(numerator, denominator) of the share, of every class [C] or of all classes as one []."""
+    def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+        """(numerator, denominator), of every class [C] or of all classes as one []."""
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
         """The value: [C] for "per_class", else []."""
         del task
         if self.average == "micro":
-            return ratio(*self.parts(**_over_classes(cells)), self.zero_division)
-        numerator, denominator = self.parts(**cells)
-        share = ratio(numerator, denominator, self.zero_division)
+            return ratio(*self.terms(**_over_classes(cells)), self.zero_division)
+        numerator, denominator = self.terms(**cells)
+        by_class = ratio(numerator, denominator, self.zero_division)
         if self.average == "per_class":
-            return share
-        weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(share)
-        return _mean(share, weight, (denominator != 0) | (not math.isnan(self.zero_division)), self.zero_division)
+            return by_class
+        weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(by_class)
+        return _mean(by_class, weight, (denominator != 0) | (not math.isnan(self.zero_division)), self.zero_division)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Statistic):
-    """The share of right decisions; of nothing it is ``zero_division``.
+    """The fraction of right decisions; of nothing it is ``zero_division``.
 
-    "micro" is the share of rows (Binary, Multiclass) or of single labels (Multilabel) that are right. The other
+    "micro" is the fraction of rows (Binary, Multiclass) or of single labels (Multilabel) that are right. The other
     averages are over "this class against the rest", in which most decisions of many classes are true negatives: for
     balanced accuracy take ``Recall(average="macro")``.
+
+    >>> metric = ConfusionMatrix(Binary(), {"accuracy": Accuracy()})
+    >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 1])))
+    {'accuracy': Array(0.75, dtype=float32)}
     """
 
     average: str = "micro"
 
-    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+    def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         right = tp.merge(tn)
         return right.value, right.merge(fp).merge(fn).value
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
         if self.average == "micro" and isinstance(task, Multiclass):
             # A row is one decision among C, not C decisions: right rows over rows, which every class has seen all of.
-            _, rows = self.parts(**cells)
+            _, rows = self.terms(**cells)
             return ratio(_over_classes(cells)["tp"].value, rows[0], self.zero_division)
         return super().of(cells, task)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Statistic):
-    """The share of a class among what was predicted to be it; ``zero_division`` where nothing was."""
+    """The fraction that is of the class, of what was predicted to be; ``zero_division`` where nothing was.
 
-    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+    >>> metric = ConfusionMatrix(Binary(), {"precision": Precision()})
+    >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 0])))
+    {'precision': Array(0.33333334, dtype=float32)}
+    """
+
+    def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         return tp.value, tp.merge(fp).value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Statistic):
-    """The share of a class that was predicted to be it; ``zero_division`` where it did not occur.
+    """The fraction that was predicted to be of the class, of what is; ``zero_division`` where it did not occur.
 
-    The mean over the classes, ``average="macro"``, is the balanced accuracy.
+    >>> metric = ConfusionMatrix(Binary(), {"recall": Recall()})
+    >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 1, 0])))
+    {'recall': Array(0.5, dtype=float32)}
     """
 
-    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+    def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         return tp.value, tp.merge(fn).value
 
 
@@ -278,16 +288,20 @@ class FBeta(Statistic):
     """The harmonic mean of precision and recall, in which recall counts ``beta`` times as much; F1 by default.
 
     ``zero_division`` where a class was neither predicted nor occurred, so that precision and recall are both undefined.
+
+    >>> metric = ConfusionMatrix(Binary(), {"f1": FBeta()})
+    >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2]), jnp.array([1, 0, 1])))
+    {'f1': Array(0.5, dtype=float32)}
     """
 
     beta: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta={self.beta} of FBeta is not in (0, inf); at 0 it is Precision, at infinity Recall.")
 
-    def parts(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
+    def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         square = self.beta**2
         return (1 + square) * tp.value, square * tp.merge(fn).value + tp.merge(fp).value
 
@@ -297,29 +311,25 @@ def _over_classes(cells: Cells) -> Cells:
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
 
 
-def _mean(share: jax.Array, weight: jax.Array, defined: jax.Array, empty_value: float) -> jax.Array:
+def _mean(by_class: jax.Array, weight: jax.Array, defined: jax.Array, empty_value: float) -> jax.Array:
     """The mean by weight of what is defined; the plain mean where no weight is left, as in scikit-learn."""
     weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
     weight = jnp.where(defined, weight, 0)
-    return ratio(Total.of(share, weight).value, Total.of(weight).value, empty_value)
-
-
-# -------------------------------------------------------------------------------------------------------------- metric
+    return ratio(Total.of(by_class, weight).value, Total.of(weight).value, empty_value)
 
 
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
-    """Statistics of the decisions of one task, by name, from one state; the value is a dict.
+    """Statistics of the decisions of a task (``Binary``, ``Multiclass``, ``Multilabel``) by name; the value is a dict.
 
     ``update(state, scores, labels, weight=None)``: the weight has one number for all or the leading dims of the labels,
-    and may be fractional. What the statistics are of nothing is their ``zero_division``. The state's cells are the
+    and may be fractional; a ``ValueError`` where they do not fit each other or the task. The state's cells are the
     counts themselves, ``Total`` of shape [C].
 
-    Args:
-      task: ``Binary``, ``Multiclass`` or ``Multilabel``.
-      statistics: what to compute, ``{"accuracy": Accuracy(), "recall": Recall(average="per_class")}``.
-    Raises:
-      ValueError: (in ``update``) scores, labels and weight do not fit each other or the task.
+    >>> metric = ConfusionMatrix(Multiclass(3), {"top1": Accuracy(), "recall": Recall(average="per_class")})
+    >>> values = metric.result(metric.observe(jnp.array([0, 1, 1, 2]), jnp.array([0, 1, 2, 2])))
+    >>> float(values["top1"]), values["recall"].tolist()
+    (0.75, [1.0, 1.0, 0.5])
     """
 
     task: Task
@@ -328,7 +338,7 @@ class ConfusionMatrix(PureMetric):
     def identity(self) -> Cells:
         return {name: Total.identity((self.task.num_classes,)) for name in ("tp", "fp", "fn", "tn")}
 
-    def observe(self, scores: Any, labels: Any, weight: Any = None) -> Cells:
+    def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
         labels = jnp.asarray(labels)
         made = self.task.decide(jnp.asarray(scores), labels)
         weight = weight_per_label(weight, labels)

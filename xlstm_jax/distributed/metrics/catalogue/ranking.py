@@ -10,13 +10,13 @@ either class in bins and takes the scores in one bin for equal::
 
 What that costs is computed from the same histogram. It is a bound, not an estimate, whatever the scores are:
 
-AUROC is the share of pairs (positive, negative) in which the positive has the higher score; equal scores count 1/2.
+AUROC is the fraction of pairs (positive, negative) in which the positive has the higher score; equal scores count 1/2.
   Pairs in different bins are counted as they are. A pair in one bin counts 1/2 instead of 0, 1/2 or 1, so that::
 
       |binned - exact|  <=  1/2 sum_b p_b n_b / (P N)
 
-Average precision is the mean, over positives, of the precision at the score of each: the share of positives among what
-  scores as high or higher. At a positive in bin b these are, besides those above b, some of the bin: p' <= p_b
+Average precision is the mean, over positives, of the precision at the score of each: the fraction of positives among
+  what scores as high or higher. At a positive in bin b these are, besides those above b, some of the bin: p' <= p_b
   positives, itself among them, and n' <= n_b negatives. (TP + p') / (TP + p' + FP + n') rises with p' and falls with
   n', so::
 
@@ -32,16 +32,16 @@ All that this needs of the bins is that a higher score is never in a lower bin. 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from xlstm_jax.distributed.metrics.catalogue.basic import ratio
 from xlstm_jax.distributed.metrics.catalogue.classification import check_one_score_per_label, weight_per_label
 from xlstm_jax.distributed.metrics.cells import Total, wide_float
-from xlstm_jax.distributed.metrics.layout import Cells, merge_cells
+from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 
 MAX_BINS = 2**20  # Bin numbers are computed in float32, which holds them all; memory ends earlier.
@@ -61,11 +61,14 @@ class BinnedRanking(PureMetric):
 
     Rounding to float32 adds up to 1e-6 to the errors.
 
+    >>> ranking = BinnedRanking()
+    >>> values = ranking.result(ranking.observe(jnp.array([0.9, 0.4, 0.6, 0.1]), jnp.array([1, 1, 0, 0])))
+    >>> float(values["auroc"]), float(values["auroc_error_bound"])
+    (0.75, 0.0)
+
     Args:
       bins: the number of bins of equal width, [low, high] in all. The bounds fall about as 1 / bins.
       low, high: the range that scores lie in, such as -20 and 20 for logits. The outermost bins take the rest.
-    Raises:
-      ValueError: there is no bin, or no range; (in ``update``) scores, labels and weight do not fit.
     """
 
     bins: int = 1000
@@ -74,7 +77,7 @@ class BinnedRanking(PureMetric):
     empty_auroc: float = 0.5
     empty_average_precision: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.bins <= MAX_BINS:
             raise ValueError(f"bins={self.bins} is not in 1..{MAX_BINS}.")
         with np.errstate(all="ignore"):
@@ -85,14 +88,14 @@ class BinnedRanking(PureMetric):
     def identity(self) -> Cells:
         return {name: Total.identity((self.bins,)) for name in ("positive", "negative")}
 
-    def observe(self, scores: Any, labels: Any, weight: Any = None) -> Cells:
+    def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels), labels == 1
         weight = jnp.where(jnp.isnan(scores) & (weight != 0), jnp.nan, weight)
         bins = self._bin_of(scores)
 
-        def histogram(weight):
+        def histogram(weight: jax.Array) -> Total:
             return Total.of_halves(weight, lambda half: jnp.zeros(self.bins, half.dtype).at[bins].add(half))
 
         return {
@@ -102,15 +105,15 @@ class BinnedRanking(PureMetric):
 
     def _bin_of(self, scores: jax.Array) -> jax.Array:
         """0..bins-1; each operation keeps the order of scores, rounded or not, infinite or not."""
-        share = (scores.astype(wide_float()) - self.low) / (self.high - self.low)
-        return jnp.clip(jnp.floor(share * self.bins), 0, self.bins - 1).astype(jnp.int32)
+        fraction = (scores.astype(wide_float()) - self.low) / (self.high - self.low)
+        return jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
         # Cumulative sums in pairs: those of a thousand float32 would be off by up to 1e-4.
-        reached = jax.lax.associative_scan(merge_cells, cells, reverse=True)
-        shares = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
-        auroc, auroc_bound = _auroc(shares, reached)
-        precision, precision_bound = _average_precision(shares["positive"], reached)
+        reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
+        fractions = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
+        auroc, auroc_bound = _auroc(fractions, reached)
+        precision, precision_bound = _average_precision(fractions["positive"], reached)
         some = {name: total.value[0] != 0 for name, total in reached.items()}
         return {
             "auroc": jnp.where(some["positive"] & some["negative"], auroc, self.empty_auroc),
@@ -120,16 +123,16 @@ class BinnedRanking(PureMetric):
         }
 
 
-def _auroc(shares: dict[str, jax.Array], reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """(area, bound of its error), of the shares of weight in each bin and the weight in it and above."""
-    p, n = shares["positive"], shares["negative"]
+def _auroc(fractions: dict[str, jax.Array], reached: Cells) -> tuple[jax.Array, jax.Array]:
+    """(area, bound of its error), of the fraction of weight in each bin and the weight in it and above."""
+    p, n = fractions["positive"], fractions["negative"]
     total = reached["positive"]
     higher = ratio(_above(total).value, total.value[0], 0)
     return Total.of(n * (higher + p / 2)).value, Total.of(p * n / 2).value
 
 
 def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """(average precision, bound of its error), of the shares of positives and the weight in each bin and above."""
+    """(average precision, bound of its error), of the fraction of positives by bin and the weight in it and above."""
     tp, fp = reached["positive"], reached["negative"]
 
     def mean(right: Total, wrong: Total) -> jax.Array:

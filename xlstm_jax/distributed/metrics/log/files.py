@@ -1,21 +1,22 @@
-"""The files behind ``MetricLogger``: where rows are written, and how they are read again to go on with a run.
+"""The files behind ``MetricLogger``: JSON lines, a CSV table, and TensorBoard's event files.
 
-A sink has ``write(step, values)``, ``flush()`` and ``close()``. There are JSON lines, a CSV table that widens as names
-come up, and TensorBoard's event files by tensorboardX or clu. A file is replaced at one stroke or appended to by whole
-lines; what follows its last line break is a line that a kill cut short.
+``metrics.jsonl`` is the record, and the only file that is ever read. ``metrics.csv`` is the same rows as a table. It is
+made anew from the record where a run is resumed, and where a name comes up that has no column yet. A file is replaced
+at one stroke or appended to by whole lines, so what follows its last line break is a line that a kill cut short.
 """
 
 import csv
+import importlib
 import io
 import json
 import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -24,8 +25,15 @@ JSONL_NAME = "metrics.jsonl"
 STEP = "step"
 
 Number = int | float
-Values = dict[str, Number | list[Number]]
-Cells = dict[str, Number | str]
+Row = Mapping[str, Number | list[Number]]  # what is not finite is read back as a string
+
+
+class Sink(Protocol):
+    """Where the rows of a run go."""
+
+    def write(self, step: int, row: Row) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def columns_of(name: str, value: Any) -> list[str]:
@@ -33,126 +41,112 @@ def columns_of(name: str, value: Any) -> list[str]:
     return [f"{name}/{index}" for index in range(len(value))] if np.ndim(value) else [name]
 
 
-def open_sinks(folder: Path, tensorboard: bool | None, resume_step: int | None) -> list[Any]:
-    """Where rows go, in this order. All that can be refused is, before the folder is made."""
+def open_sinks(folder: Path, tensorboard: bool | None, resume_step: int | None) -> list[Sink]:
+    """The sinks in the order in which a row is to be written. All refusals come before the folder is made."""
     open_events = None if tensorboard is False else _find_tensorboard(demanded=bool(tensorboard))
-    csv_path, jsonl_path = folder / CSV_NAME, folder / JSONL_NAME
-    present = [path for path in (csv_path, jsonl_path) if path.exists()]
+    table, record = folder / CSV_NAME, folder / JSONL_NAME
+    present = [path for path in (table, record) if path.exists()]
     if present and resume_step is None:
         raise FileExistsError(
             f"{present[0]} holds the metrics of a run. Choose another folder, or pass resume_step= to go on with it: "
             "the last step whose row stays (-1 keeps none)."
         )
-    columns, cells = _read_csv(csv_path)
-    rows = _read_rows(jsonl_path, _complete_lines(jsonl_path), _parse_json)
-    rows = {step: values for step, values in rows.items() if step <= resume_step}
-    # A kill between the two writes leaves a row that only metrics.jsonl has.
-    cells = {step: _cells(values) for step, values in rows.items()} | {
-        step: row for step, row in cells.items() if step <= resume_step
-    }
+    if present == [table]:
+        raise ValueError(
+            f"{table} is there without {JSONL_NAME}, which a MetricLogger writes first and reads to resume a run. "
+            "Choose another folder, or move the table away."
+        )
+    rows = {step: row for step, row in _read_rows(record).items() if resume_step is not None and step <= resume_step}
     folder.mkdir(parents=True, exist_ok=True)
-    sinks = [_JsonLines(jsonl_path, rows), _Csv(csv_path, columns, dict(sorted(cells.items())))]
+    sinks: list[Sink] = [_JsonLines(record, rows), _Csv(table, record)]
     return [*sinks, open_events(folder, resume_step)] if open_events else sinks
 
 
-class _JsonLines:
+class _TextFile:
+    """A file that gets every row as soon as it is written."""
+
+    _file: TextIO
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _JsonLines(_TextFile):
     """One JSON object a line; names that a step does not have are absent."""
 
-    def __init__(self, path: Path, rows: Mapping[int, Values]) -> None:
-        self._file = _replace(path, "".join(_json_line(step, values) for step, values in rows.items()))
+    def __init__(self, path: Path, rows: Mapping[int, Row]) -> None:
+        self._file = _replace(path, "".join(_json_line(step, row) for step, row in rows.items()))
 
-    def write(self, step: int, values: Values) -> None:
-        self._file.write(_json_line(step, values))
-        self._file.flush()
-
-    def flush(self) -> None:
-        """Every row is flushed as it is written."""
-
-    def close(self) -> None:
-        self._file.close()
+    def write(self, step: int, row: Row) -> None:
+        self._file.write(_json_line(step, row))
+        self.flush()
 
 
-class _Csv:
+class _Csv(_TextFile):
     """A table whose columns stand in the order in which they came up; what a step does not have is left empty."""
 
-    def __init__(self, path: Path, columns: Iterable[str], rows: Mapping[int, Cells]) -> None:
-        self._path = path
-        self._columns = dict.fromkeys([STEP, *columns, *(name for row in rows.values() for name in row)])
-        lines = [self._line({STEP: step} | row) for step, row in rows.items()]
-        self._file = _replace(path, "".join([_csv_line(self._columns), *lines]))
+    def __init__(self, path: Path, record: Path) -> None:
+        self._path, self._record = path, record
+        self._begin()
 
-    def write(self, step: int, values: Values) -> None:
-        cells = {STEP: step} | _cells(values)
-        new = [name for name in cells if name not in self._columns]
-        if new:
-            self._widen(new)
-        self._file.write(self._line(cells))
-        self._file.flush()
+    def _begin(self) -> None:
+        """Writes the table of all rows in the record."""
+        rows = [{STEP: step} | _by_column(row) for step, row in _read_rows(self._record).items()]
+        self._columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
+        text = io.StringIO()
+        self._writer(text).writeheader()
+        self._writer(text).writerows(rows)
+        self._file = _replace(self._path, text.getvalue())
 
-    def flush(self) -> None:
-        """Every row is flushed as it is written."""
+    def write(self, step: int, row: Row) -> None:
+        cells = {STEP: step} | _by_column(row)
+        if cells.keys() <= self._columns.keys():
+            self._writer(self._file).writerow(cells)
+            self.flush()
+        else:
+            with self._file:  # closes the table without the new columns; the record has this row already
+                self._begin()
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _widen(self, new: list[str]) -> None:
-        """New columns come last, so the rows that are there only get as many empty cells."""
-        self._columns |= dict.fromkeys(new)
-        rows = (line + "," * len(new) + "\n" for line in _complete_lines(self._path)[1:])
-        wider = _replace(self._path, "".join([_csv_line(self._columns), *rows]))
-        self._file.close()
-        self._file = wider
-
-    def _line(self, cells: Cells) -> str:
-        return _csv_line(cells.get(name, "") for name in self._columns)
+    def _writer(self, file: TextIO) -> "csv.DictWriter[str]":
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
 
 
 class _TensorboardX:
     """Event files by tensorboardX."""
 
-    def __init__(self, summary_writer: Callable, folder: Path, resume_step: int | None) -> None:
-        # Event files of one second would have one name and overwrite each other but for the suffix.
-        options = {"filename_suffix": f".{time.time_ns()}"}
-        if resume_step is not None:
-            options["purge_step"] = resume_step + 1  # hides the rows that are dropped here and trained again
-        self._writer = summary_writer(str(folder), **options)
+    def __init__(self, summary_writer: Callable[..., Any], folder: Path, resume_step: int | None) -> None:
+        # Event files of one second would have one name and overwrite each other but for the suffix. The purge hides
+        # the rows that are dropped here and trained again.
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = summary_writer(str(folder), filename_suffix=f".{time.time_ns()}", purge_step=purge_step)
         self.flush, self.close = self._writer.flush, self._writer.close
 
-    def write(self, step: int, values: Values) -> None:
-        for name, value in _cells(values).items():
+    def write(self, step: int, row: Row) -> None:
+        for name, value in _by_column(row).items():
             self._writer.add_scalar(name, value, step)
 
 
 class _Clu:
     """Event files by clu, that is by tensorflow. Rows of a former run stay in the files that it wrote."""
 
-    def __init__(self, summary_writer: Callable, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, summary_writer: Callable[..., Any], folder: Path, resume_step: int | None) -> None:
         del resume_step
         self._writer = summary_writer(str(folder))
         self.flush, self.close = self._writer.flush, self._writer.close
 
-    def write(self, step: int, values: Values) -> None:
-        self._writer.write_scalars(step, _cells(values))
+    def write(self, step: int, row: Row) -> None:
+        self._writer.write_scalars(step, _by_column(row))
 
 
-def _import_tensorboardx() -> Callable:
-    from tensorboardX import SummaryWriter
-
-    return partial(_TensorboardX, SummaryWriter)
-
-
-def _import_clu() -> Callable:
-    from clu.metric_writers import SummaryWriter
-
-    return partial(_Clu, SummaryWriter)
-
-
-def _find_tensorboard(demanded: bool) -> Callable | None:
+def _find_tensorboard(demanded: bool) -> Callable[[Path, int | None], Sink] | None:
     """Makes the sink of event files; None where nothing can write them."""
     reasons = []
-    for load in (_import_tensorboardx, _import_clu):
+    for package, sink in (("tensorboardX", _TensorboardX), ("clu.metric_writers", _Clu)):
         try:
-            return load()
+            return partial(sink, importlib.import_module(package).SummaryWriter)
         except Exception as error:  # tensorflow beside a protobuf or NumPy of another age fails with any error
             reasons.append(f"{type(error).__name__}: {error}")
     if demanded:
@@ -163,23 +157,17 @@ def _find_tensorboard(demanded: bool) -> Callable | None:
     return None
 
 
-def _cells(values: Mapping[str, Any]) -> Cells:
-    cells = {}
-    for name, value in values.items():
-        entries = value if isinstance(value, list) else [value]
-        cells.update(zip(columns_of(name, value), entries, strict=True))
+def _by_column(row: Row) -> dict[str, Number]:
+    """The scalars of a row by their columns."""
+    cells: dict[str, Number] = {}
+    for name, value in row.items():
+        cells.update(zip(columns_of(name, value), value if isinstance(value, list) else [value], strict=True))
     return cells
 
 
-def _csv_line(cells: Iterable[Number | str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
-
-
-def _json_line(step: int, values: Values) -> str:
-    row = {STEP: step} | {name: _json_value(value) for name, value in values.items()}
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+def _json_line(step: int, row: Row) -> str:
+    values = {STEP: step} | {name: _json_value(value) for name, value in row.items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _json_value(value: Any) -> Any:
@@ -200,49 +188,20 @@ def _replace(path: Path, text: str) -> TextIO:
     return path.open("a", newline="", encoding="utf-8")
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The lines that were written to their end; a kill may have cut the last one short, within a character even."""
+def _read_rows(path: Path) -> dict[int, Row]:
+    """Rows by step, in the order of the file, of the lines that were written to their end."""
     data = path.read_bytes() if path.exists() else b""
-    return data[: data.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1]
-
-
-def _read_csv(path: Path) -> tuple[list[str], dict[int, Cells]]:
-    """The columns but the step's, and the cells that are not empty by step."""
-    header, *lines = _complete_lines(path) or [STEP]
-    names = next(csv.reader([header]), [])
-    if names[:1] != [STEP]:
-        raise ValueError(
-            f"{path} begins with {header!r}: the header that a MetricLogger writes begins with {STEP!r}. Choose "
-            "another folder, or move the file away."
-        )
-    return names[1:], _read_rows(path, lines, partial(_parse_csv, names))
-
-
-def _read_rows(path: Path, lines: Iterable[str], parse: Callable[[str], tuple[int, Any]]) -> dict[int, Any]:
-    """Rows by step, in the order of the file."""
-    rows: dict[int, Any] = {}
-    for line in lines:
+    rows: dict[int, Row] = {}
+    for line in data[: data.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1]:  # a kill may cut within a character
         try:
-            step, row = parse(line)
+            row = json.loads(line)
+            step = operator.index(row.pop(STEP))
             if step <= next(reversed(rows), -math.inf):
                 raise ValueError(f"step {step} after step {next(reversed(rows))}")
-        except (ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} has the line {line!r}, which no MetricLogger wrote there ({error}). Mend or remove the line, "
                 "or choose another folder."
             ) from error
         rows[step] = row
     return rows
-
-
-def _parse_csv(names: list[str], line: str) -> tuple[int, Cells]:
-    cells = next(csv.reader([line]), [])
-    if len(cells) != len(names):
-        raise ValueError(f"{len(cells)} cells under {len(names)} columns")
-    step, *rest = cells
-    return int(step), {name: cell for name, cell in zip(names[1:], rest, strict=True) if cell}
-
-
-def _parse_json(line: str) -> tuple[int, Values]:
-    row = json.loads(line)
-    return operator.index(row.pop(STEP)), row

@@ -8,12 +8,8 @@ the next step. A ``MetricLogger`` reads a value one interval later, when it has 
 A row is handed to the operating system as it is written (``metrics.jsonl`` before ``metrics.csv``), so a killed process
 loses at most the one that was pending.
 
-Life of a value: checked and named (``_flatten``, before anything is held or written), held until the next call, read as
-Python numbers (``_read``), written by each sink. A float becomes the shortest decimal that reads back to it in its own
-dtype: 0.1 in float32 is written 0.1, not 0.10000000149011612.
-
-A run that goes on (``resume_step``) keeps the lines that were written to their end; what one file lacks of the other's
-rows is the trace of a kill, and the table is given it back.
+A float becomes the shortest decimal that reads back to it in its own dtype: 0.1 in float32 is written 0.1, not
+0.10000000149011612.
 """
 
 import operator
@@ -21,59 +17,70 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.metrics.log.files import STEP, Number, columns_of, open_sinks
+from xlstm_jax.distributed.metrics.log.files import STEP, Number, Sink, columns_of, open_sinks
+
+Held = jax.Array | Number | list[Number]
 
 
 class MetricLogger:
     """Writes metrics to ``metrics.csv``, ``metrics.jsonl`` and TensorBoard's event files, one interval late.
 
-    Process 0 writes; elsewhere ``log`` checks its arguments and does nothing else. So every process makes its logger
-    alike, after ``jax.distributed.initialize``. Usable in a ``with`` block, which writes the pending row also where it
-    is left by an exception.
+    Process 0 writes; elsewhere ``log`` checks its arguments and does nothing else. So every process makes a logger in
+    the same way, after ``jax.distributed.initialize``. A ``with`` block writes the pending row also where an exception
+    leaves it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, MetricLogger(folder, tensorboard=False) as logger:
+    ...     logger.log(10, {"loss": jnp.float32(0.1), "eval": {"recall": 0.9}})
+    ...     logger.flush()
+    ...     (Path(folder) / "metrics.jsonl").read_text().strip()
+    '{"step": 10, "loss": 0.1, "eval/recall": 0.9}'
 
     Args:
       folder: where the files go; made if it is not there.
       tensorboard: None writes event files where tensorboardX or clu (with tensorflow) can be imported; True demands
-        it; False never does. Event files are buffered by that package: they are whole after ``close``, not after a
-        kill.
+        it; False never does. That package buffers event files: they are finished after ``close``, not after a kill.
       resume_step: goes on with the files that are there. It is the last step whose row stays: later ones are dropped,
-        as is a line that a kill cut short. A job that passes the step it has restored, and -1 where it has restored
-        none, can be killed and started again at any time.
+        as is a line that a kill cut short. ``metrics.csv`` is made anew from ``metrics.jsonl``. A job that passes the
+        step it has restored, and -1 where it has restored none, can be killed and started again at any time.
     Raises:
       FileExistsError: the folder holds metrics, and ``resume_step`` is not given.
       ImportError: ``tensorboard=True`` without a package that writes event files.
-      ValueError: a file to go on with has a line, not its last, that no logger wrote.
+      ValueError: ``metrics.jsonl`` has a line, not its last, that no logger wrote; or only ``metrics.csv`` is there.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, *, tensorboard: bool | None = None, resume_step: int | None = None
+        self, folder: str | os.PathLike[str], *, tensorboard: bool | None = None, resume_step: int | None = None
     ) -> None:
         self._last_step = None if resume_step is None else _checked_step("resume_step", resume_step)
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._pending: tuple[int, dict[str, Held]] | None = None
         self._closed = False
-        # A step at or before resume_step is refused on every process, not on the one that read the rows.
-        self._sinks = open_sinks(Path(folder), tensorboard, self._last_step) if jax.process_index() == 0 else []
+        self._sinks: list[Sink] = []
+        if jax.process_index() == 0:
+            self._sinks = open_sinks(Path(folder), tensorboard, self._last_step)
 
     def log(self, step: int, metrics: Mapping[str, PyTree]) -> None:
         """Takes the metrics of one step without waiting for them, and writes the row of the previous call.
 
         Args:
           step: larger than at the call before, and than ``resume_step``.
-          metrics: scalars or 1-D arrays (JAX, NumPy or Python numbers; a bool counts as 0 or 1) by name, nested as
-            liked. Keys are joined with "/"; the values of a 1-D array are a list in JSON, and ``name/0``, ``name/1``
-            in CSV and TensorBoard.
+          metrics: scalars or 1-D arrays (JAX, NumPy or Python numbers; a bool counts as 0 or 1) by name, in nested
+            dicts of any depth. Keys are joined with "/"; the values of a 1-D array are a list in JSON, and ``name/0``,
+            ``name/1`` in CSV and TensorBoard.
         Raises:
           TypeError: something that is not such a number; says where.
           ValueError: a step that does not increase; a name that is empty, taken or not printable; an array that was
-            deleted, or that this process cannot read whole; or the logger is closed. A call that is refused changes
-            nothing. Where it is the previous row that cannot be read, that one is lost, and this one is held.
+            deleted, or of which this process cannot read all; or the logger is closed. A call that is refused changes
+            nothing. Where the previous row cannot be read, that row is lost, and this one is held.
         """
         if self._closed:
             raise ValueError(f"log({step!r}, ...) on a closed MetricLogger. Log inside the with block, before close().")
@@ -113,18 +120,20 @@ class MetricLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         del kind, traceback
         try:
             self.close()
         except Exception as failure:
             if error is None:
                 raise
-            # What went wrong in the block is the news; callers may tell kinds of it apart.
+            # Callers handle the error of the block by its type, so it is the one that goes on.
             error.add_note(f"MetricLogger could not write its last row: {failure}")
 
-    def _write_pending(self, following: tuple[int, dict[str, Any]] | None = None) -> None:
-        """Writes the pending row. The one that follows is held first: an error about this one does not cost both."""
+    def _write_pending(self, following: tuple[int, dict[str, Held]] | None = None) -> None:
+        """Writes the pending row. The following row is held first: an error about the one does not cost both."""
         pending, self._pending = self._pending, following
         if pending is None:
             return
@@ -146,14 +155,14 @@ def _checked_step(argument: str, step: Any) -> int:
         raise TypeError(f"{argument}={step!r} is a {type(step).__name__}; a step is an integer.") from None
 
 
-def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Any]:
+def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
     """Values by their joined names, all checked."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}; pass a dict, as {{'loss': loss}}.")
     held, taken = {}, {STEP}
     for name, value in _named(metrics):
-        held[name] = value = _checked(name, value)
-        columns = {name, *columns_of(name, value)}
+        held[name] = _checked(name, value)
+        columns = {name, *columns_of(name, held[name])}
         if columns & taken:
             raise ValueError(
                 f"metrics gives {min(columns & taken)!r} a second meaning: the step has the column {STEP!r}, nested "
@@ -164,6 +173,7 @@ def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Any]:
 
 
 def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their joined names."""
     for key, value in metrics.items():
         if not isinstance(key, str):
             raise TypeError(f"metrics has the key {prefix}{key!r}, a {type(key).__name__}; keys are strings.")
@@ -176,7 +186,7 @@ def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[st
             yield prefix + key, value
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any) -> Held:
     """What is held of a value: a ``jax.Array`` as it is; all else as numbers, since NumPy arrays may be overwritten."""
     if isinstance(value, int | float) and not isinstance(value, np.generic):
         return int(value) if isinstance(value, int) else float(value)
@@ -185,7 +195,7 @@ def _checked(name: str, value: Any) -> Any:
             f"metrics[{name!r}] is a {type(value).__name__}: a value is a number or a 1-D array of numbers. Leave it "
             "out, or turn it into an array (jnp.stack, np.asarray)."
         )
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(f"metrics[{name!r}] is traced: log is called inside jit. Return the metrics, and log outside.")
     if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
         raise TypeError(f"metrics[{name!r}] has dtype {value.dtype}: values are real numbers. Leave it out, or cast.")
@@ -215,7 +225,7 @@ def _check_readable(name: str, value: jax.Array) -> None:
         )
 
 
-def _read(name: str, step: int, value: Any) -> Number | list[Number]:
+def _read(name: str, step: int, value: Held) -> Number | list[Number]:
     """What is held, as Python numbers."""
     if not isinstance(value, jax.Array):
         return value
@@ -228,7 +238,7 @@ def _read(name: str, step: int, value: Any) -> Number | list[Number]:
     return _numbers(np.asarray(value))
 
 
-def _numbers(array: np.ndarray) -> Number | list[Number]:
+def _numbers(array: np.ndarray[Any, Any]) -> Number | list[Number]:
     return [_number(entry) for entry in array] if array.ndim else _number(array[()])
 
 
