@@ -31,7 +31,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, Work, count_flops
 from xlstm_jax.distributed.forecast.cost.memory import Argument, Memory, Moment, Temporary, operation_names, read_memory
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline, roofline
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, Overlap, find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
@@ -341,7 +341,7 @@ def _roofline(
     for collective in found:
         sent[_axes(links, collective)] += collective.wire_bytes_per_step
     per_device = tokens and tokens / math.prod(links.axis_sizes.values())
-    return roofline(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+    return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
 
 
 def exposed_seconds(links: Links, collective: Collective) -> float:

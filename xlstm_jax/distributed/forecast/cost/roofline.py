@@ -1,34 +1,29 @@
-"""What makers publish about accelerators, and the least time that a step takes by these figures (its roofline).
-
-All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
-given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+"""The least time that a step takes by the figures that a chip's maker publishes.
 
   compute   FLOP of matrix products / peak rate
   memory    bytes read and written in HBM / HBM bandwidth
   wire      bytes each device sends on the busiest axis of the torus / that axis's bandwidth
 
-The largest of the three is the least time of a step in which everything overlaps. None of it is a measurement.
-
-Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
-specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
-sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity; for networks the DGX data sheets.
+The largest of the three is the time of a step in which everything overlaps. None of it is a measurement.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 from xlstm_jax.distributed.hardware.links import Links
-
-# ------------------------------------------------------------------------------------------------------------- roofline
 
 
 @dataclass(frozen=True)
 class Roofline:
     """The three bounds of a step's time, in seconds, and what they come from, per device and step.
 
+    >>> bounds = Roofline(compute_s=0.08, memory_s=0.03, wire_s=0.05, flops=1.6e13, hbm_bytes=2.5e10, wire_bytes=4.5e9)
+    >>> bounds.bound, bounds.seconds
+    ('compute', 0.08)
+
     ``ridge_tokens`` is the number of tokens per device at which computing takes as long as sending: the time of
-    compute grows with the tokens, the traffic of weights does not. None where the tokens were not told.
+    compute grows with the tokens, the traffic of weights does not. None where the number of tokens is unknown.
     """
 
     compute_s: float
@@ -37,21 +32,21 @@ class Roofline:
     flops: float
     hbm_bytes: float
     wire_bytes: float
-    ridge_tokens: float | None = field(default=None)
+    ridge_tokens: float | None = None
 
     @property
     def seconds(self) -> float:
-        """The largest of the three: the least time of a step in which everything overlaps."""
+        """The largest of the three."""
         return max(self.compute_s, self.memory_s, self.wire_s)
 
     @property
     def bound(self) -> str:
-        """Which one that is: "compute", "memory" or "wire"."""
+        """The name of the largest: "compute", "memory" or "wire"."""
         times = {"compute": self.compute_s, "memory": self.memory_s, "wire": self.wire_s}
         return max(times, key=times.__getitem__)
 
 
-def roofline(
+def step_bounds(
     flops: Mapping[str, float],
     hbm_bytes: float,
     wire_bytes: Mapping[tuple[str, ...], float],
@@ -60,7 +55,7 @@ def roofline(
     *,
     tokens_per_device: float | None = None,
 ) -> Roofline:
-    """The three bounds by the chip's published figures.
+    """The three bounds of a step.
 
     Args:
       flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.
@@ -70,7 +65,7 @@ def roofline(
       links: between the devices of the mesh.
       tokens_per_device: of this step.
     Raises:
-      ValueError: bytes travel over an axis that the mesh has not.
+      ValueError: bytes travel over an axis that the mesh does not have.
     """
     compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
     wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
