@@ -346,10 +346,10 @@ def exposed_seconds(links: Links, collective: Collective) -> float:
 def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:
     if compiled.platform == "cpu":
         yield CPU_NOTE
-    if compiled.unplaced:
+    if compiled.without_sharding:
         yield (
-            f"Argument {compiled.unplaced} has no sharding: the compiler places it, maybe whole on each device. Give "
-            "it one, as abstract_batch and shard_batch do."
+            f"Argument {compiled.without_sharding} has no sharding: the compiler places it, maybe whole on each device. "
+            "Give it one, as abstract_batch and shard_batch do."
         )
     if flops.opaque:
         yield f"FLOP of {', '.join(flops.opaque)} are not counted."

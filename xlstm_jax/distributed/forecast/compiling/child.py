@@ -1,59 +1,61 @@
-"""The child process that compiles an exported step for a TPU topology; started by ``topology``, by its path.
+"""The child process that compiles an exported step for a TPU topology; ``compile`` starts it by its path.
 
 It imports nothing of the library, so it starts in a second, and it alone loads libtpu: the user's process keeps its
-backend, its environment and its memory. A folder is the whole conversation:
+backend, its environment and its memory. The two exchange files in a folder:
 
-  request.json   topology, mesh, options       result.json   place on the torus, memory, refusal, seconds, versions
+  request.json   topology, mesh, options       result.json   coordinates, memory, refusal, seconds, versions
   step.bin       StableHLO                     dump/         XLA's texts: the scheduled program, buffers, live ranges
 """
 
 import json
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax import export
 from jax.experimental import topologies
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
-def make_mesh(axes, axis_types, devices):
+def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence[Any]) -> Mesh:
     """The mesh that a run on these devices would make."""
     types = tuple(AxisType[name] for name in axis_types)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
-def compile_step(folder, request, mesh):
+def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:
     """Compiles the step for the mesh; returns the memory statistics."""
-    step = export.deserialize((folder / "step.bin").read_bytes())
+    step = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
     inputs = step.in_shardings_jax(mesh)
     args = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
-        for aval, place in zip(step.in_avals, inputs, strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(step.in_avals, inputs, strict=True)
     ]
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
     # A program that does not fit is compiled all the same, so that the report can say what fills the memory.
     options = {"xla_dump_to": str(folder / "dump"), "xla_tpu_no_crash_on_oom": True} | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
     sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
-    return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # newer releases tell
+    return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
 
 
-def main(folder):
+def main(folder: Path) -> None:
+    """Reads the request, compiles, writes the result."""
     request = json.loads((folder / "request.json").read_text())
-    result = {"versions": {name: version(name) for name in ("jax", "jaxlib", "libtpu")}, "memory": None, "error": None}
+    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+    result: dict[str, Any] = {"versions": versions, "memory": None, "error": None}
     start = time.monotonic()
     try:
-        devices = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
+        devices: Sequence[Any] = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
         mesh = make_mesh(request["axes"], request["axis_types"], devices)
-        result |= {
-            "device_kind": devices[0].device_kind,
-            "coords": [list(device.coords) for device in mesh.devices.flat],
-        }
+        result["device_kind"] = devices[0].device_kind
+        result["coords"] = [list(device.coords) for device in mesh.devices.flat]
         result["memory"] = compile_step(folder, request, mesh)
     except Exception as error:  # whatever it is, the parent raises it
         result["error"] = f"{type(error).__name__}: {error}"

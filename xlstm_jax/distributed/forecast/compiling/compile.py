@@ -8,7 +8,6 @@ devices as the topology has. Nothing is allocated, and this process never loads 
 arguments' shardings, or of ``jax.jit(in_shardings=...)``.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,15 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Traced, Wrapped
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
@@ -33,8 +35,8 @@ from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 
 COMPILE_TIMEOUT_S = 1800.0
-# libtpu asks the cloud for its place, and takes a lock, unless it is told not to. The accelerator type is that of any
-# host; the topology decides.
+# Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
+# topology decides.
 CHILD_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -46,16 +48,22 @@ CHILD_ENVIRONMENT = {
 }
 FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
 
-
-ARGUMENTS = ("argument", "output", "alias")
-OWN_SCOPES = "jit(call)/call_exported/"  # of the way through the child, in front of the step's own names
+TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
+EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
 CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
 GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
 
 
 class CompileError(RuntimeError):
-    """The compiler refused the step, for another reason than memory; its own words follow."""
+    """The compiler refused the step, for another reason than memory. The message quotes the compiler.
+
+    >>> def fits(step, *args):
+    ...     try:
+    ...         return forecast(step, *args, topology="v5e:2x4").fits
+    ...     except CompileError as error:
+    ...         return str(error)
+    """
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,14 @@ class Compiled:
       axis_sizes: the mesh.
       hlo: the optimized program of one device, instructions in the order of their schedule.
       buffers, live_ranges: XLA's texts about them; None where the backend gives none.
-      memory: bytes by XLA's own count: argument, output, alias, temp, generated_code, the last two not from the CPU
-        backend, whose figures are not to be trusted; for a topology also total_allocation, where the release tells it
-        (temp counts a TPU's temporaries twice). None where the compiler refused the program.
+      memory: bytes by XLA's own count: argument, output, alias, temp, generated_code (the CPU backend's last two are
+        wrong, and left out); for a topology also total_allocation, where the release has it (temp counts a TPU's
+        temporaries twice). None where the compiler refused the program.
       seconds: of compilation.
-      coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order.
+      coords: of TPUs: the coordinates on the torus of each device of the mesh, in the mesh's order.
       versions: of jax, jaxlib, libtpu.
-      unplaced: the first argument leaf of a step on several devices that has no sharding; None where all have one.
+      without_sharding: the path of the first argument leaf of a step on several devices that has no sharding; None
+        where all have one.
     """
 
     platform: str
@@ -89,13 +98,13 @@ class Compiled:
     seconds: float
     coords: tuple[tuple[int, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
-    unplaced: str | None = None
+    without_sharding: str | None = None
 
 
 # ------------------------------------------------------------------------------------------- a step and its arguments
 
 
-def trace(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> Any:
+def trace(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> Traced:
     """``step.trace(*args, **kwargs)``, with an error that says what a step is.
 
     Raises:
@@ -109,20 +118,20 @@ def trace(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
 
 
 def step_mesh(
-    traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
+    traced: Traced, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
 ) -> Mesh | AbstractMesh | None:
-    """The mesh that the arguments lie on, or that ``jax.jit(in_shardings=...)`` lays them on; None where neither says.
+    """The mesh of the arguments' shardings, or of ``jax.jit(in_shardings=...)``; None where neither has one.
 
-    Of meshes of the same shape one with devices is taken before one without.
+    Of two meshes of the same shape, one with devices and one without, it is the one with devices.
 
     Raises:
       ValueError: arguments lie on meshes of different shapes; names a leaf of each.
     """
-    own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _leaves(args, kwargs)]
+    own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _argument_leaves(args, kwargs)]
     by_jit = zip(traced.jaxpr.jaxpr.debug_info.arg_names, _in_shardings(traced), strict=False)
-    placed = [(path, place.mesh) for path, place in [*own, *by_jit] if isinstance(place, NamedSharding)]
-    found = {}
-    for path, mesh in sorted(placed, key=lambda pair: isinstance(pair[1], AbstractMesh)):
+    meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
+    found: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
+    for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
         found.setdefault(tuple(mesh.shape.items()), (path, mesh))
     if len(found) > 1:
         (one, (path, _)), (two, (other, _)), *_ = found.items()
@@ -132,51 +141,53 @@ def step_mesh(
     return next((mesh for _, mesh in found.values()), None)
 
 
-def unplaced_leaf(traced: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> str | None:
-    """The path of the first argument leaf that nobody has laid on the mesh, where there is a mesh of several devices.
+def leaf_without_sharding(
+    traced: Traced, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
+) -> str | None:
+    """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
 
-    Scalars and PRNG keys are left out: they are small, and everyone has them whole.
+    Scalars and PRNG keys may have none: they are small, and every device has them whole.
     """
     mesh = step_mesh(traced, args, kwargs)
     if mesh is None or mesh.size == 1:
         return None
     # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
-    arrays = [(path, leaf) for path, leaf in _leaves(args, kwargs) if hasattr(leaf, "dtype") and leaf.shape]
+    arrays = [(path, leaf) for path, leaf in _argument_leaves(args, kwargs) if hasattr(leaf, "dtype") and leaf.shape]
     infos = zip(jax.tree.leaves(traced.args_info), _in_shardings(traced), strict=False)
     by_jit = [sharding for info, sharding in infos if info.shape]
-    pairs = zip(arrays, by_jit, strict=False)
-    return next((path for (path, leaf), sharding in pairs if not _is_key(leaf) and not _placed(leaf, sharding)), None)
+    for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
+        if not (_is_key(leaf) or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
+            return path
+    return None
 
 
-def _leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> list[tuple[str, Any]]:
+def _argument_leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> list[tuple[str, Any]]:
     """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
-    return [
-        (path, leaf_value(leaf)) for tree in (tuple(args), dict(kwargs or {})) for path, leaf in leaves_with_path(tree)
-    ]
+    trees = (tuple(args), dict(kwargs or {}))
+    return [(path, leaf_value(leaf)) for tree in trees for path, leaf in leaves_with_path(tree)]
 
 
-def _in_shardings(traced: Any) -> tuple[Any, ...]:
-    """What ``jax.jit(in_shardings=...)`` says of each leaf. JAX has no public name for it before the compilation."""
+def _in_shardings(traced: Traced) -> tuple[Any, ...]:
+    """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
     return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
 
 
-def _placed(leaf: Any, sharding: Any) -> bool:
-    """Whether the leaf's own sharding, or the one by ``jax.jit``, speaks of several devices."""
-    given = (getattr(leaf, "sharding", None), sharding)
-    return any(isinstance(place, NamedSharding) or getattr(place, "num_devices", 1) > 1 for place in given)
+def _is_sharded(sharding: Any) -> bool:
+    """Whether a sharding names a mesh, or several devices."""
+    return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a PRNG key, or several; a raw one is two or four words."""
+    """Whether a leaf is a PRNG key, or several; a raw one is two or four integers."""
     raw = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
-    return raw or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return raw or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 
 def compile_here(
-    step: Any,
+    step: Wrapped,
     *args: PyTree,
     kwargs: Mapping[str, PyTree] | None = None,
     compiler_options: dict[str, Any] | None = None,
@@ -184,13 +195,14 @@ def compile_here(
     """Compiles a step for the devices of its own mesh, in this process.
 
     Raises:
-      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices, or on no mesh, but the step does.
+      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices; or they lie on no mesh, but the step
+        runs on several devices.
     """
     traced = trace(step, args, kwargs)
     mesh = step_mesh(traced, args, kwargs)
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"the arguments lie on the abstract mesh {_axes(mesh)}, which has no devices. Give a topology, as "
+            f"the arguments lie on the abstract mesh {_sizes(mesh)}, which has no devices. Give a topology, as "
             "topology='v5e:2x4', or make them on a mesh of devices at hand."
         )
     start = time.monotonic()
@@ -201,36 +213,35 @@ def compile_here(
         raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
     device = next(iter(devices))
     stats = compiled.memory_analysis()
-    trusted = compile_child.MEMORY if device.platform != "cpu" else ARGUMENTS
+    trusted = compile_child.MEMORY if device.platform != "cpu" else TRUSTED_OF_CPU
     return Compiled(
         platform=device.platform,
         device_kind=device.device_kind,
         topology=None,
-        axis_sizes=_axes(mesh),
-        hlo=compiled.as_text(),
+        axis_sizes=_sizes(mesh),
+        hlo=compiled.as_text() or "",
         buffers=None,
         live_ranges=None,
         memory={name: getattr(stats, f"{name}_size_in_bytes") for name in trusted},
         seconds=seconds,
-        coords=_coords(compiled),
-        versions={"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        unplaced=unplaced_leaf(traced, args, kwargs),
+        coords=_coords(mesh),
+        versions={name: version(name) for name in ("jax", "jaxlib")},
+        without_sharding=leaf_without_sharding(traced, args, kwargs),
     )
 
 
-def _axes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
+def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     return dict(mesh.shape) if mesh is not None else {}
 
 
-def _coords(compiled: Any) -> tuple[tuple[int, ...], ...]:
-    """Where on the torus the devices lie, in the mesh's order; () where they are no TPUs, or no mesh."""
-    places = [place for place in jax.tree.leaves(compiled.input_shardings) if isinstance(place, NamedSharding)]
-    devices = places[0].mesh.devices.flat if places else ()
+def _coords(mesh: Mesh | None) -> tuple[tuple[int, ...], ...]:
+    """The devices' coordinates on the torus; () where they are no TPUs, or there is no mesh."""
+    devices = mesh.devices.flat if mesh is not None else ()
     return tuple(tuple(device.coords) for device in devices if device.platform == "tpu")
 
 
 def compile_for_topology(
-    step: Any,
+    step: Wrapped,
     *args: PyTree,
     topology: str,
     kwargs: Mapping[str, PyTree] | None = None,
@@ -249,47 +260,48 @@ def compile_for_topology(
       timeout_s: how long the compilation may take.
     Raises:
       ImportError: libtpu is not installed, or flatbuffers.
-      ValueError: an unknown topology, or its devices are not as many as the mesh's: says both; or the step calls Python
-        (``jax.debug.print``), which it can only on the devices of its process.
+      ValueError: an unknown topology; or the mesh has another number of devices: names both; or the step calls back
+        into Python (``jax.debug.print``), which it can only on the devices of its process.
       CompileError: the compiler refuses the step, for another reason than memory.
       TimeoutError: it did not end in time.
     """
-    place = parse_topology(topology)
+    slice_ = parse_topology(topology)
     traced = trace(step, args, kwargs)
     mesh = step_mesh(traced, args, kwargs)
-    _check_size(mesh, place, topology)
+    _check_size(mesh, slice_)
     _check_installed()
     exported = _export(step, args, kwargs)
-    if exported.nr_devices not in (1, place.num_devices):
+    if exported.nr_devices not in (1, slice_.num_devices):
         raise ValueError(
-            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_axes(mesh)}. "
+            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_sizes(mesh)}. "
             f"{GIVE_SHARDINGS}"
         )
-    request = {
-        "axes": _axes(mesh) or {"device": 1},
+    request: dict[str, Any] = {
+        "axes": _sizes(mesh) or {"device": 1},
         "axis_types": [kind.name for kind in mesh.axis_types] if mesh is not None else ["Auto"],
         "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         "options": dict(compiler_options or {}),
-        "topology": place.description(),
+        "topology": slice_.description(),
     }
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_") as name:
         folder = Path(name)
         (folder / "step.bin").write_bytes(exported.serialize())
         (folder / "request.json").write_text(json.dumps(request))
         _run_child(folder, timeout_s)
-        compiled = _read(folder, place, request["axes"], traced.jaxpr.jaxpr.debug_info.arg_names)
-    return dataclasses.replace(compiled, unplaced=unplaced_leaf(traced, args, kwargs))
+        compiled = _read_result(folder, slice_, request["axes"], traced.jaxpr.jaxpr.debug_info.arg_names)
+    return dataclasses.replace(compiled, without_sharding=leaf_without_sharding(traced, args, kwargs))
 
 
-def _check_size(mesh: Mesh | AbstractMesh | None, place: Topology, topology: str) -> None:
-    if mesh is None and place.num_devices > 1:
+def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
+    if mesh is None and topology.num_devices > 1:
         raise ValueError(
-            f"topology={topology!r} has {place.num_devices} devices, but the arguments lie on no mesh. {GIVE_SHARDINGS}"
+            f"topology={topology.name!r} has {topology.num_devices} devices, but the arguments lie on no mesh. "
+            f"{GIVE_SHARDINGS}"
         )
-    if mesh is not None and mesh.size != place.num_devices:
+    if mesh is not None and mesh.size != topology.num_devices:
         raise ValueError(
-            f"the step's mesh {_axes(mesh)} has {mesh.size} devices, but topology={topology!r} has "
-            f"{place.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+            f"the step's mesh {_sizes(mesh)} has {mesh.size} devices, but topology={topology.name!r} has "
+            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
         )
 
 
@@ -302,7 +314,7 @@ def _check_installed() -> None:
         )
 
 
-def _export(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
+def _export(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
     """The step as a function of its leaves: an export can be written only with pytrees that are registered with it."""
     try:
         exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
@@ -314,22 +326,20 @@ def _export(step: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | No
             "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
             "out."
         ) from error
-    inputs, outputs = ((0,) * len(exported.in_avals), {}), (0,) * len(exported.out_avals)
+    inputs: PyTree = ((0,) * len(exported.in_avals), {})
+    outputs = (0,) * len(exported.out_avals)
     return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
 
 
 def _run_child(folder: Path, timeout_s: float) -> None:
-    """Runs the child to its end; a child that outlives its time, or this process's interrupt, is killed."""
+    """Runs the child to its end, and kills it where it takes too long or this process is interrupted."""
     environment = {key: value for key, value in os.environ.items() if key != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
     command = [sys.executable, "-P", compile_child.__file__, str(folder)]
-    with (
-        open(folder / "log", "wb") as log,
-        _killed_at_the_end(
-            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        ) as child,
-    ):
+    with open(folder / "log", "wb") as log:
         try:
-            child.wait(timeout_s)
+            child = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout_s
+            )
         except subprocess.TimeoutExpired:
             raise TimeoutError(
                 f"compiling for the topology took longer than timeout_s={timeout_s:.0f}. Scan the layers (nn.scan), "
@@ -340,28 +350,19 @@ def _run_child(folder: Path, timeout_s: float) -> None:
         raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
 
 
-@contextlib.contextmanager
-def _killed_at_the_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _read(folder: Path, place: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
+def _read_result(folder: Path, topology: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
     result = json.loads((folder / "result.json").read_text())
     # The text after code generation has the compiler's cycles; a program that does not fit may not come so far.
     hlo = _dumped(folder / "dump", "codegen") or _dumped(folder / "dump", "optimizations")
     buffers = _dumped(folder / "dump", "optimizations-buffer-assignment")
     if not (hlo and buffers):
-        raise CompileError(f"the compiler refuses the step for {place.name}: {result['error']}")
+        raise CompileError(f"the compiler refuses the step for {topology.name}: {result['error']}")
     return Compiled(
         platform="tpu",
         device_kind=result["device_kind"],
-        topology=place,
+        topology=topology,
         axis_sizes=axes,
-        hlo=_with_names(hlo, arguments),
+        hlo=_with_own_names(hlo, arguments),
         buffers=buffers,
         live_ranges=_dumped(folder / "dump", "optimizations-live-range"),
         memory=result["memory"],
@@ -371,13 +372,13 @@ def _read(folder: Path, place: Topology, axes: dict[str, int], arguments: Sequen
     )
 
 
-def _with_names(hlo: str, arguments: Sequence[str]) -> str:
+def _with_own_names(hlo: str, arguments: Sequence[str]) -> str:
     """The program with the names that it has when JAX compiles it without an export."""
 
-    def named(match):
+    def named(match: re.Match[str]) -> str:
         return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
 
-    return ARGUMENT.sub(named, hlo.replace(OWN_SCOPES, ""))
+    return ARGUMENT.sub(named, hlo.replace(EXPORT_SCOPES, ""))
 
 
 def _dumped(folder: Path, name: str) -> str | None:
