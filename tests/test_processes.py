@@ -259,7 +259,7 @@ def test_arrays_that_differ_in_anything_differ(change):
 
 def test_packages_are_compared_file_by_file():
     files = entries_of({"code": xlstm_jax})
-    assert {"code/distributed/agreement.py", "code/__init__.py"} <= set(files)
+    assert {"code/distributed/processes/agreement.py", "code/__init__.py"} <= set(files)
     assert len(set(files.values())) > 10
 
 
@@ -287,6 +287,15 @@ def test_batches_of_the_same_shape_cost_no_agreement(two):
         assert min(process[f"again {i}"]["seconds"] for i in range(3)) < 0.5
 
 
+def test_meshes_do_not_disturb_each_other(two):
+    """Batches that go to two meshes in turn are compared once on each."""
+    for process in two:
+        rows = process["rows"]["all"]
+        assert process["other mesh 0"]["result"] == process["other mesh 1"]["result"] == rows
+        assert process["first mesh 0"]["result"] == process["first mesh 1"]["result"] == rows
+        assert process["comparisons"] == {"first round": 1, "second round": 0}
+
+
 def test_padding_has_weight_zero(two):
     row = [[[100 * p + 2 * i, 100 * p + 2 * i + 1] for i in range(4)] for p in range(2)]
     none = [0, 0]
@@ -309,7 +318,7 @@ def test_padding_has_weight_zero(two):
         ("different scalar", r"batch .* differs .*'n' is 0 on process 0, but 1 on process 1$"),
         (
             "shared, but different",
-            r"hold the same rows \(\('fsdp',\) do not tell them apart\) differs .*'x' is .* on process 0, but ",
+            r"with the same shards over \('fsdp',\) differs .*'x' is .* on process 0, but ",
         ),
     ],
 )
@@ -328,7 +337,7 @@ def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two, four):
         assert process["shared"]["here"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     for process in four:
         assert process["rows"]["all"] == [[0], [1], [10], [11]]
-    message = r"(?s)hold the same rows \(\('dp',\) .*'x' is .* on process 2, but .* on process 3$"
+    message = r"(?s)with the same shards over \('dp',\) .*'x' is .* on process 2, but .* on process 3$"
     raised(four[2:], "shared, but different", message)
     assert "Error" not in str([four[rank]["shared, but different"]["result"] for rank in (0, 1)])  # theirs are the same
 
