@@ -44,7 +44,7 @@ def step(name, fn, *args, **kwargs):
 
 
 def whole(mesh, x):
-    """All of a global array, and the parts that this process's devices hold."""
+    """All of a global array, and the shards that this process's devices hold."""
     copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
     return {
         "all": np.asarray(copy.addressable_data(0)).tolist(),
@@ -151,7 +151,7 @@ def slurm():
     """The environment that srun makes; no argument at all."""
     simulate_cpu_devices(1)
     initialize_distributed()
-    OUT["place"] = [jax.process_index(), jax.process_count(), jax.device_count()]
+    OUT["joined"] = [jax.process_index(), jax.process_count(), jax.device_count()]
 
 
 def join():

@@ -1,4 +1,4 @@
-"""What is restored is what was saved, in the target's kind, place and boxes; damage is seen; failures are told."""
+"""What is restored is what was saved, in the types, shardings and boxes of the target; damage and failures are seen."""
 
 import json
 import resource
@@ -62,7 +62,7 @@ def everything(mesh, train):
 
 
 def assert_same(got, want):
-    """Structure, kinds, places and bits."""
+    """Structure, types, shardings and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(leaves_with_path(unbox(got)), jax.tree.leaves(want), strict=True):
         assert type(a) is type(b), path
@@ -297,7 +297,7 @@ def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, tm
 # ------------------------------------------------------------------------------------------- failures and other writers
 
 
-def test_a_save_that_fails_in_the_background_is_told(tmp_path):
+def test_a_save_that_fails_in_the_background_raises_later(tmp_path):
     """No file may be larger than 10 kB, as if the disk were full."""
     state = {"w": np.random.default_rng(0).normal(size=(100, 1000))}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -229,7 +229,7 @@ def test_more_skipped_steps_in_a_row_than_the_limit_raise_one_step_later(limit):
 
 def test_the_last_step_is_looked_at_as_the_block_ends():
     with (
-        pytest.raises(NonFiniteError, match="step 1: .* in 1 steps in a row"),
+        pytest.raises(NonFiniteError, match=r"step 1: .* in 1 steps in a row"),
         LoopGuard(max_skipped_in_a_row=0) as guard,
     ):
         guard.step_done(1, counted(1, 1))

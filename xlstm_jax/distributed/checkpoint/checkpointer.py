@@ -5,9 +5,8 @@
   restore   each device reads its shards of each leaf, as the target is split; checksums of what was read are compared
             with those that were saved; each leaf gets the box that it has in the target
 
-``restore`` takes the newest step that is sound. It passes over a damaged one with a warning, in all processes: after
-every stage they exchange their errors, so that none waits where another has given up. A step that is sound but holds
-another tree is a mistake of the caller, and raises at once.
+``restore`` takes the newest step that is sound, and passes over a damaged one with a warning, in all processes together
+(``fail_together``). A step that is sound but holds another tree is a mistake of the caller, and raises at once.
 
 A job that only reads changes nothing in the directory. With its first ``save`` it becomes the directory's writer: it
 takes the lock, clears what a killed job left half written, and moves damaged steps out of the way.
@@ -20,26 +19,14 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.checkpoint import record
 from xlstm_jax.distributed.checkpoint.orbax_io import check_dtypes, orbax, read_arrays, read_record, save_args
-from xlstm_jax.distributed.checkpoint.record import (
-    Record,
-    as_like,
-    bare_leaves,
-    boxed_as,
-    check_fits,
-    check_placed,
-    check_sound,
-    record_of,
-    stored_arrays,
-)
-from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
 from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
 from xlstm_jax.distributed.wording import listed
 
@@ -110,28 +97,23 @@ class Checkpointer:
         self.close()
 
     def latest_step(self) -> int | None:
-        """The newest step in the directory, as process 0 sees it. Whether it is sound, only ``restore`` finds out.
+        """The newest step in the directory, as process 0 sees it; only ``restore`` finds out whether it is sound.
 
-        Raises:
-          CheckpointError: there are folders of steps, and all of them are empty, which no job leaves behind.
+        Folders of steps that are all empty raise a ``CheckpointError``: their files are lost.
         """
         folders = self._folders_of_process_0()
         if folders and not any(folders.values()):
-            raise CheckpointError(
-                f"the steps {sorted(folders)} in {self.directory} are empty folders: their files are lost. Remove "
-                "them to start anew."
-            )
+            where = f"the steps {sorted(folders)} in {self.directory} are empty folders"
+            raise CheckpointError(f"{where}: their files are lost. Remove them to start anew.")
         return max((step for step, has_files in folders.items() if has_files), default=None)
-
-    # ------------------------------------------------------------------------------------------------------------ save
 
     def save(self, step: int, state: PyTree, *, force: bool = False) -> bool:
         """Starts to save a state; returns when its buffers may be donated, while files are still being written.
 
         Args:
           step: its number, greater than all in the directory.
-          state: any pytree of arrays, NumPy arrays, Python numbers and PRNG keys, boxed or not. A leaf that is no
-            global array (see ``record.py``) is saved by process 0, and must be the same in all processes.
+          state: any pytree of arrays, NumPy arrays, Python numbers and PRNG keys, boxed or not. Process 0 saves the
+            local leaves (those that are no global arrays), which must be the same in all processes.
           force: save also where ``save_interval_steps`` does not divide ``step``.
         Returns:
           Whether it is being saved: False where it is not due, or was saved or restored by this object before.
@@ -147,13 +129,13 @@ class Checkpointer:
         self._become_writer()
         if not self._is_new(step):
             return False
-        leaves = bare_leaves(state)
-        arrays = stored_arrays(leaves)
+        leaves = record.bare_leaves(state)
+        arrays = record.stored_arrays(leaves)
         check_dtypes(arrays)
-        record = record_of(leaves, arrays)
-        self._check_same_everywhere(record, arrays)
+        entries = record.record_of(leaves, arrays)
+        self._check_same_everywhere(entries, arrays)
         with self._failing_as(step):
-            self._manager.save(step, args=save_args(arrays, record), force=True)
+            self._manager.save(step, args=save_args(arrays, entries), force=True)
         self._saving = step
         self._own_steps.add(step)
         return True
@@ -179,13 +161,11 @@ class Checkpointer:
             yield
         except Exception as error:
             self._own_steps.discard(step)
-            raise CheckpointError(
-                f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._space_left()}Steps saved "
-                "before it are untouched."
-            ) from error
+            message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._space_left()}"
+            raise CheckpointError(message + "Steps saved before it are untouched.") from error
 
     def _space_left(self) -> str:
-        """A hint for a full disk: processes other than the one that could not write see a timeout only."""
+        """A hint for a full disk: the processes that could write see a timeout only."""
         if _is_url(self.directory) or not self.directory.exists():
             return ""
         return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
@@ -201,9 +181,9 @@ class Checkpointer:
             "on from there, move the newer steps away, or use another directory."
         )
 
-    def _check_same_everywhere(self, record: Record, arrays: dict[str, Any]) -> None:
+    def _check_same_everywhere(self, entries: record.Record, arrays: dict[str, Any]) -> None:
         """Checks that all processes have the same local leaves, since only those of process 0 are written."""
-        local = {path: record[path] for path, array in arrays.items() if not isinstance(array, jax.Array)}
+        local = {path: entries[path] for path, array in arrays.items() if not isinstance(array, jax.Array)}
         if jax.process_count() == 1 or not local:
             return
         first, *others = [json.loads(text) for text in allgather_text(json.dumps(local))]
@@ -216,25 +196,21 @@ class Checkpointer:
                     "jax.make_array_from_process_local_data, one row for each process."
                 )
 
-    # --------------------------------------------------------------------------------------------------------- restore
-
     def restore(self, abstract_state: PyTree, step: int | None = None) -> PyTree:
-        """Reads a state into the structure, shardings and boxes of another, which may be abstract.
+        """Reads a state, bit for bit as it was saved, into the structure, shardings and boxes of another.
 
         Args:
           abstract_state: the target: ``ShapeDtypeStruct`` with shardings (see ``abstract_train_state``), or a state of
             arrays. Every leaf comes back as what it is there: an array with that sharding, a NumPy array, a Python
             number, a PRNG key. What is no leaf (``apply_fn``, ``tx``) is taken from the target.
           step: the step to restore; None: the newest that is sound, with a warning if that is not the newest.
-        Returns:
-          The state, bit for bit as it was saved.
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
           ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes.
         """
         self.wait()
-        likes = bare_leaves(abstract_state)
-        check_placed(likes)
+        likes = record.bare_leaves(abstract_state)
+        record.check_placed(likes)
         problems: dict[int, str] = {}
         for candidate in self._candidates(step):
             try:
@@ -247,7 +223,7 @@ class Checkpointer:
                 folders = self._folders().items()
                 problems |= {n: "its folder is empty" for n, has_files in folders if n > candidate and not has_files}
             self._report(problems, candidate)
-            return map_leaves_with_path(partial(_boxed, restored), abstract_state)
+            return record.boxed_like(abstract_state, restored)
         causes = "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {causes}. Nothing was restored.")
 
@@ -274,13 +250,11 @@ class Checkpointer:
     def _read(self, step: int, likes: dict[str, Any]) -> dict[str, Any]:
         """The leaves of one step, checked; raises ``CheckpointError`` in all processes if it does in one."""
         folder = self.directory / str(step)
-        record = fail_together(lambda: read_record(folder / "leaves"), CheckpointError)
-        check_fits(record, likes, f"step {step} in {self.directory}")
-        arrays = fail_together(lambda: read_arrays(folder / "state", record, likes), CheckpointError)
-        fail_together(lambda: check_sound(record, arrays), CheckpointError)
-        return {path: as_like(arrays[path], record[path], like, path) for path, like in likes.items()}
-
-    # ------------------------------------------------------------------------------------------------------- directory
+        entries = fail_together(lambda: read_record(folder / "leaves"), CheckpointError)
+        record.check_fits(entries, likes, f"step {step} in {self.directory}")
+        arrays = fail_together(lambda: read_arrays(folder / "state", entries, likes), CheckpointError)
+        fail_together(lambda: record.check_sound(entries, arrays), CheckpointError)
+        return {path: record.as_like(arrays[path], entries[path], like, path) for path, like in likes.items()}
 
     def _folders_of_process_0(self) -> dict[int, bool]:
         """``_folders`` as process 0 sees them; a file system may show each process something else."""
@@ -323,10 +297,6 @@ class Checkpointer:
                 folder.rename(_free_name(self.directory / f"{step}.damaged"))
 
 
-def _boxed(leaves: dict[str, Any], path: str, like: Any) -> Any:
-    return boxed_as(like, leaves[path])
-
-
 def _is_url(directory: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(directory)
 
@@ -337,10 +307,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _writer_lock(directory: Path) -> IO[str] | None:
-    """Locks the directory for this process; the kernel unlocks it when the process ends, however it does.
-
-    On file systems without locks (object stores, some network file systems) a second job goes unnoticed.
-    """
+    """Locks the directory until this process ends, however it does; where the file system has locks."""
     if _is_url(directory):
         return None
     import fcntl

@@ -10,8 +10,8 @@ split in one way can be restored as split in any other. The record is a JSON obj
 damage to the record.
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
-Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, where there are several processes, arrays that only one of
-them can reach. Every process has them whole, and process 0 stores them.
+Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
+them. Every process has them whole, and process 0 stores them.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     is_padded,
     leaf_value,
     leaves_with_path,
+    map_leaves_with_path,
     rebox,
     true_shape,
     true_value,
@@ -72,11 +73,16 @@ def _unpadded(leaf: Any) -> Any:
     return jax.jit(true_value, out_shardings=whole)(leaf)
 
 
-def boxed_as(like: Any, value: Any) -> Any:
-    """The inverse for one leaf: ``value`` in the box of ``like``, with its padding and sharding."""
-    if is_padded(like):
-        value = jax.jit(partial(with_padding, like), out_shardings=leaf_value(like).sharding)(value)
-    return rebox(like, value)
+def boxed_like(target: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, with its padding."""
+
+    def boxed(path: str, like: Any) -> Any:
+        if not is_padded(like):
+            return rebox(like, leaves[path])
+        pad = jax.jit(partial(with_padding, like), out_shardings=leaf_value(like).sharding)
+        return rebox(like, pad(leaves[path]))
+
+    return map_leaves_with_path(boxed, target)
 
 
 def _checked(path: str, leaf: Any) -> Any:
@@ -199,12 +205,12 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
         )
     unlike = [path for path, like in likes.items() if not _fits(record[path], _description(like))]
     if unlike:
-        path = unlike[0]
+        entries = record[unlike[0]], _description(likes[unlike[0]])
+        saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
         raise ValueError(
-            f"{where} does not fit the abstract state: '{path}' was saved as {_shown(record[path])}, and the abstract "
-            f"state has {_shown(_description(likes[path]))}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. "
-            "Was it another model or optimizer? A metric's Local state has a row for each device: save "
-            "metric.sync of it."
+            f"{where} does not fit the abstract state: '{unlike[0]}' was saved as {saved}, and the abstract state has "
+            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model or optimizer? "
+            "A metric's Local state has a row for each device: save metric.sync of it."
         )
 
 
@@ -216,16 +222,11 @@ def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
     return "; and ".join(problems)
 
 
-def _shown(entry: Entry) -> str:
-    return f"{entry['dtype']}{entry['shape']}"
-
-
 def _fits(saved: Entry, like: Entry) -> bool:
-    if saved["shape"] != like["shape"]:
-        return False
+    """A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array."""
     names = {saved["dtype"], like["dtype"]}
-    # A step counter is a Python int before the first step, and an array after it: numbers of one kind fit.
-    return len(names) == 1 or (bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1)
+    same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
+    return saved["shape"] == like["shape"] and (len(names) == 1 or same_kind)
 
 
 def _kind(dtype: str) -> str:
@@ -269,7 +270,12 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
         data = placed_like(array, like) if reads_whole(entry, like) else array
         wrap = partial(jax.random.wrap_key_data, impl=entry["impl"])
         return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
-    return placed_like(_exactly(array, like.dtype, path), like) if reads_whole(entry, like) else array
+    if not reads_whole(entry, like):
+        return array
+    cast = array.astype(like.dtype)
+    if array.dtype != like.dtype and cast != array:
+        raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {like.dtype}.")
+    return placed_like(cast, like)
 
 
 def placed_like(array: np.ndarray, like: Any) -> Any:
@@ -279,11 +285,3 @@ def placed_like(array: np.ndarray, like: Any) -> Any:
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.array(array)
     return jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.array(array[index]))
-
-
-def _exactly(array: np.ndarray, dtype: Any, path: str) -> np.ndarray:
-    """The array in ``dtype``; another dtype than its own is that of a Python number, which must not change."""
-    cast = array.astype(dtype)
-    if array.dtype != dtype and cast != array:
-        raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {dtype}.")
-    return cast

@@ -10,8 +10,8 @@ is in which file, named as Hugging Face names them::
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
 
-Files are written under hidden names and renamed at the end, the index last. The safetensors library is not used: it
-writes a file from tensors that are all in memory at once, and has no float8 for NumPy.
+Files are written under hidden names and renamed at the end, the index last. (The safetensors library would need all
+tensors of a file in memory at once, and has no float8 for NumPy.)
 """
 
 import json
@@ -28,8 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_as, check_placed, names_problem, placed_like
-from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
+from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_like, check_placed, names_problem, placed_like
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.distributed.wording import listed
 
@@ -67,8 +66,8 @@ def export_safetensors(
 ) -> None:
     """Writes parameters to safetensors files, whole, under the names that they have in the plain model.
 
-    All processes must call it; process 0 writes. One leaf at a time is whole in the memory of the hosts (and, with
-    several processes, of the devices, over which it is gathered).
+    All processes must call it; process 0 writes. One leaf at a time is whole in memory (of hosts, and of devices where
+    there are several processes).
 
     Args:
       params: a pytree of arrays, boxed or not, on any mesh. A tensor's name is its path, as ``blocks/mlp/kernel``.
@@ -147,13 +146,6 @@ def _files(leaves: Mapping[str, Any], target: Path, max_file_bytes: int) -> dict
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-def _index(files: Mapping[Path, list[str]], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())},
-        "weight_map": {name: file.name for file, names in files.items() for name in names},
-    }
-
-
 def _header(leaves: Mapping[str, Any]) -> bytes:
     entries, end = {}, 0
     for name, leaf in leaves.items():
@@ -179,6 +171,8 @@ def _write_files(
     files: Mapping[Path, list[str]], leaves: Mapping[str, Any], arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
     """Writes the files under hidden names, and renames them when all are on disk; the index comes last."""
+    weight_map = {name: file.name for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": weight_map}
     written = [*files, index_file] if len(files) > 1 else [*files]
     try:
         for file, names in files.items():
@@ -188,7 +182,7 @@ def _write_files(
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
         if index_file in written:
             with _new_file(_hidden(index_file)) as opened:
-                opened.write(json.dumps(_index(files, leaves), indent=2, sort_keys=True).encode())
+                opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
         for file in written:
             os.replace(_hidden(file), file)
     finally:
@@ -214,9 +208,7 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     Args:
       path: as in ``export_safetensors``; a model in several files is found by its index. All processes read it.
       abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
-        as ``abstract_train_state(...).params``).
-    Returns:
-      The parameters, in the shardings and boxes of ``abstract_params``.
+        as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
     Raises:
       ValueError: names are missing or left over, a shape or dtype is another, or a file is damaged; says which.
       FileNotFoundError: there is no such model.
@@ -229,8 +221,9 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     check_placed(likes)
     tensors = _tensors(_target(path))
     _check_fits(tensors, likes, path)
-    values = {name: placed_like(tensors[name].values(), like) for name, like in likes.items()}
-    return map_leaves_with_path(lambda name, like: boxed_as(like, values[name]), abstract_params)
+    return boxed_like(
+        abstract_params, {name: placed_like(tensors[name].values(), like) for name, like in likes.items()}
+    )
 
 
 def _tensors(target: Path) -> dict[str, _Tensor]:

@@ -27,12 +27,9 @@ def shard_batch(
     """The global batch from the rows that each process hands in; call it in all processes, in the same order.
 
     The rows of a process go to its own devices, in their order; nothing travels. Processes whose devices hold the same
-    shards of the batch (as with an axis of tensor parallelism that crosses hosts) must hand in the same rows. Scalars
-    are replicated and must be the same everywhere.
-
-    In a run of several processes the first batch on a mesh, and each that differs in shape or dtype from the one before
-    it, is compared: all processes wait for each other, some milliseconds if they are on time. Other batches cost no
-    communication.
+    shards (as with an axis of tensor parallelism that crosses hosts) must hand in the same rows, and all the same
+    scalars. Several processes compare the first batch on a mesh, and each that differs in shape or dtype from the one
+    before it: they wait for each other, some milliseconds if on time. Other batches cost no communication.
 
     Args:
       batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.
@@ -70,8 +67,10 @@ def shard_batch(
         del path
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
+        if padded > len(leaf):
+            leaf = np.pad(np.asarray(leaf), [(0, padded - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
         sharding, shape = NamedSharding(mesh, PartitionSpec(axes)), (all_rows, *np.shape(leaf)[1:])
-        return jax.make_array_from_process_local_data(sharding, _with_rows(leaf, padded), shape)
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
     if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, axes, timeout_s)
@@ -80,14 +79,12 @@ def shard_batch(
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:
-    """What ``shard_batch`` would return, without values: a batch to plan, forecast or compile a step with.
+    """What ``shard_batch`` would return, as ``ShapeDtypeStruct``: a batch to plan, forecast or compile a step with.
 
     Args:
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
       mesh: a mesh, which need not have devices.
       batch_axes: the axes that the batch is split over, outermost first.
-    Returns:
-      ``ShapeDtypeStruct`` with shardings.
     Raises:
       ValueError: the axes do not divide a leaf's rows; names the leaf and both numbers.
 
@@ -173,11 +170,6 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
 
 def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-
-
-def _with_rows(leaf: Any, rows: int) -> Any:
-    missing = rows - len(leaf)
-    return np.pad(np.asarray(leaf), [(0, missing)] + [(0, 0)] * (np.ndim(leaf) - 1)) if missing else leaf
 
 
 @dataclass

@@ -46,9 +46,6 @@ def check_no_explicit_mesh() -> None:
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
     """``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` is what an error calls them.
 
-    Raises:
-      ValueError: names the argument, the axis that is missing, and those that there are.
-
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)
     """

@@ -36,15 +36,13 @@ class DeviceMeshManager:
     def create_device_mesh(
         mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]], devices: Sequence[Device] | None = None
     ) -> Mesh:
-        """A mesh with the given axes. Devices along the last axis are closest to each other.
+        """A mesh with the given axes, of type ``Auto``. Devices along the last axis are closest to each other.
 
         Args:
           mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. One size
             may be -1: what the others leave.
           devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
             several slices (or processes, where these are the units that slow links connect) the first axes cross them.
-        Returns:
-          A ``Mesh`` with axes of type ``Auto``.
         Raises:
           ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do.
         """
@@ -82,8 +80,8 @@ class DeviceMeshManager:
     def create_fsdp_mesh(devices: Sequence[Device] | None = None) -> Mesh:
         """A mesh for sharding over all devices, with an axis along each kind of link: pass ``mesh.axis_names`` on.
 
-        Collectives are then staged, each between neighbours. (Over one axis of many TPU chips XLA turns a reduce-scatter
-        into a full-size all-reduce.)
+        Collectives are then staged, each stage between neighbours. (Over one axis of many TPU chips XLA turns a
+        reduce-scatter into a full-size all-reduce.)
 
             one device, one host       fsdp                          TPU, one slice     fsdp_x, fsdp_y, fsdp_z
             several hosts, processes   fsdp_host, fsdp_device        several slices     fsdp_slice, fsdp_x, ...
@@ -100,10 +98,7 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
-        """A mesh without devices, to plan and forecast for machines that are not there.
-
-        ``mesh_shape`` has axes and positive sizes, outermost first, as {"dp": 4, "fsdp": 64}.
-        """
+        """A mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for machines that are not there."""
         if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
             raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
         return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto_types(tuple(mesh_shape)))

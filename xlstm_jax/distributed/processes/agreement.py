@@ -66,17 +66,15 @@ def assert_same_everywhere(
 
     >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
     """
-    here = {**entries_of(value), **_versions()}
+    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
+    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()}
     if jax.distributed.is_initialized():
         state = distributed.global_state
-        compare(here, what, state.process_id, range(state.num_processes), timeout_s)
+        compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``.
-
-    Each process posts two texts; the first one reads all digests, and posts the groups.
-    """
+    """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``."""
     store = _ComparisonStore(distributed.global_state.client, me, processes)
     deadline = time.monotonic() + timeout_s
     store.post(f"digest/{me}", _digest(f"{what} {json.dumps(sorted(entries.items()))}"))
@@ -200,11 +198,6 @@ def _digest(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]
 
 
-def _versions() -> dict[str, str]:
-    packages = {f"version of {name}": metadata.version(name) for name in COMPARED_PACKAGES}
-    return {"version of python": platform.python_version(), **packages}
-
-
 def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
     lines = []
     for path in dict.fromkeys(path for _, entries in reports for path in entries):
@@ -225,8 +218,7 @@ def _named(processes: Sequence[int]) -> str:
 class _ComparisonStore:
     """A folder of the coordination service's key-value store, for one comparison among ``processes``.
 
-    The comparisons of the same processes are numbered. The number is counted in the store too, by each process for
-    itself, so it belongs to the job and ends with it.
+    Comparisons among the same processes are numbered. Each process counts in the store, so the count ends with the job.
     """
 
     def __init__(self, client: Any, me: int, processes: Sequence[int]) -> None:

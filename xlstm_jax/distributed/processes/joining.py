@@ -118,10 +118,7 @@ def _given_membership(
 
 
 def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
-    """The membership in the cluster that JAX finds, by the same detection as ``jax.distributed.initialize()``.
-
-    That function cannot be asked how many processes there are before it starts its service.
-    """
+    """The membership that JAX itself detects. (``jax.distributed.initialize()`` cannot be asked without joining.)"""
     variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
     found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
     address, num_processes, process_id, device_ids = found

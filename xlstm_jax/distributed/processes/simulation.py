@@ -27,8 +27,8 @@ def simulate_cpu_devices(num_devices: int = 8) -> None:
     In a run of several processes this is the number of each; call it before ``initialize_distributed``. The number
     prevails over ``--xla_force_host_platform_device_count`` in XLA_FLAGS, whose other flags keep their effect.
 
-    It sets the environment variable NPROC, where that is not set, and leaves it for the start of the devices: XLA's CPU
-    client reads the number of its threads from there, and from nowhere else.
+    It sets the environment variable NPROC, if that is not set: XLA's CPU client takes the number of its threads from
+    there alone, when the devices start. Processes that this one starts inherit it.
 
     Raises:
       RuntimeError: JAX has already started its devices, in another number or on another platform.

@@ -18,10 +18,9 @@ Result = TypeVar("Result")
 
 
 def fail_together(work: Callable[[], Result], failure: type[Exception]) -> Result:
-    """Calls ``work`` and returns its result; raises in every process if ``work`` raised in one. All must call it.
+    """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
 
-    Raises:
-      failure: says in which processes ``work`` raised, and what.
+    All processes must call it. The error says in which processes ``work`` raised, and what.
     """
     results: list[Result] = []
     caught, problem = None, ""

@@ -1,13 +1,11 @@
 """The guard around the training loop: the clock of the steps, the values of their losses, SIGTERM, and the way out.
 
 ``step_done(n, metrics)`` starts the copy of step n's loss and counters to the host, reads those of step n - 1, and
-starts the watchdog's clock anew. The read waits for step n - 1 while the device already has step n to do, so the device
-never waits for the host. A bad step is known one step later, to all processes at the same step: all read the same
-replicated values.
+starts the watchdog's clock anew. While it waits for step n - 1 the device has step n to do, so the device never waits
+for the host. All processes learn of a bad step one step later, at the same step: they read the same replicated values.
 
-After an exception a process ends with ``os._exit``, which closes its connections at once. The normal way out is JAX's
-``atexit``, which waits in a barrier for the other processes. They wait in a collective for this one, until a heartbeat
-times out, after 100 s by default.
+After an exception a process ends with ``os._exit``, which closes its connections at once. JAX's ``atexit`` would wait
+in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out (100 s).
 
 The watchdog looks at every shard of the loss. Where a process is gone, the collective fails on the devices that talk to
 it; the others wait for their neighbours, and a read of the loss reads the first device alone.
@@ -41,7 +39,7 @@ class NonFiniteError(ArithmeticError):
 
     >>> try:
     ...     with LoopGuard() as guard:
-    ...         guard.step_done(1, {"loss": float("nan")})
+    ...         guard.step_done(1, {"loss": np.nan})
     ... except NonFiniteError:
     ...     print("restore a checkpoint")
     restore a checkpoint
@@ -69,8 +67,7 @@ class LoopGuard:
 
     >>> with LoopGuard(step_timeout_s=60) as guard:
     ...     for step in range(1, 4):
-    ...         metrics = {"loss": 1 / step}  # of your train_step
-    ...         guard.step_done(step, metrics)
+    ...         guard.step_done(step, {"loss": 1 / step})  # the metrics of your train_step
     ...         if guard.should_stop(step):
     ...             break  # and save a checkpoint
     """
@@ -163,6 +160,7 @@ class LoopGuard:
         self._entered("watch").watch(what, timeout_s)
 
     def _entered(self, method: str) -> Watchdog:
+        """The watchdog; an error names ``method`` where there is none, outside of the ``with`` block."""
         if self._watchdog is None:
             raise ValueError(f"{method} of a LoopGuard outside of its block; write 'with LoopGuard(...) as guard:'.")
         return self._watchdog
@@ -188,8 +186,13 @@ class LoopGuard:
         if jax.process_count() == 1:
             return None
         losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array) and not loss.is_deleted()]
-        errors = [_error_of(shard.data) for loss in losses for shard in loss.addressable_shards]
-        return next(filter(None, errors), None)
+        for shard in (shard for loss in losses for shard in loss.addressable_shards):
+            try:
+                if shard.data.is_ready():
+                    shard.data.block_until_ready()
+            except Exception as error:
+                return f"device {shard.device.id} failed ({error})"
+        return None
 
     def _listen_for_sigterm(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -230,15 +233,6 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(decisive, jax.Array):
         decisive.copy_to_host_async()
     return held
-
-
-def _error_of(shard: Any) -> str | None:  # a jax.Array, whose type does not have is_ready
-    try:
-        if shard.is_ready():
-            shard.block_until_ready()
-    except Exception as error:
-        return f"device {next(iter(shard.devices())).id} failed ({error})"
-    return None
 
 
 def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:

@@ -9,7 +9,6 @@ its own, a read on the host returns the first, and training drifts. Here devices
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -100,15 +99,10 @@ def _local_table(values: list[jax.Array]) -> np.ndarray:
     table = np.zeros((most, len(values), 2), np.uint32)
     for devices, indices in groups.items():
         if set(devices) & set(local):
-            for shard in _checksums(devices, [values[index] for index in indices]).addressable_shards:
+            mesh = Mesh(np.array(devices), (_DEVICE,), axis_types=(AxisType.Auto,))
+            for shard in _checksums(mesh, [_side_by_side(values[index], mesh) for index in indices]).addressable_shards:
                 table[local.index(shard.device), indices] = shard.data[0]
     return table
-
-
-def _checksums(devices: Sequence[Device], values: list[jax.Array]) -> jax.Array:
-    """The checksums of what each device holds, uint32 [device, leaf, 2]: one program, which communicates nothing."""
-    mesh = Mesh(np.array(devices), (_DEVICE,), axis_types=(AxisType.Auto,))
-    return _checksums_on(mesh, [_side_by_side(value, mesh) for value in values])
 
 
 def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
@@ -122,7 +116,9 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _checksums_on(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
+def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
+    """The checksums of what each device holds, uint32 [device, leaf, 2]: one program, which communicates nothing."""
+
     def on_device(values: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(value) for value in values])[None]
 
@@ -142,20 +138,15 @@ def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
 
 def _disagreement(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[str]:
     """For the first shard whose copies differ, a text that says which devices agree."""
+
+    def names(devices: list[Device]) -> str:
+        return ", ".join(f"{device.id} of process {device.process_index}" for device in devices)
+
     for devices in leaf.holders:
         groups = defaultdict(list)
         for device in devices:
             groups[tuple(sums[device][index])].append(device)
         if len(groups) > 1:
-            return [f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is {_who(list(groups.values()))}"]
+            held = " and another on device ".join(map(names, sorted(groups.values(), key=len, reverse=True)))
+            return [f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}"]
     return []
-
-
-def _who(groups: list[list[Device]]) -> str:
-    """``one thing on device 0 of process 0, 1 of process 0 and another on device 2 of process 1``."""
-
-    def names(devices: list[Device]) -> str:
-        return ", ".join(f"{device.id} of process {device.process_index}" for device in devices)
-
-    groups = sorted(groups, key=len, reverse=True)
-    return "one thing on device " + " and another on device ".join(names(group) for group in groups)

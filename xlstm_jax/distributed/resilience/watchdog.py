@@ -3,12 +3,10 @@
 JAX notices a process that died, but not one that is stuck: the others wait in a collective, in C, and no Python code of
 their main threads runs any more. Two clocks run beside the main thread:
 
-  a daemon thread      looks some times a second. Past the limit it writes what took how long and the stacks of all
-                       threads to stderr, and ends the process with code 14. It also calls ``find_failure``, and ends
-                       the process with code 13 if that finds one.
-  faulthandler         a timer in C that the thread restarts each time it looks. Where a C call holds the interpreter's
-                       lock the thread cannot run; the timer then writes the stacks, and ends the process with code 1.
-                       (It can neither name the step nor choose the code.)
+  a daemon thread   looks some times a second. Past the limit it writes what took how long and the stacks of all threads
+                    to stderr, and ends the process with code 14; with code 13 if ``find_failure`` has found a failure
+  faulthandler      a timer in C that the thread restarts each time it looks. Where a C call holds the lock of the
+                    interpreter the thread cannot run; the timer then writes the stacks and ends the process with code 1
 
 Both write to file descriptor 2, without Python's ``sys.stderr``, whose lock the stuck thread may hold.
 """
@@ -38,9 +36,8 @@ class _Watched(NamedTuple):
 class Watchdog:
     """Ends the process if ``watch`` is not called again in time. One at a time: Python's faulthandler has one timer.
 
-    Args:
-      name: of this process, as ``process 1 of 2``, in what is written.
-      find_failure: returns a text if something has failed. It must not wait.
+    ``name`` is that of this process in what is written; ``find_failure`` returns a text if something has failed, and
+    must not wait.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
@@ -102,13 +99,8 @@ class Watchdog:
 
 def leave(code: int) -> None:
     """Ends the process at once: no ``atexit``, no barrier. What was printed is flushed, where that does not block."""
-    flush = threading.Thread(target=_flush, daemon=True)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    flush = threading.Thread(target=lambda: [stream.flush() for stream in streams], daemon=True)
     flush.start()
     flush.join(FLUSH_TIMEOUT_S)
     os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
