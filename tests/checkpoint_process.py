@@ -33,7 +33,7 @@ def state_of(step, mesh):
 
 
 def same(a, b):
-    """Whether the parts that this process holds are equal."""
+    """Whether the shards that this process holds are equal."""
 
     def parts(x):
         x = jax.random.key_data(x) if hasattr(x, "dtype") and str(x.dtype).startswith("key") else x

@@ -1,7 +1,6 @@
-"""One of several real processes: ``python -m tests.process_script PART RANK COUNT PORT``; prints what came of it.
+"""One of several real processes: ``python -m tests.process_script PART RANK COUNT PORT``.
 
-Every step of a part prints nothing and raises nothing: what it returned or raised, and how long it took, stands under
-its name in one JSON object at the end.
+It prints one JSON object at the end: for every step by its name what it returned or raised, and how long it took.
 """
 
 import importlib.util
@@ -12,6 +11,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from xlstm_jax.distributed import (
     shard_batch,
     simulate_cpu_devices,
 )
+from xlstm_jax.distributed.device_mesh import batches
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -43,7 +44,7 @@ def step(name, fn, *args, **kwargs):
 
 
 def whole(mesh, x):
-    """All of a global array, and the parts that this process's devices hold."""
+    """All of a global array, and the shards that this process's devices hold."""
     copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
     return {
         "all": np.asarray(copy.addressable_data(0)).tolist(),
@@ -80,6 +81,16 @@ def agreement():
         step("same again", assert_same_everywhere, config)
 
 
+def two_meshes_in_turn(mesh, batch):
+    """Counts the comparisons of two rounds over ``mesh``, which has seen such a batch, and another one."""
+    other, OUT["comparisons"] = DeviceMeshManager.create_data_parallel_mesh(), {}
+    for i, name in enumerate(["first round", "second round"]):
+        with mock.patch.object(batches, "compare", wraps=batches.compare) as compare:
+            step(f"other mesh {i}", lambda: whole(other, shard_batch(batch, other, "data")["x"])["all"])
+            step(f"first mesh {i}", lambda: whole(mesh, shard_batch(batch, mesh, ("dp", "fsdp"))["x"])["all"])
+        OUT["comparisons"][name] = compare.call_count
+
+
 def batches_of_two():
     rows = np.arange(8.0).reshape(4, 2) + 100 * RANK
     dp = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
@@ -93,6 +104,7 @@ def batches_of_two():
     OUT["rows"] = whole(dp, batch["x"])
     OUT["scalar"] = int(batch["n"])
     OUT["again"] = [step(f"again {i}", lambda: bool(shard_batch({"x": rows, "n": 7}, dp, both))) for i in range(3)]
+    two_meshes_in_turn(dp, {"x": rows, "n": 7})
     padded, weight = shard_batch({"x": rows[:3]}, dp, both, pad=True)
     OUT["padded"], OUT["weight"] = whole(dp, padded["x"])["all"], whole(dp, weight)["all"]
     padded, weight = shard_batch({"x": rows[: 3 * RANK]}, dp, both, pad=4)
@@ -139,7 +151,7 @@ def slurm():
     """The environment that srun makes; no argument at all."""
     simulate_cpu_devices(1)
     initialize_distributed()
-    OUT["place"] = [jax.process_index(), jax.process_count(), jax.device_count()]
+    OUT["joined"] = [jax.process_index(), jax.process_count(), jax.device_count()]
 
 
 def join():

@@ -86,7 +86,7 @@ def train(guard):
 
 
 def replicas():
-    """A leaf whose copy on the last device of all differs in one value; each process says what it was told."""
+    """A leaf whose copy on the last device of all differs in one value; each process prints the error."""
     last = jax.devices()[-1]
 
     def copy(device, bad):

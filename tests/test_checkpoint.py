@@ -1,4 +1,4 @@
-"""What is restored is what was saved, in the target's kind, place and boxes; damage is seen; failures are told."""
+"""What is restored is what was saved, in the types, shardings and boxes of the target; damage and failures are seen."""
 
 import json
 import resource
@@ -27,7 +27,7 @@ from tests.test_init import largest_buffer
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
-from xlstm_jax.distributed.checkpoint.record import checksum_each
+from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 
@@ -62,7 +62,7 @@ def everything(mesh, train):
 
 
 def assert_same(got, want):
-    """Structure, kinds, places and bits."""
+    """Structure, types, shardings and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(leaves_with_path(unbox(got)), jax.tree.leaves(want), strict=True):
         assert type(a) is type(b), path
@@ -163,12 +163,10 @@ def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
             checkpointer.restore(METRIC.empty(AXES, mesh_of(1, 2)))
 
 
-def test_checksums_are_taken_from_slices():
-    """Read off the program of each device: no array in it is larger than a slice."""
+def test_checksums_are_computed_from_shards():
+    """Read off the program of each device: no array in it is larger than a shard."""
     x = jax.device_put(jnp.ones((256, 64)), NamedSharding(mesh_of(1, 8), P("fsdp")))
-    from xlstm_jax.distributed.checkpoint import record as checkpoint_leaves
-
-    program = checkpoint_leaves._checksum_to(checkpoint_leaves._sums_place(x)).lower(x).compile().as_text()
+    program = checksum_program(x).lower(x).compile().as_text()
     assert largest_buffer(program) <= x.size // 8 and "all-gather" not in program
     assert checksum_each({"x": x}) == checksum_each({"x": np.ones((256, 64), np.float32)})
     assert checksum_each({"x": x}) != checksum_each({"x": np.ones((64, 256), np.float32)[:, ::-1] * 2})
@@ -299,7 +297,7 @@ def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, tm
 # ------------------------------------------------------------------------------------------- failures and other writers
 
 
-def test_a_save_that_fails_in_the_background_is_told(tmp_path):
+def test_a_save_that_fails_in_the_background_raises_later(tmp_path):
     """No file may be larger than 10 kB, as if the disk were full."""
     state = {"w": np.random.default_rng(0).normal(size=(100, 1000))}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

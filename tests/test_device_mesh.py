@@ -170,6 +170,15 @@ def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(fl
     assert any(tmp_path.iterdir()) == ("dump" in flags)
 
 
+@pytest.mark.parametrize("call, nproc", [("available_devices", None), ("simulate_cpu_devices", 12)])
+def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, nproc):
+    code = f"import os, jax, xlstm_jax.distributed as d; assert 'NPROC' not in os.environ; d.{call}(3); "
+    code += "print(jax.device_count(), os.environ.get('NPROC'))"
+    environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout == f"3 {nproc}\n"
+
+
 def test_no_devices_are_refused():
     with pytest.raises(ValueError, match=r"simulate_cpu_devices\(0\): the number of devices is positive"):
         simulate_cpu_devices(0)

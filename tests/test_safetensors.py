@@ -18,10 +18,10 @@ from xlstm_jax.distributed import export_safetensors, import_safetensors, init_s
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
 
 X = jnp.ones((16, 8))
-DTYPES = (
-    "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu "
-    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64"
-).split()
+DTYPES = [
+    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64",
+]  # fmt: skip
 
 
 def params_on(mesh, min_weight_size=32):

@@ -1,12 +1,12 @@
-"""Checksums of arrays, computed where they lie.
+"""Checksums of arrays, computed on the devices that hold them.
 
 The words of an array, 32 bits each, are scrambled together with their positions, and summed modulo 2^32:
 
     checksum = sum_i  scramble(word_i, i)      scramble(., i) is one-to-one, so one changed word changes the sum
 
-A sum modulo 2^32 is exact in every order. So the checksum is the same however an array is split over devices, no device
-holds more than its shard, and what travels is one number. It is 64 bits wide, of two scrambles: words that were
-exchanged, or several that changed, go unseen in one of 2^64 cases. It guards against accidents, not against intent.
+A sum modulo 2^32 is exact in every order. So the checksum does not depend on how an array is split over devices, each
+device needs its shard alone, and what travels is one number. The two sums of two scrambles make 64 bits: other changes
+(words exchanged, several words changed) go unseen in one of 2^64 cases. It guards against accidents, not intent.
 """
 
 import math
@@ -19,7 +19,7 @@ from jax import lax
 # The finalizer of MurmurHash3 (Austin Appleby, public domain), and a second one with the constants of "lowbias32" by
 # Chris Wellons (public domain): (shift, factor, shift, factor, shift), each step one-to-one on 32 bits.
 _SCRAMBLES = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97, 15))
-_STRIDE = 0x9E3779B9  # 2^32 over the golden ratio: positions that are close lie far apart
+_STRIDE = 0x9E3779B9  # 2^32 over the golden ratio: it moves neighbouring positions far apart
 
 
 def checksum(x: Any) -> jax.Array:
@@ -28,12 +28,12 @@ def checksum(x: Any) -> jax.Array:
     It depends on the bits: 0.0 and -0.0 differ, as do two NaN with different payloads. An array of no values has 0.
     """
     words = _words(x)
-    place = _place_of(words.shape) * jnp.uint32(_STRIDE)
-    return jnp.stack([jnp.sum(_scrambled(words + place, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
+    positions = _positions(words.shape) * jnp.uint32(_STRIDE)
+    return jnp.stack([jnp.sum(_scrambled(words + positions, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
-    """Of uint32, one-to-one. A first factor keeps a word of 0 at place 0 from counting as nothing."""
+    """One-to-one on uint32. The first step keeps a word of 0 at position 0 from counting as nothing."""
     first, factor, second, other, last = steps
     words = words ^ jnp.uint32(factor)
     words = (words ^ (words >> first)) * jnp.uint32(factor)
@@ -41,13 +41,13 @@ def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
     return words ^ (words >> last)
 
 
-def _place_of(shape: tuple[int, ...]) -> jax.Array:
-    """The place of every entry in row-major order, modulo 2^32."""
-    place = jnp.zeros(shape, jnp.uint32)
+def _positions(shape: tuple[int, ...]) -> jax.Array:
+    """The position of every entry in row-major order, modulo 2^32."""
+    positions = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
-        place += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    return place
+        positions += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+    return positions
 
 
 def _words(x: Any) -> jax.Array:

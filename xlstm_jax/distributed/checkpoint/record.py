@@ -1,29 +1,29 @@
-"""What a checkpoint holds of a state: bare arrays by path, and a record of what each must be when it is read.
+"""What a checkpoint holds of a state: arrays by path, without boxes, and a record that says what each of them is.
 
   state    {"train": TrainState(params={"w": box(W)}), "rng": key, "data": {"position": 7}}
 
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-No boxes are saved and no padding, and keys as their data. Paths are those of the plain model, so a state that was split
-in one way can be read into any other. The record is a JSON object with a digest of its own: a checksum that changed on
-disk is then damage like any other.
+Boxes and padding are not saved, and of PRNG keys their data. Paths are those of the plain model, so a state that was
+split in one way can be restored as split in any other. The record is a JSON object with a digest of itself, which shows
+damage to the record.
 
-Whole arrays. A leaf that is placed (a committed ``jax.Array``) is stored and read shard by shard. All others are local:
-Python numbers, NumPy arrays, ``jax.Array`` that were never placed, and, where there are several processes, arrays that
-only one of them can reach. They are small, whole in every process, and stored by the first.
+A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
+Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
+them. Every process has them whole, and process 0 stores them.
 """
 
-import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
@@ -31,6 +31,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     is_padded,
     leaf_value,
     leaves_with_path,
+    map_leaves_with_path,
     rebox,
     true_shape,
     true_value,
@@ -47,27 +48,22 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 
 def bare_leaves(state: PyTree) -> dict[str, Any]:
-    """The leaves without boxes, by path.
-
-    Raises:
-      ValueError: there are none, or two paths are written alike.
-      TypeError: a leaf is no number and no array of numbers.
-    """
-    leaves, taken = {}, {}
-    for path, leaf in leaves_with_path(state):
-        leaves[path] = _checked(path, _unpadded(leaf))
-        other = taken.setdefault(path.replace("/", "."), path)
-        if len(leaves) > len(taken):
-            raise ValueError(f"the leaves {other!r} and {path!r} would have one name on disk; rename one of them.")
+    """The leaves without boxes, by path; refuses leaves that are no numbers, and two with the same name on disk."""
+    pairs = leaves_with_path(state)
+    leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
-    if len(leaves) < len(leaves_with_path(state)):
+    if len(leaves) < len(pairs):
         raise ValueError("two leaves of the state have the same path (the keys 0 and '0' of a dict, say); rename one.")
+    names = {path.replace("/", "."): path for path in leaves}
+    for path in leaves:
+        if (other := names[path.replace("/", ".")]) != path:
+            raise ValueError(f"the leaves {path!r} and {other!r} would have one name on disk; rename one of them.")
     return leaves
 
 
 def _unpadded(leaf: Any) -> Any:
-    """The value in its true shape. What was padded cannot be split in that shape: it is whole on every device."""
+    """The value in its true shape; if it is padded, whole on every device: the axes do not divide that shape."""
     value = leaf_value(leaf)
     if not is_padded(leaf):
         return value
@@ -77,12 +73,16 @@ def _unpadded(leaf: Any) -> Any:
     return jax.jit(true_value, out_shardings=whole)(leaf)
 
 
-def boxed_as(like: Any, value: Any) -> Any:
-    """The inverse for one leaf: ``value`` in the box of ``like``, padded and placed as it is there."""
-    if not is_padded(like):
-        return rebox(like, value)
-    place = leaf_value(like).sharding
-    return rebox(like, jax.jit(lambda value: with_padding(like, value), out_shardings=place)(value))
+def boxed_like(target: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, with its padding."""
+
+    def boxed(path: str, like: Any) -> Any:
+        if not is_padded(like):
+            return rebox(like, leaves[path])
+        pad = jax.jit(partial(with_padding, like), out_shardings=leaf_value(like).sharding)
+        return rebox(like, pad(leaves[path]))
+
+    return map_leaves_with_path(boxed, target)
 
 
 def _checked(path: str, leaf: Any) -> Any:
@@ -109,16 +109,15 @@ def is_local(leaf: Any) -> bool:
 
 
 def stored_arrays(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written for each leaf: a ``jax.Array``, or a NumPy array of a local one."""
-    return {path: _stored(leaf) for path, leaf in leaves.items()}
+    """What is written for each leaf: a ``jax.Array`` for a placed leaf, a NumPy array for a local one."""
 
+    def stored(leaf: Any) -> Any:
+        if (kind := type(leaf).__name__) in PYTHON_DTYPES:
+            return np.asarray(leaf, PYTHON_DTYPES[kind])
+        data = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
+        return np.asarray(data) if is_local(leaf) else data
 
-def _stored(leaf: Any) -> Any:
-    if (kind := type(leaf).__name__) in PYTHON_DTYPES:
-        return np.asarray(leaf, PYTHON_DTYPES[kind])
-    local = is_local(leaf)
-    leaf = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
-    return np.asarray(leaf) if local else leaf
+    return {path: stored(leaf) for path, leaf in leaves.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- the record
@@ -126,13 +125,9 @@ def _stored(leaf: Any) -> Any:
 
 def record_of(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> Record:
     """The record of a state; ``arrays`` are its ``stored_arrays``."""
-    sums = checksum_each(arrays)
-    return {
-        path: _description(leaf)
-        | {"checksum": sums[path]}
-        | ({"impl": str(jax.random.key_impl(leaf))} if is_prng_key(leaf) else {})
-        for path, leaf in leaves.items()
-    }
+    record = {path: _description(leaves[path]) | {"checksum": value} for path, value in checksum_each(arrays).items()}
+    keys = {path: leaf for path, leaf in leaves.items() if is_prng_key(leaf)}
+    return record | {path: record[path] | {"impl": str(jax.random.key_impl(key))} for path, key in keys.items()}
 
 
 def _description(leaf: Any) -> Entry:
@@ -148,11 +143,7 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def from_json(content: Any) -> Record:
-    """The inverse of ``to_json``.
-
-    Raises:
-      ValueError: the content does not have its digest.
-    """
+    """The inverse of ``to_json``; raises ``ValueError`` if the digest is not that of the record."""
     record = content.get("leaves") if isinstance(content, dict) else None
     if record is None or content.get("digest") != _digest(record):
         raise ValueError("the record of leaves does not have its digest")
@@ -164,90 +155,78 @@ def _digest(record: Record) -> str:
 
 
 def checksum_each(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The checksum of every array, of placed ones where they lie."""
-
-    # One program for each kind of leaf. (One for all would compile each of a deep model's hundreds of leaves by itself;
-    # several in flight can wait for each other for ever on simulated devices, see device_mesh.)
-    def found(array):
-        return np.asarray(_checksum_to(_sums_place(array))(_words(array))).tolist()
-
-    return {path: found(array) for path, array in arrays.items()}
+    """The checksum of every array; those of placed arrays are computed on their devices, from the shards."""
+    # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
+    # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
+    return {path: np.asarray(checksum_program(array)(_words(array))).tolist() for path, array in arrays.items()}
 
 
-def _sums_place(array: Any) -> Any:
-    """Where the checksum of an array goes: to all devices of its mesh, or beside an array on one device."""
-    if not isinstance(array, jax.Array):
-        return None
-    sharding = array.sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
+    """``checksum``, compiled for an array: its result goes to all devices of the array."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    return _checksum_to(
+        NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    )
 
 
-@functools.lru_cache(maxsize=16)
-def _checksum_to(place: Any) -> Any:
-    return jax.jit(checksum, out_shardings=place)
+@lru_cache(maxsize=16)
+def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
+    return jax.jit(checksum, out_shardings=sharding)
 
 
 def _words(array: Any) -> Any:
-    """64-bit values of the host as pairs of 32 bits: JAX would cut them unless it runs with 64 bits itself."""
+    """A NumPy array of 64-bit values as pairs of 32 bits: JAX would cut the values, unless it has 64 bits enabled."""
     if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
         return array
     return np.ascontiguousarray(array[..., None]).view(np.uint32)
 
 
 def check_sound(record: Record, arrays: Mapping[str, Any]) -> None:
-    """Checks arrays that were read against the record.
-
-    Raises:
-      ValueError: some are not what was saved; names them.
-    """
-    structs = {path: data_struct(entry) for path, entry in record.items()}
-    bad = [path for path, s in structs.items() if (arrays[path].shape, arrays[path].dtype) != (s.shape, s.dtype)]
-    if bad:
-        raise ValueError(f"{listed(bad)}: what was read does not have the shape and dtype of what was saved")
+    """Checks arrays that were read against the record; raises a ``ValueError`` that names those that differ."""
     sums = checksum_each(arrays)
-    bad = [path for path, entry in record.items() if sums[path] != entry["checksum"]]
-    if bad:
-        raise ValueError(f"{listed(bad)}: what was read does not have the checksum of what was saved")
+
+    def is_sound(path: str, entry: Entry) -> bool:
+        struct, array = data_struct(entry), arrays[path]
+        return (array.shape, array.dtype, sums[path]) == (struct.shape, struct.dtype, entry["checksum"])
+
+    if bad := [path for path, entry in record.items() if not is_sound(path, entry)]:
+        raise ValueError(f"{listed(bad)}: what was read does not have the checksum or dtype of what was saved")
 
 
-# ------------------------------------------------------------------------------------------------------ into the target
+# ---------------------------------------------------------------------------------------------------------- the target
 
 
 def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
-    """Checks the leaves of a target against a record.
-
-    Raises:
-      ValueError: a leaf is missing on either side, or has another shape or dtype; names it, and both.
-    """
-    missing, extra = sorted(likes.keys() - record.keys()), sorted(record.keys() - likes.keys())
-    if missing or extra:
-        parts = [f"it has no {listed(missing)}"] if missing else []
-        parts += [f"it has {listed(extra)}, which the abstract state has not"] if extra else []
+    """Checks that the leaves of a target have the paths, shapes and dtypes of a record; a ``ValueError`` names both."""
+    if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
-            f"{where} does not fit the abstract state: {'; and '.join(parts)}. Restore into a state of the structure "
+            f"{where} does not fit the abstract state: {problem}. Restore into a state of the structure "
             "that was saved (same model and optimizer), and take from it what is needed."
         )
     unlike = [path for path, like in likes.items() if not _fits(record[path], _description(like))]
     if unlike:
-        path = unlike[0]
+        entries = record[unlike[0]], _description(likes[unlike[0]])
+        saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
         raise ValueError(
-            f"{where} does not fit the abstract state: '{path}' was saved as {_shown(record[path])}, and the abstract "
-            f"state has {_shown(_description(likes[path]))}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. "
-            "Was it another model or optimizer? A metric's Local state has a row for each device: save "
-            "metric.sync of it."
+            f"{where} does not fit the abstract state: '{unlike[0]}' was saved as {saved}, and the abstract state has "
+            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model or optimizer? "
+            "A metric's Local state has a row for each device: save metric.sync of it."
         )
 
 
-def _shown(entry: Entry) -> str:
-    return f"{entry['dtype']}{entry['shape']}"
+def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
+    """Which names of ``wanted`` were not saved, and which are not wanted; "" where both are the same."""
+    missing, extra = sorted(wanted - saved), sorted(saved - wanted)
+    problems = [f"it has no {listed(missing)}"] if missing else []
+    problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []
+    return "; and ".join(problems)
 
 
 def _fits(saved: Entry, like: Entry) -> bool:
-    if saved["shape"] != like["shape"]:
-        return False
+    """A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array."""
     names = {saved["dtype"], like["dtype"]}
-    # A step counter is a Python int before the first step, and an array after it: numbers of one kind fit.
-    return len(names) == 1 or (bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1)
+    same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
+    return saved["shape"] == like["shape"] and (len(names) == 1 or same_kind)
 
 
 def _kind(dtype: str) -> str:
@@ -257,11 +236,7 @@ def _kind(dtype: str) -> str:
 
 
 def check_placed(likes: Mapping[str, Any]) -> None:
-    """Checks that the target says where each leaf goes.
-
-    Raises:
-      ValueError: an abstract leaf has no sharding though there are several devices, or one that does not divide it.
-    """
+    """Checks that each leaf of the target has a sharding, which divides it; on one device it needs none."""
     for path, like in likes.items():
         if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None and jax.device_count() > 1:
             raise ValueError(
@@ -269,12 +244,12 @@ def check_placed(likes: Mapping[str, Any]) -> None:
                 f"{jax.device_count()} devices. Make the target with abstract_train_state, or give each "
                 "ShapeDtypeStruct a sharding."
             )
-        if getattr(like, "sharding", None) is not None:
-            like.sharding.shard_shape(like.shape)
+        if (sharding := getattr(like, "sharding", None)) is not None:
+            sharding.shard_shape(like.shape)
 
 
 def reads_whole(entry: Entry, like: Any) -> bool:
-    """Whether a leaf is read to the host, whole, before it is placed."""
+    """Whether each process reads a leaf whole into the memory of its host."""
     return is_local(like) or entry["dtype"] in PYTHON_DTYPES or 0 in entry["shape"]
 
 
@@ -288,36 +263,25 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
-    """An array that was read, as the kind of leaf that the target has in its place, and where that lies.
-
-    Raises:
-      ValueError: a Python number that has no exact counterpart in the dtype of the target.
-    """
-    if (kind := type(like).__name__) in PYTHON_DTYPES:
-        return type(like)(array.item()) if kind != "bool" else bool(array)
+    """An array that was read as what the leaf is in the target: a Python number, NumPy array, ``jax.Array`` or key."""
+    if type(like).__name__ in PYTHON_DTYPES:
+        return type(like)(array.item())
+    if "impl" in entry:
+        data = placed_like(array, like) if reads_whole(entry, like) else array
+        wrap = partial(jax.random.wrap_key_data, impl=entry["impl"])
+        return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
     if not reads_whole(entry, like):
-        return _as_keys(array, entry, like.sharding) if "impl" in entry else array
-    if "impl" not in entry:
-        array = _exactly(array, like.dtype, path)
-    if isinstance(like, np.ndarray | np.generic):
-        return array[()] if isinstance(like, np.generic) else array
-    placed = getattr(like, "committed", True) and like.sharding is not None
-    value = _placed(array, like.sharding) if placed else jnp.array(array)
-    return _as_keys(value, entry, like.sharding if placed else None) if "impl" in entry else value
-
-
-def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def _as_keys(data: jax.Array, entry: Entry, sharding: Any) -> jax.Array:
-    return jax.jit(functools.partial(jax.random.wrap_key_data, impl=entry["impl"]), out_shardings=sharding)(data)
-
-
-def _exactly(array: np.ndarray, dtype: Any, path: str) -> np.ndarray:
-    if array.dtype == dtype:
         return array
-    cast = array.astype(dtype)
-    if cast != array:
-        raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {dtype}.")
-    return cast
+    cast = array.astype(like.dtype)
+    if array.dtype != like.dtype and cast != array:
+        raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {like.dtype}.")
+    return placed_like(cast, like)
+
+
+def placed_like(array: np.ndarray, like: Any) -> Any:
+    """A copy of an array of the host: as a NumPy array where ``like`` is one, else with the sharding of ``like``."""
+    if isinstance(like, np.ndarray | np.generic):
+        return np.array(array) if isinstance(like, np.ndarray) else array[()]
+    if like.sharding is None or not getattr(like, "committed", True):
+        return jnp.array(array)
+    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.array(array[index]))

@@ -1,26 +1,26 @@
 """Parameters as safetensors files, the format in which models are passed on.
 
-  export   one leaf after the other:  gather to the host of the first process -> write       a/b/kernel
-  import   every device's share of every leaf:  read those bytes -> place
+  export   leaf by leaf:  gather to the hosts -> process 0 writes
+  import   leaf by leaf:  each device's shard <- its bytes of the file
 
-A file is a length (8 bytes, little-endian), a JSON header of that length that gives each tensor its dtype, shape and
-place, and the values. What is larger than a limit is cut into several files, with an index of which tensor is where, as
-Hugging Face names them::
+A file holds a length (8 bytes, little-endian), a JSON header of that length with the dtype, the shape and the offsets
+of each tensor, and the values. A model that is larger than a limit goes to several files, with an index of which tensor
+is in which file, named as Hugging Face names them::
 
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
 
-Files are written under other names and renamed at the end, the one that makes the model complete last. They are written
-here and not by the safetensors library, because that wants all tensors of a file in memory at once, and has no float8
-for NumPy.
+Files are written under hidden names and renamed at the end, the index last. (The safetensors library would need all
+tensors of a file in memory at once, and has no float8 for NumPy.)
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_as, check_placed, is_local
-from xlstm_jax.distributed.data_parallel.boxes import map_leaves_with_path
+from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_like, check_placed, names_problem, placed_like
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.distributed.wording import listed
 
@@ -38,18 +37,17 @@ DEFAULT_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 _ALIGNMENT = 8  # of the values, which begin behind the header
 
-_CODES = {
-    "bool": "BOOL",
-    **{f"{kind}int{bits}": f"{code}{bits}" for kind, code in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)},
-    **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
-    **{"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
-}
+_CODES = (
+    {f"{kind}int{bits}": f"{code}{bits}" for kind, code in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)}
+    | {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+    | {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
+)
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor in a file."""
 
     file: Path
     offset: int  # from the beginning of the file
@@ -57,7 +55,7 @@ class _Tensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """The values, of which only those are read that are indexed."""
+        """The values, mapped into memory: only those that are indexed are read."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
@@ -68,11 +66,11 @@ def export_safetensors(
 ) -> None:
     """Writes parameters to safetensors files, whole, under the names that they have in the plain model.
 
-    One leaf at a time is whole on the host of the first process, which writes; all processes must call it. (With
-    several processes it is whole for a moment on every device, too, since that is how it gets there.)
+    All processes must call it; process 0 writes. One leaf at a time is whole in memory (of hosts, and of devices where
+    there are several processes).
 
     Args:
-      params: a pytree of arrays, boxed or not, on any mesh. A tensor is called by its path, as ``blocks/mlp/kernel``.
+      params: a pytree of arrays, boxed or not, on any mesh. A tensor's name is its path, as ``blocks/mlp/kernel``.
       path: a folder, where ``model.safetensors`` is made, or a file ending in ``.safetensors``.
       max_file_bytes: values of more bytes go to several files, ``model-00001-of-00003.safetensors`` and so on, with an
         index. A leaf is never cut: a larger one has a file of its own.
@@ -80,22 +78,35 @@ def export_safetensors(
       FileExistsError: there is such a model already.
       TypeError: a leaf has a dtype that the format does not know; names it.
       OSError: a file cannot be written; no model is there then.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> export_safetensors({"mlp": {"kernel": np.ones((2, 3))}}, folder)
+    >>> import_safetensors(folder, {"mlp": {"kernel": np.zeros((2, 3))}})["mlp"]["kernel"].tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     leaves = bare_leaves(params)
     for name, leaf in leaves.items():
-        if str(getattr(leaf, "dtype", type(leaf).__name__)) not in _CODES:
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
-            raise TypeError(f"'{name}' of type {kind} cannot be written to safetensors; it takes {sorted(_CODES)}.")
+        if str(dtype := _dtype_or_type(leaf)) not in _CODES:
+            raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(_CODES)}.")
     target = _target(path)
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
-    with _Writer(active=jax.process_index() == 0) as writer:
-        for file, names in files.items():
-            writer.begin(_hidden(file), {name: leaves[name] for name in names})
-            for name in names:
-                writer.write(_whole(leaves[name]))
-        writer.finish(files, _index(files, leaves) if len(files) > 1 else None, _index_file(target))
-        fail_together(writer.check, OSError)
+    arrays = (_whole(leaves[name]) for names in files.values() for name in names)
+
+    def write() -> None:
+        try:
+            if jax.process_index() == 0:
+                _write_files(files, leaves, arrays, _index_file(target))
+        finally:
+            for _ in arrays:  # process 0 takes part in every gather, also after an error
+                pass
+
+    fail_together(write, OSError)
+
+
+def _dtype_or_type(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", type(leaf).__name__)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -118,28 +129,21 @@ def _check_free(target: Path) -> None:
 
 
 def _files(leaves: Mapping[str, Any], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
-    """Which tensors go to which file: in the order of the tree, a new file where one would be too large."""
+    """The tensors of each file: in the order of the tree, a new file where one would be too large."""
     groups: list[list[str]] = []
-    room = 0
+    bytes_left = 0
     for name, leaf in leaves.items():
-        if not groups or leaf.nbytes > room:
+        if not groups or leaf.nbytes > bytes_left:
             groups.append([])
-            room = max_file_bytes
+            bytes_left = max_file_bytes
         groups[-1].append(name)
-        room -= leaf.nbytes
+        bytes_left -= leaf.nbytes
     for names in groups:  # wide dtypes first, so that all are aligned
         names.sort(key=lambda name: (-leaves[name].dtype.itemsize, name))
     if len(groups) == 1:
         return {target: groups[0]}
     stem, count = target.name.removesuffix(SUFFIX), len(groups)
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
-
-
-def _index(files: Mapping[Path, list[str]], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())},
-        "weight_map": {name: file.name for file, names in files.items() for name in names},
-    }
 
 
 def _header(leaves: Mapping[str, Any]) -> bytes:
@@ -158,90 +162,68 @@ def _whole(leaf: Any) -> np.ndarray:
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return np.ascontiguousarray(multihost_utils.process_allgather(leaf, tiled=True))
-    # An array keeps what NumPy has read of it. This one goes away, while the leaf stays, and with it would the model.
+    # A jax.Array keeps the NumPy array that was made of it. Here that is a new one, which is dropped after its turn.
     shards = [shard.data for shard in leaf.addressable_shards]
     return np.ascontiguousarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
 
 
-class _Writer:
-    """Writes on one process. An error is kept until ``check``: other processes count on this one for every leaf."""
+def _write_files(
+    files: Mapping[Path, list[str]], leaves: Mapping[str, Any], arrays: Iterator[np.ndarray], index_file: Path
+) -> None:
+    """Writes the files under hidden names, and renames them when all are on disk; the index comes last."""
+    weight_map = {name: file.name for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": weight_map}
+    written = [*files, index_file] if len(files) > 1 else [*files]
+    try:
+        for file, names in files.items():
+            with _new_file(_hidden(file)) as opened:
+                opened.write(_header({name: leaves[name] for name in names}))
+                for _ in names:
+                    opened.write(next(arrays).reshape(-1).view(np.uint8).data)
+        if index_file in written:
+            with _new_file(_hidden(index_file)) as opened:
+                opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
+        for file in written:
+            os.replace(_hidden(file), file)
+    finally:
+        for file in written:
+            _hidden(file).unlink(missing_ok=True)
 
-    def __init__(self, active: bool) -> None:
-        self.active, self.error, self.file = active, None, None
-        self.begun: list[Path] = []
 
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        if self.file is not None:
-            self.file.close()
-        for path in self.begun:  # what was not renamed
-            path.unlink(missing_ok=True)
-
-    def begin(self, path: Path, leaves: Mapping[str, Any]) -> None:
-        self._try(lambda: self._open(path, _header(leaves)))
-
-    def write(self, values: np.ndarray) -> None:
-        self._try(lambda: self.file.write(values.reshape(-1).view(np.uint8).data))
-
-    def finish(self, files: Mapping[Path, Any], index: dict[str, Any] | None, index_file: Path) -> None:
-        """Renames what was written; the index comes last."""
-        if index is not None:
-            self._try(lambda: self._open(_hidden(index_file), json.dumps(index, indent=2, sort_keys=True).encode()))
-        self._try(self._close)
-        for file in [*files, *([index_file] if index is not None else [])]:
-            self._try(lambda file=file: os.replace(_hidden(file), file))
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def _try(self, work: Any) -> None:
-        if self.active and self.error is None:
-            try:
-                work()
-            except OSError as error:
-                self.error = error
-
-    def _open(self, path: Path, content: bytes) -> None:
-        self._close()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.begun.append(path)
-        self.file = open(path, "wb")
-        self.file.write(content)
-
-    def _close(self) -> None:
-        if self.file is not None:
-            file, self.file = self.file, None
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
 def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) -> PyTree:
-    """Reads parameters from safetensors files, every device its own share of them.
+    """Reads parameters from safetensors files; each device reads its own shards.
 
     Args:
-      path: as in ``export_safetensors``; a model in several files is found by its index. All processes must be able to
-        read it.
-      abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where it is split (such as
-        ``abstract_train_state(...).params``).
-    Returns:
-      The parameters, in the shardings and boxes of ``abstract_params``.
+      path: as in ``export_safetensors``; a model in several files is found by its index. All processes read it.
+      abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
+        as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
     Raises:
       ValueError: names are missing or left over, a shape or dtype is another, or a file is damaged; says which.
       FileNotFoundError: there is no such model.
+
+    >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
+    Traceback (most recent call last):
+    FileNotFoundError: there is no no_such_folder/model.safetensors, and no model.safetensors.index.json beside it.
     """
     likes = bare_leaves(abstract_params)
     check_placed(likes)
     tensors = _tensors(_target(path))
     _check_fits(tensors, likes, path)
-    values = {name: _placed(tensors[name].values(), like) for name, like in likes.items()}
-    return map_leaves_with_path(lambda name, like: boxed_as(like, values[name]), abstract_params)
+    return boxed_like(
+        abstract_params, {name: placed_like(tensors[name].values(), like) for name, like in likes.items()}
+    )
 
 
 def _tensors(target: Path) -> dict[str, _Tensor]:
@@ -273,7 +255,9 @@ def _tensors_of(file: Path) -> dict[str, _Tensor]:
     try:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length)) if length <= size - 8 else None
+            if length > size - 8:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         tensors = {name: _tensor(file, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -292,30 +276,18 @@ def _tensor(file: Path, start: int, entry: dict[str, Any]) -> _Tensor:
     begin, end = entry["data_offsets"]
     tensor = _Tensor(file, start + begin, tuple(map(int, entry["shape"])), jnp.dtype(_DTYPES[entry["dtype"]]))
     if end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
-        raise ValueError("a tensor's place is not as large as its shape")
+        raise ValueError("the offsets of a tensor do not fit its shape")
     return tensor
 
 
 def _check_fits(tensors: Mapping[str, _Tensor], likes: Mapping[str, Any], path: Any) -> None:
-    missing, extra = sorted(likes.keys() - tensors.keys()), sorted(tensors.keys() - likes.keys())
-    if missing or extra:
-        parts = [f"it has no {listed(missing)}"] if missing else []
-        parts += [f"it has {listed(extra)}, which the parameters have not"] if extra else []
-        raise ValueError(f"{path} does not fit the parameters: {'; and '.join(parts)}.")
+    if problem := names_problem(tensors.keys(), likes.keys(), "the parameters have"):
+        raise ValueError(f"{path} does not fit the parameters: {problem}.")
     for name, like in likes.items():
         tensor = tensors[name]
-        shape, dtype = np.shape(like), getattr(like, "dtype", type(like).__name__)
+        shape, dtype = np.shape(like), _dtype_or_type(like)
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ValueError(
                 f"{path} does not fit the parameters: '{name}' is {tensor.dtype}{list(tensor.shape)} in the file, and "
                 f"{dtype}{list(shape)} in abstract_params."
             )
-
-
-def _placed(values: np.ndarray, like: Any) -> Any:
-    """Copies: the file may change or go away afterwards."""
-    if isinstance(like, np.ndarray | np.generic):
-        return np.array(values)
-    if getattr(like, "sharding", None) is None or (is_local(like) and not getattr(like, "committed", True)):
-        return jnp.array(values)
-    return jax.make_array_from_callback(values.shape, like.sharding, lambda index: np.array(values[index]))

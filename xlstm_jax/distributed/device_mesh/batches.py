@@ -1,7 +1,9 @@
 """Batches over a mesh: one global array from the rows that each process has read; or its shape alone."""
 
 import math
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,11 +15,10 @@ from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.processes.agreement import compare, entries_of
+from xlstm_jax.distributed.processes.simulation import Device
 
 NUMBERS = frozenset("biufcV")  # kinds of dtype; bfloat16 and the like are V, PRNG keys have none
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.
-
-# -------------------------------------------------------------------------------------------------------------- batches
 
 
 def shard_batch(
@@ -26,19 +27,17 @@ def shard_batch(
     """The global batch from the rows that each process hands in; call it in all processes, in the same order.
 
     The rows of a process go to its own devices, in their order; nothing travels. Processes whose devices hold the same
-    part of the batch (the batch axes do not tell them apart, as with an axis of model parallelism over hosts) must hand
-    in the same rows. Scalars are replicated and must be the same everywhere.
-
-    In a run of several processes the first batch, and each that differs in shape or dtype from the last, is compared:
-    all processes wait for each other, some milliseconds if they are on time. Other batches cost no communication.
+    shards (as with an axis of tensor parallelism that crosses hosts) must hand in the same rows, and all the same
+    scalars. Several processes compare the first batch on a mesh, and each that differs in shape or dtype from the one
+    before it: they wait for each other, some milliseconds if on time. Other batches cost no communication.
 
     Args:
       batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.
       mesh: the mesh.
       batch_axes: the axes that the batch is split over, outermost first.
       pad: True appends rows of zeros until this process's devices divide the rows; a number appends them up to that
-        many rows, which allows processes to hand in different numbers of rows, down to none (the end of an epoch).
-      timeout_s: how long to wait for processes that do not bring a new batch too.
+        many rows, so that processes may hand in different numbers of rows, down to none (the end of an epoch).
+      timeout_s: how long to wait for the other processes where batches are compared.
     Returns:
       The batch of global arrays [all rows, ...], split over ``batch_axes``. With ``pad``, ``(batch, weight)``, where
       ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for one that was appended.
@@ -47,79 +46,93 @@ def shard_batch(
         shapes, dtypes, or rows that they share, and all of them raise.
       TimeoutError: this process brings a new shape, others do not.
       TypeError: a leaf is a global array already, or has a dtype that devices do not have.
+
+    >>> batch = shard_batch({"x": np.ones((16, 3)), "lr": 0.1}, mesh, ("dp", "fsdp"))
+    >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
+    ((16, 3), (2, 3))
+    >>> batch, weight = shard_batch({"x": np.ones((14, 3))}, mesh, ("dp", "fsdp"), pad=True)
+    >>> batch["x"].shape, weight.sum()
+    ((16, 3), Array(14., dtype=float32))
     """
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
-    place, blocks = NamedSharding(mesh, PartitionSpec(axes)), _blocks_of_processes(mesh, axes)
-    here = len(blocks.get(jax.process_index(), ()))
+    shards_of = _shards_of_processes(mesh, axes)
+    here = len(shards_of.get(jax.process_index(), ()))
     if not here:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}.")
     rows = _common_rows(batch)
     padded = _padded_rows(rows, here, pad, axes)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
+    all_rows = padded // here * _num_shards(mesh, axes)
 
-    def to_global(path, leaf):
+    def to_global(path: str, leaf: Any) -> jax.Array:
+        del path
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
-        shape = (padded // here * parts, *np.shape(leaf)[1:])
-        return jax.make_array_from_process_local_data(place, _with_rows(leaf, padded), shape)
+        if padded > len(leaf):
+            leaf = np.pad(np.asarray(leaf), [(0, padded - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
+        sharding, shape = NamedSharding(mesh, PartitionSpec(axes)), (all_rows, *np.shape(leaf)[1:])
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
-    if len(blocks) > 1:
+    if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, axes, timeout_s)
     sharded = map_leaves_with_path(to_global, batch)
     return sharded if pad is False else (sharded, to_global("", (np.arange(padded) < rows).astype(np.float32)))
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:
-    """What ``shard_batch`` would return, without values: a batch to plan, forecast or compile a step with.
+    """What ``shard_batch`` would return, as ``ShapeDtypeStruct``: a batch to plan, forecast or compile a step with.
 
     Args:
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
       mesh: a mesh, which need not have devices.
       batch_axes: the axes that the batch is split over, outermost first.
-    Returns:
-      ``ShapeDtypeStruct`` with shardings.
     Raises:
       ValueError: the axes do not divide a leaf's rows; names the leaf and both numbers.
+
+    >>> batch = abstract_batch({"x": np.ones((16, 3))}, mesh, ("dp", "fsdp"))
+    >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3))
+    ((16, 3), (2, 3))
     """
     axes, mesh = mesh_axes(mesh, batch_axes, "batch_axes"), auto_mesh(mesh)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
+    shards = _num_shards(mesh, axes)
 
-    def place(path, leaf):
+    def abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         shape, rows = np.shape(leaf), np.shape(leaf)[:1]
-        if rows and rows[0] % parts:
+        if rows and rows[0] % shards:
             raise ValueError(
-                f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {parts} devices over {axes} do not "
-                f"divide. Take {padded_size(rows[0], parts)} rows."
+                f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {shards} devices over {axes} do not "
+                f"divide. Take {padded_size(rows[0], shards)} rows."
             )
         spec = PartitionSpec(axes) if rows else PartitionSpec()
         return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
 
-    return map_leaves_with_path(place, batch)
+    return map_leaves_with_path(abstract, batch)
 
 
-@lru_cache
-def _blocks_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """Which of the equal parts of the batch each process's devices hold.
+def _num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
-    Raises:
-      ValueError: processes hold different numbers of parts, or share some and not others.
-    """
-    parts, blocks = math.prod(mesh.shape[axis] for axis in axes), {}
-    for device, (part,) in NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((parts,)).items():
-        blocks[device.process_index] = blocks.get(device.process_index, frozenset()) | {part.start or 0}
-    kinds = set(blocks.values())
-    if len({len(kind) for kind in kinds}) > 1 or sum(map(len, kinds)) > parts:
-        held = {process: sorted(block) for process, block in blocks.items()}
+
+@cache
+def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
+    """Which shards of a batch over ``axes`` the devices of each process hold: as many each, all shared or none."""
+    shards = _num_shards(mesh, axes)
+    held: dict[int, frozenset[int]] = {}
+    shard_of: Mapping[Device, Any] = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
+    for device, (shard,) in shard_of.items():
+        held[device.process_index] = held.get(device.process_index, frozenset()) | {shard.start or 0}
+    different = set(held.values())
+    if len(set(map(len, different))) > 1 or sum(map(len, different)) > shards:
         raise ValueError(
-            f"of the {parts} parts of a batch over {axes}, processes hold {held}: there is no number of rows for each "
-            "process that fits. Make the mesh with create_device_mesh without devices, which keeps parts together."
+            f"of the {shards} shards of a batch over {axes}, processes hold "
+            f"{ {process: sorted(numbers) for process, numbers in held.items()} }: there is no number of rows for each "
+            "process that fits. Make the mesh with create_device_mesh without devices, which keeps shards together."
         )
-    return blocks
+    return held
 
 
 def _common_rows(batch: PyTree) -> int:
-    """The leading dim of all leaves that have one."""
-    shapes = {}
+    """The number of rows, which all leaves but scalars have."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in leaves_with_path(batch):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise TypeError(f"batch['{path}'] is split over processes already; hand in the rows of this process.")
@@ -139,8 +152,8 @@ def _common_rows(batch: PyTree) -> int:
 
 
 def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -> int:
-    """How many rows this process's devices get, ``here`` being the parts that they hold."""
-    where = f"process {jax.process_index()}, whose devices hold {here} part(s) of the batch over {axes}"
+    """How many rows this process's devices get, which hold ``here`` shards of the batch."""
+    where = f"process {jax.process_index()}, whose devices hold {here} shard(s) of the batch over {axes}"
     if pad is not True and pad is not False:
         if pad < max(rows, 1) or pad % here:
             raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
@@ -159,44 +172,38 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
-def _with_rows(leaf: Any, rows: int) -> Any:
-    missing = rows - len(leaf)
-    return np.pad(np.asarray(leaf), [(0, missing)] + [(0, 0)] * (np.ndim(leaf) - 1)) if missing else leaf
+@dataclass
+class _BatchesSeen:
+    """What this process has handed in on one mesh: how many batches, and the layout of the last one."""
+
+    count: int = 0
+    last_layout: object = None
 
 
-class _Batches:
-    """What this process has handed in: how many batches, and the shapes of the last."""
-
-    count = 0
-    last: Any = None
+@cache
+def _batches_seen(mesh: Mesh) -> _BatchesSeen:
+    """One object for each mesh: the devices of a mesh are those of one job, and its processes use it in one order."""
+    del mesh
+    return _BatchesSeen()
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, axes: tuple[str, ...], timeout_s: float) -> None:
-    """Compares shapes between processes where they changed; and the values of those that hold the same rows.
-
-    Raises:
-      ValueError: they differ.
-    """
+    """Compares shapes between processes if they have changed, and values between those that hold the same rows."""
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
     leaves = leaves_with_path(batch)
     shapes = {path: f"{_dtype(leaf)} {['rows', *np.shape(leaf)[1:]] if np.ndim(leaf) else []}" for path, leaf in leaves}
-    _Batches.count += 1
-    if _Batches.last == (mesh, axes, rows, shapes):
+    seen, layout = _batches_seen(mesh), (axes, rows, shapes)
+    seen.count += 1
+    if seen.last_layout == layout:
         return
-    _Batches.last = None  # where this raises, the next one is compared again
+    seen.last_layout = None  # if the comparison raises, the next batch is compared again
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
-    entries = {
-        "rows for each process": str(rows),
-        **shapes,
-        **scalars,
-        "mesh": f"{dict(mesh.shape)}, split over {axes}",
-    }
-    blocks, me = _blocks_of_processes(mesh, axes), jax.process_index()
-    what = "batch of a new shape"
-    compare({**entries, "number of the batch": str(_Batches.count)}, what, me, sorted(blocks), timeout_s)
-    sharing = sorted(process for process, block in blocks.items() if block == blocks[me])
+    entries = {"rows for each process": str(rows)} | shapes | scalars
+    entries |= {"mesh": f"{dict(mesh.shape)}, split over {axes}", "number of the batch": str(seen.count)}
+    held, me = _shards_of_processes(mesh, axes), jax.process_index()
+    compare(entries, "batch of a new shape", me, sorted(held), timeout_s)
+    sharing = sorted(process for process, shards in held.items() if shards == held[me])
     if len(sharing) > 1:
-        what = f"batch of processes that hold the same rows ({axes} do not tell them apart)"
-        compare(entries_of(batch), what, me, sharing, timeout_s)
-    _Batches.last = (mesh, axes, rows, shapes)
+        compare(entries_of(batch), f"batch of processes with the same shards over {axes}", me, sharing, timeout_s)
+    seen.last_layout = layout

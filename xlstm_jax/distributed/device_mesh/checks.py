@@ -1,25 +1,38 @@
-"""What every function that is given a mesh asks of it."""
+"""What functions ask of a mesh that they are given: axes of type ``Auto``, and the axes that they are told to use."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.device_mesh.topology import auto
+
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
-def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh with all its axes of type ``Auto``."""
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return mesh
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto(mesh.axis_names))
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=auto(mesh.axis_names))
+def auto_types(names: Sequence[str]) -> tuple[AxisType, ...]:
+    """``AxisType.Auto`` for each axis."""
+    return (AxisType.Auto,) * len(names)
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The same mesh with all its axes of type ``Auto``.
+
+    >>> explicit = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    >>> explicit == mesh, auto_mesh(explicit) == mesh  # which is Auto
+    (False, True)
+    """
+    return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
 
 
 def check_no_explicit_mesh() -> None:
-    """Raises a ``ValueError`` under a ``jax.set_mesh`` of explicit axes, whose types no array on an Auto mesh has."""
+    """Raises a ``ValueError`` under a ``jax.set_mesh`` of explicit axes, whose types no array on an Auto mesh has.
+
+    >>> with jax.set_mesh(mesh):  # its axes are Auto
+    ...     check_no_explicit_mesh()
+    """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     if explicit:
@@ -30,11 +43,11 @@ def check_no_explicit_mesh() -> None:
         )
 
 
-def mesh_axes(mesh: Mesh, axis_names: str | Sequence[str], argument: str) -> tuple[str, ...]:
-    """``axis_names`` as a tuple, checked to be axes of the mesh.
+def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
+    """``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` is what an error calls them.
 
-    Raises:
-      ValueError: names the argument, the axis that is missing, and those that there are.
+    >>> mesh_axes(mesh, "fsdp", "batch_axes")
+    ('fsdp',)
     """
     axes = as_axis_names(axis_names)
     missing = [axis for axis in axes if axis not in mesh.shape]

@@ -1,16 +1,4 @@
-"""The device mesh: named axes over the devices at hand, and batches laid out over them.
-
-The last axis lies over the devices that are closest to each other, the first axes cross the slow links:
-
-  two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
-                       create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
-
-Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit ones by default, with which arrays carry
-their sharding in their type; ``shard_map`` then refuses a batch that was not placed beforehand.)
-
-In a run of several processes each process makes the same mesh, and ``shard_batch`` puts the rows that each of them has
-read together into one global array.
-"""
+"""``DeviceMeshManager``: makes device meshes, and says what there is to know about one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,19 +9,22 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
+from xlstm_jax.distributed.device_mesh.checks import auto_types
 from xlstm_jax.distributed.device_mesh.sizes import filled_sizes
-from xlstm_jax.distributed.device_mesh.topology import auto, fsdp_layout, mesh_by_topology
+from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes.agreement import assert_same_everywhere
 from xlstm_jax.distributed.processes.joining import initialize_distributed
-from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
-
-# --------------------------------------------------------------------------------------------------------------- meshes
+from xlstm_jax.distributed.processes.simulation import Device, simulate_cpu_devices
 
 
 class DeviceMeshManager:
     """Makes device meshes, and what a run of several processes needs around them. All methods are static.
 
     In a run of several processes each process calls them with the same arguments.
+
+    >>> mesh = DeviceMeshManager.create_device_mesh({"dp": -1, "fsdp": 4})
+    >>> DeviceMeshManager.get_mesh_info(mesh)["axes"]
+    {'dp': 2, 'fsdp': 4}
     """
 
     initialize_distributed = staticmethod(initialize_distributed)
@@ -43,17 +34,15 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_device_mesh(
-        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]], devices: Sequence[jax.Device] | None = None
+        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]], devices: Sequence[Device] | None = None
     ) -> Mesh:
-        """A mesh with the given axes, the last one over the devices that are closest to each other.
+        """A mesh with the given axes, of type ``Auto``. Devices along the last axis are closest to each other.
 
         Args:
           mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. One size
             may be -1: what the others leave.
           devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
             several slices (or processes, where these are the units that slow links connect) the first axes cross them.
-        Returns:
-          A ``Mesh`` with axes of type ``Auto``.
         Raises:
           ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do.
         """
@@ -64,7 +53,7 @@ class DeviceMeshManager:
         sizes = filled_sizes(dict(pairs), jax.device_count() if devices is None else len(devices))
         if devices is None:
             return mesh_by_topology(sizes, names, jax.devices())
-        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=auto(names))
+        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=auto_types(names))
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
@@ -88,11 +77,11 @@ class DeviceMeshManager:
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
     @staticmethod
-    def create_fsdp_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def create_fsdp_mesh(devices: Sequence[Device] | None = None) -> Mesh:
         """A mesh for sharding over all devices, with an axis along each kind of link: pass ``mesh.axis_names`` on.
 
-        Collectives then run axis by axis, each between neighbours. Over one axis of many TPU chips XLA turns a
-        reduce-scatter into a full-size all-reduce, which over several it does not.
+        Collectives are then staged, each stage between neighbours. (Over one axis of many TPU chips XLA turns a
+        reduce-scatter into a full-size all-reduce.)
 
             one device, one host       fsdp                          TPU, one slice     fsdp_x, fsdp_y, fsdp_z
             several hosts, processes   fsdp_host, fsdp_device        several slices     fsdp_slice, fsdp_x, ...
@@ -101,26 +90,18 @@ class DeviceMeshManager:
 
         Args:
           devices: in any order; by default all.
-        Returns:
-          A ``Mesh`` with axes of type ``Auto``; neighbours along an axis of a torus are neighbours on the torus.
         Raises:
           ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them.
         """
         array, names = fsdp_layout(jax.devices() if devices is None else devices)
-        return Mesh(array, names, axis_types=auto(names))
+        return Mesh(array, names, axis_types=auto_types(names))
 
     @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
-        """A mesh without devices, to plan and forecast for machines that are not there.
-
-        Args:
-          mesh_shape: axes and sizes, outermost first, as {"dp": 4, "fsdp": 64}.
-        Raises:
-          ValueError: a size is not a positive integer, or there is no axis.
-        """
+        """A mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for machines that are not there."""
         if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
             raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
-        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto(tuple(mesh_shape)))
+        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto_types(tuple(mesh_shape)))
 
     @staticmethod
     def get_mesh_info(mesh: Mesh) -> dict[str, Any]:

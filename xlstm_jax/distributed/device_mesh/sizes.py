@@ -1,11 +1,8 @@
-"""The sizes of mesh axes, from the number of devices: what fits, what nearly does, and which axes cross slow links.
-
-Pure functions of numbers; ``device_mesh`` asks them and does the rest.
-"""
+"""The sizes of mesh axes for a number of devices: what fits, what nearly fits, and which axes cross slow links."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -14,25 +11,16 @@ SHAPES_TRIED = 100_000  # to find the nearest
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """The sizes with -1 replaced.
-
-    Raises:
-      ValueError: they do not multiply to ``count``; says both, and the nearest shapes that do.
-    """
+    """The sizes with -1 replaced; an error names the nearest shapes if they do not multiply to ``count``."""
     wild = [name for name, size in shape.items() if size == -1]
-    bad = {
-        name: size
-        for name, size in shape.items()
-        if name not in wild and (not isinstance(size, int | np.integer) or size < 1)
-    }
-    if bad or len(wild) > 1:
+    if len(wild) > 1 or not all(
+        isinstance(size, int | np.integer) and (size >= 1 or size == -1) for size in shape.values()
+    ):
         raise ValueError(f"mesh_shape={shape}: a size is a positive integer, and at most one of them -1.")
     known = math.prod(size for size in shape.values() if size != -1)
     if count % known or (not wild and known != count):
         fewer = f"; or pass devices=jax.devices()[:{known}]" if not wild and known < count else ""
-        nearest = ", ".join(
-            str(dict(zip(shape, sizes, strict=True))) for sizes in _nearest(tuple(shape.values()), count)
-        )
+        nearest = ", ".join(str(dict(zip(shape, sizes, strict=True))) for sizes in _nearest(shape.values(), count))
         raise ValueError(
             f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
             f"Nearest shapes that fit: {nearest}{fewer}; or try it on simulate_cpu_devices({known})."
@@ -40,10 +28,10 @@ def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
     return tuple(int(count // known if size == -1 else size) for size in shape.values())
 
 
-def _nearest(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
     """The shapes of ``count`` devices that are closest to ``sizes``, by the factors between them; -1 is any size."""
 
-    def distance(shape):
+    def distance(shape: tuple[int, ...]) -> float:
         return sum(abs(math.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old != -1)
 
     return sorted(itertools.islice(_factorizations(count, len(sizes)), SHAPES_TRIED), key=distance)[:SHAPES_SHOWN]
@@ -60,10 +48,10 @@ def _factorizations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
-    """The part of each axis that crosses between units: the first axes cross as far as they divide the units."""
+    """The factor of each size by which the axis crosses units; the first axes cross as far as they can."""
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, units))
         units //= outer[-1]
-    assert units == 1  # the units divide the product of the sizes, so each of their primes found its place
+    assert units == 1  # the units divide the product of the sizes, so each prime of the units divides a size
     return tuple(outer)

@@ -1,21 +1,19 @@
 """Processes compare what they start with, and all of them learn what differs.
 
-  every process   value --> {"optimizer/lr": "0.001", ...} --> digest, posted
-  process 0       waits for all digests, sorts the processes into kinds, posts who is of which kind
-  every process   reads that: one kind, and it goes on; several, and it reads the entries of one process of each kind
+  every process   value --> {"optimizer/lr": "0.001", ...} --> posts a digest of these entries
+  process 0       waits for all digests, and posts the groups of processes with equal digests
+  every process   reads the groups. One group: it goes on. Several: it reads the entries of one process of each group,
                   and raises: which entry, on which process, with which value
 
-Posts go through the key-value store of JAX's coordination service, which ``jax.distributed.initialize`` starts, and not
-through a collective such as ``multihost_utils.assert_equal``. A collective waits for ever for a process that does not
-come, needs the same number of devices in every process, and starts the devices, so it cannot run before the choice of
-devices is made. JAX has no public name for the store and for who this process is before devices are started;
-``jax._src.distributed`` is where other libraries take them from too.
+Processes post to the key-value store of JAX's coordination service, which ``jax.distributed.initialize`` starts. They
+use no collective (``multihost_utils.assert_equal``): a collective waits for ever for a process that does not come,
+needs the same number of devices in every process, and starts the devices. JAX has no public name for the store, nor for
+the number of this process before devices are started; other libraries take both from ``jax._src.distributed`` too.
 """
 
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import platform
 import time
@@ -37,14 +35,12 @@ from xlstm_jax.distributed.data_parallel.communication import is_prng_key
 
 AGREEMENT_TIMEOUT_S = 60.0
 COMPARED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-GRACE_S = 1.0  # for the answer of the first process, which may have waited to the end
+GRACE_S = 1.0  # for the groups, which process 0 may post as late as at the deadline
 REPORT_TIMEOUT_S = 10.0
-KINDS_SHOWN = 8
+GROUPS_SHOWN = 8
 LINES_SHOWN = 12
 TEXT_SHOWN = 80  # characters of a value in an error
 VALUES_SHOWN = 6  # of an array
-
-_rounds: dict[str, Iterator[int]] = defaultdict(itertools.count)  # Every process counts the same comparisons.
 
 
 def assert_same_everywhere(
@@ -67,63 +63,59 @@ def assert_same_everywhere(
       ValueError: the values differ: key path, both values, and on which processes.
       TimeoutError: processes did not call it in time; says which.
       TypeError: a leaf that cannot be compared between processes; says where.
+
+    >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
     """
-    here = {**entries_of(value), **_versions()}
+    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
+    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()}
     if jax.distributed.is_initialized():
         state = distributed.global_state
-        compare(here, what, state.process_id, range(state.num_processes), timeout_s)
+        compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``.
-
-    Each process sends two messages; the first one sorts, and sends one more for each of the others.
-    """
-    room, deadline = _Room(processes), time.monotonic() + timeout_s
-    room.post(f"digest/{me}", _digest(f"{what} {json.dumps(sorted(entries.items()))}"))
+    """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``."""
+    store = _ComparisonStore(distributed.global_state.client, me, processes)
+    deadline = time.monotonic() + timeout_s
+    store.post(f"digest/{me}", _digest(f"{what} {json.dumps(sorted(entries.items()))}"))
     if me == processes[0]:
-        _sort(room, processes, deadline)
-    sorted_out = json.loads(room.read("sorted", deadline + GRACE_S) or "{}")
-    kinds = sorted_out.get("kinds", [])
-    if not kinds:
-        missing = sorted_out.get("missing") or sorted(set(processes) - room.posted("digest/")) or processes[:1]
+        _post_groups(store, processes, deadline)
+    answer = json.loads(store.read("groups", deadline + GRACE_S) or "{}")
+    groups = answer.get("groups", [])
+    if not groups:
+        missing = answer.get("missing") or sorted(set(processes) - store.posted("digest/")) or processes[:1]
         raise TimeoutError(
             f"{what}: {_named(missing)} did not come to compare it within {timeout_s:g} s; this is {_named([me])}. See "
             f"the log of process {missing[0]}: it may have died, hang, be late, or run other code."
         )
-    if len(kinds) > 1:
-        raise ValueError(_difference(what, *_reports(room, kinds[:KINDS_SHOWN], {"compared": what, **entries}, me)))
+    if len(groups) > 1:
+        raise ValueError(_difference(what, _reports(store, groups[:GROUPS_SHOWN], {"compared": what, **entries}, me)))
 
 
-def _sort(room: "_Room", processes: Sequence[int], deadline: float) -> None:
-    """Posts which processes have the same digest, the largest group first; or which ones did not come."""
+def _post_groups(store: "_ComparisonStore", processes: Sequence[int], deadline: float) -> None:
+    """Posts the groups of processes with equal digests, the largest first; or the processes that did not come."""
     groups = defaultdict(list)
     for process in processes:
-        groups[room.read(f"digest/{process}", deadline)].append(process)
+        groups[store.read(f"digest/{process}", deadline)].append(process)
     if None in groups:
-        room.post("sorted", json.dumps({"missing": groups[None]}))
+        store.post("groups", json.dumps({"missing": groups[None]}))
         return
-    room.forget_the_last()  # All have come here, so all have left that one.
-    room.post("sorted", json.dumps({"kinds": sorted(groups.values(), key=len, reverse=True)}))
+    store.delete_previous()  # All processes have come here, so none still reads it.
+    store.post("groups", json.dumps({"groups": sorted(groups.values(), key=len, reverse=True)}))
 
 
 def _reports(
-    room: "_Room", kinds: list[list[int]], entries: Mapping[str, str], me: int
-) -> tuple[list[list[int]], list[dict[str, str]]]:
-    """The kinds with the entries of the first process of each; those that have them post them here."""
-    if me in [kind[0] for kind in kinds]:
-        room.post(f"entries/{me}", json.dumps(entries))
-    texts = [room.read(f"entries/{kind[0]}", time.monotonic() + REPORT_TIMEOUT_S) for kind in kinds]
-    came = [(kind, json.loads(text)) for kind, text in zip(kinds, texts, strict=True) if text]
-    return [kind for kind, _ in came], [report for _, report in came]
+    store: "_ComparisonStore", groups: list[list[int]], entries: Mapping[str, str], me: int
+) -> list[tuple[list[int], dict[str, str]]]:
+    """Each group with the entries of its first process. A process that is the first of a group posts its own here."""
+    if me in [group[0] for group in groups]:
+        store.post(f"entries/{me}", json.dumps(entries))
+    texts = [store.read(f"entries/{group[0]}", time.monotonic() + REPORT_TIMEOUT_S) for group in groups]
+    return [(group, json.loads(text)) for group, text in zip(groups, texts, strict=True) if text]
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
-    """Every leaf by its path, as a short text that differs where the leaf differs.
-
-    Raises:
-      TypeError: a leaf whose text would not be the same in two processes.
-    """
+    """Every leaf by its path, as a short text that differs where the leaf differs."""
     return dict(_walk(value, ""))
 
 
@@ -146,8 +138,8 @@ def _children(value: Any) -> dict[Any, Any] | None:
         return vars(value)
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else repr(key): child for key, child in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return value._asdict()
+    if isinstance(value, tuple) and (as_dict := getattr(value, "_asdict", None)):
+        return as_dict()
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     if isinstance(value, set | frozenset):
@@ -164,8 +156,8 @@ def _source_files(module: ModuleType) -> dict[str, str]:
     """The digest of each source file of a module or package, by its path within."""
     roots = [Path(root) for root in getattr(module, "__path__", [])]
     files = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.py"))}
-    if not roots and getattr(module, "__file__", None):
-        files = {Path(module.__file__).name: Path(module.__file__)}
+    if not roots and (file := getattr(module, "__file__", None)):
+        files = {Path(file).name: Path(file)}
     return {name: f"sha256 {_digest(file.read_bytes())}" for name, file in files.items()} or {"name": module.__name__}
 
 
@@ -177,7 +169,7 @@ def _text(leaf: Any, path: str) -> str:
     if callable(leaf) and hasattr(leaf, "__qualname__"):
         return f"{getattr(leaf, '__module__', '')}.{leaf.__qualname__}"
     text = repr(leaf)
-    if " at 0x" in text or type(leaf).__repr__ is object.__repr__:
+    if " at 0x" in text:
         raise TypeError(
             f"'{path}' is {_short(text)}: a {type(leaf).__name__} has no text that is the same in two processes with "
             "the same value. Pass its fields, as vars(...), or leave it out."
@@ -206,19 +198,15 @@ def _digest(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]
 
 
-def _versions() -> dict[str, str]:
-    packages = {f"version of {name}": metadata.version(name) for name in COMPARED_PACKAGES}
-    return {"version of python": platform.python_version(), **packages}
-
-
-def _difference(what: str, kinds: Sequence[Sequence[int]], reports: Sequence[Mapping[str, str]]) -> str:
+def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
     lines = []
-    for path in dict.fromkeys(itertools.chain.from_iterable(reports)):
-        where = defaultdict(list)
-        for kind, report in zip(kinds, reports, strict=True):
-            where[report.get(path, "absent")].extend(kind)
-        if len(where) > 1:
-            lines.append(f"'{path}' is " + ", but ".join(f"{text} on {_named(on)}" for text, on in where.items()))
+    for path in dict.fromkeys(path for _, entries in reports for path in entries):
+        processes_by_text = defaultdict(list)
+        for group, entries in reports:
+            processes_by_text[entries.get(path, "absent")].extend(group)
+        if len(processes_by_text) > 1:
+            texts = [f"{text} on {_named(processes)}" for text, processes in processes_by_text.items()]
+            lines.append(f"'{path}' is {', but '.join(texts)}")
     hidden = f"\n  and {len(lines) - LINES_SHOWN} more" if len(lines) > LINES_SHOWN else ""
     return f"the {what} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
 
@@ -227,23 +215,25 @@ def _named(processes: Sequence[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
 
 
-class _Room:
-    """A folder of the coordination service's key-value store, for one comparison among some processes."""
+class _ComparisonStore:
+    """A folder of the coordination service's key-value store, for one comparison among ``processes``.
 
-    def __init__(self, processes: Sequence[int]):
-        self._client = distributed.global_state.client
-        members = _digest(str(list(processes)))
-        self._number = next(_rounds[members])
-        self._rooms = f"xlstm_jax/agreement/{members}"
+    Comparisons among the same processes are numbered. Each process counts in the store, so the count ends with the job.
+    """
+
+    def __init__(self, client: Any, me: int, processes: Sequence[int]) -> None:
+        self._client = client
+        self._folder = f"xlstm_jax/agreement/{_digest(str(list(processes)))}"
+        self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)
 
     def post(self, name: str, text: str) -> None:
-        self._client.key_value_set(f"{self._rooms}/{self._number}/{name}", text)
+        self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits for it; None after the deadline."""
+        """Waits for the text; None after the deadline."""
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
-            return self._client.blocking_key_value_get(f"{self._rooms}/{self._number}/{name}", wait_ms)
+            return self._client.blocking_key_value_get(f"{self._folder}/{self._number}/{name}", wait_ms)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -251,9 +241,8 @@ class _Room:
 
     def posted(self, folder: str) -> set[int]:
         """The processes that have posted in the folder."""
-        found = self._client.key_value_dir_get(f"{self._rooms}/{self._number}/{folder}")
+        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/{folder}")
         return {int(key.rsplit("/", 1)[1]) for key, _ in found}
 
-    def forget_the_last(self) -> None:
-        if self._number:
-            self._client.key_value_delete(f"{self._rooms}/{self._number - 1}/")
+    def delete_previous(self) -> None:
+        self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")

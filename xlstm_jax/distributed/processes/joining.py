@@ -1,11 +1,10 @@
-"""How a program comes to its processes and devices: joining the other processes, and simulating devices on the CPU.
+"""How a program joins the other processes of its job.
 
   initialize_distributed()                    under SLURM, Open MPI, Kubernetes, on TPU pods: joins; alone: does nothing
   initialize_distributed(address, n, id)      anywhere else
-  simulate_cpu_devices(8)                     this process gets 8 devices, with or without others
 
-Both come before the first use of a device. All waits are bounded, and far shorter than JAX's own (300, 100 and 300 s):
-a job whose processes do not find each other, or lose one, should end at once, so that the scheduler starts it again.
+All waits are bounded, and far shorter than JAX's own (300, 100 and 300 s): a job whose processes do not find each
+other, or lose one, should end at once, so that the scheduler starts it again.
 """
 
 import math
@@ -27,8 +26,8 @@ SHUTDOWN_TIMEOUT_S = 30
 RETRY_S = 0.2  # between attempts to reach the coordinator
 
 
-class Place(NamedTuple):
-    """Which process this is, of how many, and where process 0 listens. ``bind`` None: on all interfaces."""
+class Membership(NamedTuple):
+    """Which process of a job this is, of how many, and where process 0 listens. ``bind`` None: on all interfaces."""
 
     coordinator_address: str
     num_processes: int
@@ -67,38 +66,43 @@ def initialize_distributed(
       ValueError: some of the three arguments are given and others are not, or they make no sense.
       TimeoutError: nothing listens at the coordinator's address.
       RuntimeError: already joined as something else, or JAX has already started its devices.
+
+    >>> initialize_distributed()  # a single process joins nothing
+    >>> jax.process_count()
+    1
     """
-    place = _explicit(coordinator_address, num_processes, process_id, local_device_ids)
-    place = place or _detected(local_device_ids, initialization_timeout_s)
-    if place is None or _joined(place) or place.num_processes == 1:
+    member = _given_membership(coordinator_address, num_processes, process_id, local_device_ids)
+    member = member or _detected_membership(local_device_ids, initialization_timeout_s)
+    if member is None or _has_joined(member) or member.num_processes == 1:
         return
     deadline = time.monotonic() + initialization_timeout_s
-    if place.process_id != 0:
-        _wait_for_coordinator(place, deadline, initialization_timeout_s)
+    if member.process_id != 0:
+        _wait_for_coordinator(member, deadline, initialization_timeout_s)
     jax.distributed.initialize(
-        place.coordinator_address,
-        place.num_processes,
-        place.process_id,
-        local_device_ids=place.local_device_ids,
+        member.coordinator_address,
+        member.num_processes,
+        member.process_id,
+        local_device_ids=member.local_device_ids,
         cluster_detection_method="deactivate",  # done above; it would override what is given here
-        coordinator_bind_address=place.bind,
+        coordinator_bind_address=member.bind,
         initialization_timeout=max(1, math.ceil(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
 
 
-def _explicit(
+def _given_membership(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
-) -> Place | None:
-    """The place that the arguments describe; None where there are none."""
+) -> Membership | None:
+    """The membership that the arguments describe; None where there are none."""
     given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
+    if all(value is None for value in given.values()):
         return None
-    if missing:
+    if address is None or num_processes is None or process_id is None:
+        passed = {name: value for name, value in given.items() if value is not None}
+        missing = " and ".join(name for name in given if name not in passed)
         raise ValueError(
-            f"initialize_distributed got {named_values({k: v for k, v in given.items() if v is not None})}, but not {' and '.join(missing)}. Pass all three, "
+            f"initialize_distributed got {named_values(passed)}, but not {missing}. Pass all three, "
             "or none of them, where SLURM, Open MPI, Kubernetes or a TPU pod starts the processes."
         )
     wrong = {name: value for name, value in list(given.items())[1:] if type(value) is not int}
@@ -106,48 +110,45 @@ def _explicit(
         raise TypeError(f"initialize_distributed got {named_values(wrong)}; write int(...) around it.")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"process_id={process_id} is not one of 0 ... {num_processes - 1} (num_processes).")
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
         raise ValueError(f"coordinator_address={address!r} is not host:port, as '10.0.0.1:1234'.")
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
-    return Place(address, num_processes, process_id, local_device_ids, bind)
+    return Membership(address, num_processes, process_id, local_device_ids, bind)
 
 
-def _detected(local_device_ids: Sequence[int] | None, timeout_s: int) -> Place | None:
-    """The place in the cluster that JAX finds, by the same detection as ``jax.distributed.initialize()``.
-
-    That function cannot be asked how many processes there are before it starts its service.
-    """
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, local_device_ids, None, timeout_s)
-    if found[1] is None and address is not None:
+def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
+    """The membership that JAX itself detects. (``jax.distributed.initialize()`` cannot be asked without joining.)"""
+    variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
+    address, num_processes, process_id, device_ids = found
+    if address is not None and num_processes is not None and process_id is not None:
+        return Membership(address, num_processes, process_id, device_ids, bind=None)
+    if variable is not None:
         raise ValueError(
-            f"JAX_COORDINATOR_ADDRESS={address!r} is set, but JAX finds no cluster that would say which process this "
+            f"JAX_COORDINATOR_ADDRESS={variable!r} is set, but JAX finds no cluster that would say which process this "
             "is. Pass coordinator_address, num_processes and process_id, or unset the variable."
         )
-    return None if found[1] is None else Place(*found, bind=None)
+    return None
 
 
-def _joined(place: Place) -> bool:
-    """Whether this process has joined already.
-
-    Raises:
-      RuntimeError: it has, as something else.
-    """
+def _has_joined(member: Membership) -> bool:
+    """Whether this process has joined already; raises ``RuntimeError`` if it has joined as another member."""
     if not jax.distributed.is_initialized():
         return False
     state = distributed.global_state  # jax.process_index() would start the devices
     now = state.coordinator_address, state.num_processes, state.process_id
-    if now != place[:3]:
+    if now != member[:3]:
         raise RuntimeError(
             f"initialize_distributed: this is process {now[2]} of {now[1]} at {now[0]} already, and cannot become "
-            f"process {place.process_id} of {place.num_processes} at {place.coordinator_address}. Call it once."
+            f"process {member.process_id} of {member.num_processes} at {member.coordinator_address}. Call it once."
         )
     return True
 
 
-def _wait_for_coordinator(place: Place, deadline: float, timeout_s: float) -> None:
+def _wait_for_coordinator(member: Membership, deadline: float, timeout_s: float) -> None:
     """Returns once something listens at the coordinator's address; JAX's own wait for that ends in an abort."""
-    host, _, port = place.coordinator_address.rpartition(":")
+    host, _, port = member.coordinator_address.rpartition(":")
     while True:
         left = deadline - time.monotonic()
         try:
@@ -156,8 +157,8 @@ def _wait_for_coordinator(place: Place, deadline: float, timeout_s: float) -> No
         except OSError as error:
             if left <= 0:
                 raise TimeoutError(
-                    f"process {place.process_id} of {place.num_processes} found nothing that listens at "
-                    f"{place.coordinator_address} within {timeout_s:g} s ({error}). Process 0 listens there as soon "
+                    f"process {member.process_id} of {member.num_processes} found nothing that listens at "
+                    f"{member.coordinator_address} within {timeout_s:g} s ({error}). Process 0 listens there as soon "
                     "as it runs: see its log, and whether this host reaches that address and port."
                 ) from error
             time.sleep(min(RETRY_S, left))

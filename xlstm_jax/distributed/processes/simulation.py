@@ -1,10 +1,24 @@
 """Devices that are simulated on the CPU, with or without other processes."""
 
+import contextlib
 import os
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 
-THREADS_PER_DEVICE = 4  # of XLA's CPU client, in simulation; as many programs can be in flight
+THREADS_PER_DEVICE = 4  # of XLA's CPU client; as many programs can be in flight
+
+
+class Device(Protocol):
+    """What this library reads from a ``jax.Device``, a class that JAX gives no types."""
+
+    id: int
+    process_index: int
+    platform: str
+    device_kind: str
+    coords: Sequence[int]  # TPUs alone have it
+    core_on_chip: int  # TPUs alone have it
 
 
 def simulate_cpu_devices(num_devices: int = 8) -> None:
@@ -13,9 +27,16 @@ def simulate_cpu_devices(num_devices: int = 8) -> None:
     In a run of several processes this is the number of each; call it before ``initialize_distributed``. The number
     prevails over ``--xla_force_host_platform_device_count`` in XLA_FLAGS, whose other flags keep their effect.
 
+    It sets the environment variable NPROC, if that is not set: XLA's CPU client takes the number of its threads from
+    there alone, when the devices start. Processes that this one starts inherit it.
+
     Raises:
-      RuntimeError: JAX has already started its backend, with another number of devices or on another platform.
-      ValueError: not a positive number.
+      RuntimeError: JAX has already started its devices, in another number or on another platform.
+      ValueError: the number is not positive.
+
+    >>> simulate_cpu_devices(8)  # at the top of a program
+    >>> jax.device_count()
+    8
     """
     if num_devices < 1:
         raise ValueError(f"simulate_cpu_devices({num_devices}): the number of devices is positive.")
@@ -31,26 +52,30 @@ def simulate_cpu_devices(num_devices: int = 8) -> None:
         ) from error
 
 
-def available_devices(simulated: int = 8) -> list[jax.Device]:
+def available_devices(simulated: int = 8) -> list[Device]:
     """The accelerators; where there are none, ``simulated`` CPU devices, or those with which JAX runs already.
 
     For programs that take what there is; ``simulate_cpu_devices`` is for those that want CPUs in any case. Only JAX can
-    say whether there is an accelerator, and asking starts the backend, so the number of CPU devices is set first.
+    say whether there is an accelerator, and asking starts the devices, so the number of CPU devices is set first.
+
+    >>> len(available_devices())
+    8
     """
-    try:
+    nproc = os.environ.get("NPROC")
+    with contextlib.suppress(RuntimeError):  # JAX runs already
         _set_cpu_devices(simulated)
-    except RuntimeError:
-        pass  # It runs already.
-    return jax.devices()
+    devices = jax.devices()
+    if nproc is None:
+        os.environ.pop("NPROC", None)  # the client has read it
+    return devices
 
 
 def _set_cpu_devices(count: int) -> None:
     """Sets the number of CPU devices, and gives XLA's CPU client threads enough to run several programs on each.
 
-    A collective holds a thread per device until all have come. The client has as many threads as devices (or cores, if
-    there are more), so programs that are in flight together, each waiting with some of its devices for threads that the
-    others hold, wait for ever; seen on JAX 0.10 in two of five runs of 400 steps that were not waited for. The client
-    takes the number of its threads from NPROC, where that is set.
+    A collective holds one thread for each device until all devices have come. By default the client has as many threads
+    as devices (or cores, if there are more). Programs that are in flight together then wait for ever, each with some of
+    its devices, for threads that the others hold; seen on JAX 0.10 in two of five runs of 400 steps.
     """
     jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))

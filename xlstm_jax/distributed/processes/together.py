@@ -1,7 +1,11 @@
-"""What processes tell each other: texts, and whether a piece of work has failed on one of them."""
+"""Processes fail together: when a piece of work fails in one process, all of them raise.
+
+A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
+the text of its error, empty where it had none, to all others.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -9,34 +13,33 @@ from jax.experimental import multihost_utils
 
 from xlstm_jax.distributed.wording import one_line
 
-MAX_CAUSE_CHARS = 500  # letters of an error that are told
+MAX_CAUSE_CHARS = 500
+Result = TypeVar("Result")
 
 
-def fail_together(work: Callable[[], Any], failure: type[Exception]) -> Any:
-    """Does the work on every process, and fails on all of them if it does on one; all must call it.
+def fail_together(work: Callable[[], Result], failure: type[Exception]) -> Result:
+    """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
 
-    So none goes on to where it would wait for another that has given up.
-
-    Raises:
-      failure: says on which processes the work raised, and what.
+    All processes must call it. The error says in which processes ``work`` raised, and what.
     """
-    result, caught, problem = None, None, ""
+    results: list[Result] = []
+    caught, problem = None, ""
     try:
-        result = work()
+        results.append(work())
     except failure as error:
         caught, problem = error, str(error)
     except Exception as error:  # file systems and storage libraries raise whatever they like
         caught, problem = error, cause_of(error)
     problems = allgather_text(problem)
     if not any(problems):
-        return result
+        return results[0]
     several = jax.process_count() > 1
-    told = [f"process {i}: {text}" if several else text for i, text in enumerate(problems) if text]
-    raise failure("; ".join(told)) from caught
+    failed = [f"process {i}: {text}" if several else text for i, text in enumerate(problems) if text]
+    raise failure("; ".join(failed)) from caught
 
 
 def allgather_text(text: str) -> list[str]:
-    """The texts of all processes, by process; all must call it."""
+    """The texts of all processes, by process. All must call it."""
     if jax.process_count() == 1:
         return [text]
     data = text.encode()
@@ -48,7 +51,7 @@ def allgather_text(text: str) -> list[str]:
 
 
 def cause_of(error: BaseException) -> str:
-    """What an error comes from, on one line, short enough to be read and sent."""
+    """The error at the beginning of a chain of errors, as one line of at most ``MAX_CAUSE_CHARS`` characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = one_line(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]

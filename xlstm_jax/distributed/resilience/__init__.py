@@ -1,13 +1,13 @@
 """Staying alive: a guard around the training loop, so that a fault ends every process soon and loses little.
 
-What clusters do to a run, and what becomes of it:
+What goes wrong in a run, and what happens then:
 
-  a step hangs (a stuck peer)      the watchdog writes all stacks, and ends the process          within the timeout
-  an exception in one process      it is printed, the process ends at once, its peers see that   < 2 s
-  a process is killed              its peers get an exception in their collective: see above     < 2 s
-  SIGTERM to any process           ``should_stop`` is True on all of them, at the same step      some steps
-  a loss or gradient is not finite the update is skipped everywhere (``skip_nonfinite``); too many end the run
-  copies that should be equal are not   ``check_replicas`` names the leaf and the devices
+  a step hangs in one process         the watchdog writes all stacks, and ends the process         within the timeout
+  an exception in one process         it is printed and the process ends; the others get an error  < 2 s
+  a process is killed                 the others get an error in their collective                  < 2 s
+  SIGTERM to any process              ``should_stop`` is True in all, after the same step          some steps
+  a loss or gradient is not finite    ``skip_nonfinite`` skips the update on all devices; too many end the run
+  copies of a leaf are not equal      ``check_replicas`` names the leaf and the devices
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite

@@ -1,25 +1,14 @@
-"""Staying alive: a guard around the training loop, so that a fault ends every process soon and loses little.
+"""The guard around the training loop: the clock of the steps, the values of their losses, SIGTERM, and the way out.
 
-What clusters do to a run, and what becomes of it:
+``step_done(n, metrics)`` starts the copy of step n's loss and counters to the host, reads those of step n - 1, and
+starts the watchdog's clock anew. While it waits for step n - 1 the device has step n to do, so the device never waits
+for the host. All processes learn of a bad step one step later, at the same step: they read the same replicated values.
 
-  a step hangs (a stuck peer)      the watchdog writes all stacks, and ends the process          within the timeout
-  an exception in one process      it is printed, the process ends at once, its peers see that   < 2 s
-  a process is killed              its peers get an exception in their collective: see above     < 2 s
-  SIGTERM to any process           ``should_stop`` is True on all of them, at the same step      some steps
-  a loss or gradient is not finite the update is skipped everywhere (``skip_nonfinite``); too many end the run
-  copies that should be equal are not   ``check_replicas`` names the leaf and the devices
+After an exception a process ends with ``os._exit``, which closes its connections at once. JAX's ``atexit`` would wait
+in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out (100 s).
 
-Life of a step n in ``step_done(n, metrics)``: its loss and counters start their way to the host; those of step n - 1
-are read, which waits until that step is over while the device has step n to do; the watchdog's clock starts anew. So
-the device does not wait for the host, and a bad step is known one step later, to all processes at the same step, since
-all read the same replicated values.
-
-Why a process does not exit the normal way after an exception: JAX's ``atexit`` waits in a barrier for the peers, which
-wait in a collective for this process. Nobody moves until a heartbeat times out, 100 s by default. ``os._exit`` closes
-the connections at once.
-
-Why the watchdog looks at the shards of the loss: where a peer is gone, the collective fails on those devices that talk
-to it. The others wait for their neighbours, which have given up, and a read of the loss is a read of the first device.
+The watchdog looks at every shard of the loss. Where a process is gone, the collective fails on the devices that talk to
+it; the others wait for their neighbours, and a read of the loss reads the first device alone.
 """
 
 import math
@@ -28,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -45,38 +35,41 @@ LOSS = "loss"
 
 
 class NonFiniteError(ArithmeticError):
-    """Training has lost its footing: a non-finite loss was applied, or too many steps in a row were skipped."""
+    """The update of a loss that is not finite was applied, or too many steps in a row were skipped.
+
+    >>> try:
+    ...     with LoopGuard() as guard:
+    ...         guard.step_done(1, {"loss": np.nan})
+    ... except NonFiniteError:
+    ...     print("restore a checkpoint")
+    restore a checkpoint
+    """
 
 
 class LoopGuard:
     """Guards a training loop: a watchdog, a fast exit, preemption, and an end to non-finite steps.
 
-    ::
-
-        with LoopGuard(step_timeout_s=60) as guard:
-            for step in range(start, steps):
-                state, metrics = train_step(state, batch, rng)
-                guard.step_done(step + 1, metrics)
-                if guard.should_stop(step + 1):
-                    break
-        checkpointer.save(...)
-
-    Every process of a run makes one and does the same with it. Where the block is left by an exception in a run of
-    several processes, the process ends there and then with code 13 (130 after Ctrl-C, its own after ``sys.exit``): an
-    enclosing ``with`` or ``finally`` does not run. So what waits for other processes as it closes (a checkpointer)
-    belongs outside of the guard, what writes files (a ``MetricLogger``) inside. With one process the exception
-    propagates as always.
+    Every process of a run makes one and calls the same methods. If an exception leaves the block in a run of several
+    processes, the process ends at once with code 13 (130 after Ctrl-C, its own after ``sys.exit``): an enclosing
+    ``with`` or ``finally`` does not run. So what waits for other processes as it closes (a checkpointer) belongs
+    outside of the guard, what writes files (a ``MetricLogger``) inside. In a single process the exception propagates.
 
     Args:
       step_timeout_s: a step that takes longer, from one ``step_done`` to the next, ends the process with code 14 after
-        the stacks of all threads were written to stderr. Only the clock between steps counts, so it has to cover what
-        else the loop does there: data, an evaluation that is not ``paused``. None watches nothing, for a debugger.
+        the stacks of all threads were written to stderr. The time covers all that the loop does between steps: data, an
+        evaluation that is not ``paused``. None watches nothing, for a debugger.
       first_step_timeout_s: the same for the time up to the first ``step_done``, in which the step is compiled.
       max_skipped_in_a_row: with ``skip_nonfinite`` around the optimizer: more skipped steps than this, one after the
         other, raise ``NonFiniteError``. 0 stops at the first.
     Raises:
-      ValueError: a limit that is no positive number; or it is entered in another thread than the main one, where a
-        single process cannot hear SIGTERM.
+      ValueError: a limit that is no positive number; or a single process enters it in another thread than the main one,
+        which alone hears SIGTERM.
+
+    >>> with LoopGuard(step_timeout_s=60) as guard:
+    ...     for step in range(1, 4):
+    ...         guard.step_done(step, {"loss": 1 / step})  # the metrics of your train_step
+    ...         if guard.should_stop(step):
+    ...             break  # and save a checkpoint
     """
 
     def __init__(
@@ -91,10 +84,10 @@ class LoopGuard:
         if max_skipped_in_a_row < 0:
             raise ValueError(f"max_skipped_in_a_row={max_skipped_in_a_row}: it is 0 (stop at the first) or more.")
         self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._watchdog: Watchdog | None = None
+        self._watchdog: Watchdog | None = None  # from the entry on
         self._watching: tuple[str, float | None] = ("", None)
-        self._pending: tuple[int, dict[str, Any]] | None = None
-        self._in_flight: list[Any] = []
+        self._pending: tuple[int, dict[str, Any]] | None = None  # the last step, with its values
+        self._in_flight: list[Any] = []  # losses that may not have been computed
         self._sigterm_seen = False
         self._previous_handler: Any = None
 
@@ -119,19 +112,19 @@ class LoopGuard:
         self._close(error)
 
     def step_done(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Says that a step was dispatched, and looks at the loss and the counters of the step before.
+        """Says that a step was dispatched, and checks the loss and the counters of the step before.
 
         Args:
           step: its number.
           metrics: what ``make_train_step`` returned: ``loss``, and ``skipped_steps`` and ``skipped_in_a_row`` where
-            the optimizer has ``skip_nonfinite`` around it (in a step of your own: ``skip_counts(opt_state)``). None
-            leaves the watchdog alone at work.
+            the optimizer has ``skip_nonfinite`` around it (in a step of your own: ``skip_counts(opt_state)``). None:
+            no loss is checked.
         Raises:
           NonFiniteError: too many steps in a row were skipped; or, without ``skip_nonfinite``, a loss is not finite.
           ValueError: ``metrics`` have no ``loss``; or the guard is outside of its ``with`` block.
         """
-        self._check_entered("step_done")
-        held = None if metrics is None else (step, _looked_at(metrics))
+        self._entered("step_done")
+        held = None if metrics is None else (step, _values_to_check(metrics))
         self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, held))]
         self._check_pending()
         self._pending = held
@@ -140,13 +133,10 @@ class LoopGuard:
     def should_stop(self, step: int) -> bool:
         """Whether to save a checkpoint and leave: some process has got SIGTERM.
 
-        With several processes it is True on all of them at the same step, the first that none has begun (JAX's
-        preemption service carries the news, without a collective). Call it on every process after every step.
-
-        Args:
-          step: the number of the step, the same on all processes.
+        It is True in all processes after the same step, the first one that none had begun; they agree on it through
+        JAX's preemption service, without a collective. Call it in every process after every step, with its number.
         """
-        self._check_entered("should_stop")
+        self._entered("should_stop")
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._sigterm_seen
@@ -155,12 +145,9 @@ class LoopGuard:
     def paused(self, timeout_s: float | None = None) -> Iterator[None]:
         """A section that is no step and may take long: an evaluation, a checkpoint that is waited for.
 
-        The clock of the step starts anew after it.
-
-        Args:
-          timeout_s: the section's own limit; by default there is none.
+        ``timeout_s`` is the section's own limit; by default there is none. The step's clock starts anew after it.
         """
-        self._check_entered("paused")
+        self._entered("paused")
         before = self._watching
         self._watch(f"the paused section after {before[0]} began", _checked_timeout("timeout_s", timeout_s))
         try:
@@ -170,18 +157,20 @@ class LoopGuard:
 
     def _watch(self, what: str, timeout_s: float | None) -> None:
         self._watching = (what, timeout_s)
-        self._watchdog.watch(what, timeout_s)
+        self._entered("watch").watch(what, timeout_s)
 
-    def _check_entered(self, method: str) -> None:
+    def _entered(self, method: str) -> Watchdog:
+        """The watchdog; an error names ``method`` where there is none, outside of the ``with`` block."""
         if self._watchdog is None:
             raise ValueError(f"{method} of a LoopGuard outside of its block; write 'with LoopGuard(...) as guard:'.")
+        return self._watchdog
 
     def _check_pending(self) -> None:
-        """Waits for the values of the step before, and raises if they are the end."""
+        """Waits for the values of the step before, and raises if training must not go on with them."""
         if self._pending is None:
             return
         (step, held), self._pending = self._pending, None
-        self._watchdog.rename(f"the wait for the loss of step {step}")
+        self._entered("step_done").rename(f"the wait for the loss of step {step}")
         if SKIPPED_IN_A_ROW in held:
             _check_skipped(step, held, self._max_skipped_in_a_row)
         elif not np.all(np.isfinite(loss := np.asarray(held[LOSS]))):
@@ -193,18 +182,23 @@ class LoopGuard:
             )
 
     def _failed_shard(self) -> str | None:
-        """What a device of this process says of a loss that it could not compute; None with a single process."""
+        """The error of a device of this process that could not compute a loss; None with a single process."""
         if jax.process_count() == 1:
             return None
         losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array) and not loss.is_deleted()]
-        errors = [_error_of(shard.data) for loss in losses for shard in loss.addressable_shards]
-        return next(filter(None, errors), None)
+        for shard in (shard for loss in losses for shard in loss.addressable_shards):
+            try:
+                if shard.data.is_ready():
+                    shard.data.block_until_ready()
+            except Exception as error:
+                return f"device {shard.device.id} failed ({error})"
+        return None
 
     def _listen_for_sigterm(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("LoopGuard was entered outside of the main thread, but only that one can hear SIGTERM.")
 
-        def note(number, frame):
+        def note(number: int, frame: FrameType | None) -> None:
             del number, frame
             self._sigterm_seen = True
 
@@ -212,11 +206,11 @@ class LoopGuard:
         self._previous_handler = signal.signal(signal.SIGTERM, note) or signal.SIG_DFL
 
     def _close(self, error: BaseException | None) -> None:
-        """Ends the process where others would wait for it; else puts everything back as it was."""
+        """Ends the process if others would wait for it; else stops the watchdog and restores the SIGTERM handler."""
         if error is not None and jax.process_count() > 1 and (code := _exit_code(error)):
             traceback.print_exception(error)
             leave(code)
-        self._watchdog.stop()
+        self._entered("close").stop()
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
 
@@ -227,27 +221,18 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
     return timeout_s
 
 
-def _looked_at(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The values to look at; the one that decides is on its way to the host."""
+def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss and the counters; starts the copy to the host of the one that decides."""
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
-            "or no metrics at all, if nobody is to look whether it is finite."
+            "or no metrics at all; then no loss is checked."
         )
     held = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
     decisive = held.get(SKIPPED_IN_A_ROW, held[LOSS])
     if isinstance(decisive, jax.Array):
         decisive.copy_to_host_async()
     return held
-
-
-def _error_of(shard: jax.Array) -> str | None:
-    try:
-        if shard.is_ready():
-            shard.block_until_ready()
-    except Exception as error:
-        return f"device {next(iter(shard.devices())).id} failed ({error})"
-    return None
 
 
 def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:

@@ -1,16 +1,14 @@
-"""A thread that ends the process when what it is told to watch takes too long.
+"""A watchdog that ends the process when something takes too long.
 
-JAX notices a peer that died, not one that is stuck: the others wait in a collective, in C, and no Python code of the
-main thread runs any more. So the clock is watched from elsewhere, on two levels:
+JAX notices a process that died, but not one that is stuck: the others wait in a collective, in C, and no Python code of
+their main threads runs any more. Two clocks run beside the main thread:
 
-  a daemon thread      looks some times a second; past the limit it writes what took how long and the stacks of all
-                       threads to stderr, and ends the process with code 14. Where it is given a ``find_failure``, it
-                       asks that, too, and ends the process with code 13 if there is one
-  faulthandler         a timer in C that the thread winds up again each time it looks. Where a C call holds the
-                       interpreter's lock the thread cannot look, the timer runs out, writes the stacks, and ends the
-                       process with code 1 (its own; it can neither name the step nor choose the code)
+  a daemon thread   looks some times a second. Past the limit it writes what took how long and the stacks of all threads
+                    to stderr, and ends the process with code 14; with code 13 if ``find_failure`` has found a failure
+  faulthandler      a timer in C that the thread restarts each time it looks. Where a C call holds the lock of the
+                    interpreter the thread cannot run; the timer then writes the stacks and ends the process with code 1
 
-Both write to file descriptor 2 and take no lock of Python's ``sys.stderr``, which the stuck thread may hold.
+Both write to file descriptor 2, without Python's ``sys.stderr``, whose lock the stuck thread may hold.
 """
 
 import faulthandler
@@ -36,11 +34,10 @@ class _Watched(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process when ``watch`` was not called again in time. One at a time: Python's faulthandler has one timer.
+    """Ends the process if ``watch`` is not called again in time. One at a time: Python's faulthandler has one timer.
 
-    Args:
-      name: begins the line that is written, as ``process 1 of 2``.
-      find_failure: says what has failed, None while nothing has. It must not wait.
+    ``name`` is that of this process in what is written; ``find_failure`` returns a text if something has failed, and
+    must not wait.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
@@ -56,20 +53,20 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, what: str, timeout_s: float | None) -> None:
-        """From now on ``what`` may take ``timeout_s`` seconds; None is for ever."""
+        """From now on ``what`` may take ``timeout_s`` seconds; None: for ever."""
         before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
         if timeout_s != before.timeout_s:
-            self._wind_timer()
+            self._restart_timer()
 
     def rename(self, what: str) -> None:
-        """What it is by now that takes so long; the clock runs on."""
+        """Changes what is watched; the clock runs on."""
         self._watched = self._watched._replace(what=what)
 
     def stop(self) -> None:
         """Ends the thread and the timer."""
         self._stopped.set()
         self._thread.join()
-        self._wind_timer()
+        self._restart_timer()
 
     def _look(self) -> None:
         while not self._stopped.is_set():
@@ -79,13 +76,13 @@ class Watchdog:
                 took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
                 self._end(f"{watched.what} {took}", EXIT_HUNG)
             failure = self._find_failure()
-            self._wind_timer()
+            self._restart_timer()
             self._stopped.wait(min(left, LOOK_EVERY_S))
-            # The main thread had the time to raise it, if it is not stuck.
+            # By now the main thread has raised the failure itself, if it is not stuck.
             if failure and not self._stopped.is_set():
                 self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
 
-    def _wind_timer(self) -> None:
+    def _restart_timer(self) -> None:
         with self._timer_lock:
             timeout_s = self._watched.timeout_s
             if timeout_s is None or self._stopped.is_set():
@@ -102,13 +99,8 @@ class Watchdog:
 
 def leave(code: int) -> None:
     """Ends the process at once: no ``atexit``, no barrier. What was printed is flushed, where that does not block."""
-    flush = threading.Thread(target=_flush, daemon=True)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    flush = threading.Thread(target=lambda: [stream.flush() for stream in streams], daemon=True)
     flush.start()
     flush.join(FLUSH_TIMEOUT_S)
     os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()

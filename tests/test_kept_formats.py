@@ -1,0 +1,94 @@
+"""Formats on disk stay: what version 0.1 wrote is read, and the same state is written in the same way today.
+
+``kept/checkpoint-0.1`` holds a folder that a ``Checkpointer`` of version 0.1 wrote (zipped), and a safetensors file.
+"""
+
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.damage import same
+from tests.support import mesh_of
+from xlstm_jax.distributed import Checkpointer, export_safetensors, import_safetensors
+
+KEPT = Path(__file__).parent / "kept" / "checkpoint-0.1"
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def state():
+    """What was saved: one leaf of each kind."""
+    mesh = mesh_of(2, 4)
+
+    def put(values, dtype, spec):
+        return jax.device_put(jnp.asarray(values, dtype), NamedSharding(mesh, spec))
+
+    return {
+        "params": {
+            "kernel": put(np.arange(32.0).reshape(8, 4) / 8, "float32", P("fsdp", "dp")),
+            "narrow": put(np.arange(8), "bfloat16", P("fsdp")),
+        },
+        "flags": put(np.arange(8) % 3 == 0, "bool", P()),
+        "keys": jax.device_put(jax.random.split(jax.random.key(4), 4), NamedSharding(mesh, P("fsdp"))),
+        "empty": np.zeros((0, 3), np.float32),
+        "host": np.int64(2**40) * np.arange(3),
+        "unplaced": jnp.arange(3, dtype=jnp.int8),
+        "position": 7,
+        "fraction": 0.1,
+        "shuffled": True,
+    }
+
+
+@pytest.fixture
+def kept(tmp_path):
+    with zipfile.ZipFile(KEPT / "checkpoint.zip") as packed:
+        packed.extractall(tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def zeros_like(state):
+    """Other values in the same shapes, dtypes and shardings."""
+
+    def zero(leaf):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            return type(leaf)(0)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf[::-1] if is_key else (leaf * 0).astype(leaf.dtype)
+
+    return jax.tree.map(zero, state)
+
+
+def test_a_checkpoint_of_version_0_1_is_restored(kept, state):
+    target = zeros_like(state)
+    assert not same(target, state)  # guard
+    with Checkpointer(kept) as checkpointer:
+        restored = checkpointer.restore(target)
+    assert same(restored, state)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored["params"])] == [
+        leaf.sharding for leaf in jax.tree.leaves(state["params"])
+    ]
+
+
+def test_the_record_and_the_folders_are_those_of_version_0_1(kept, state, tmp_path):
+    with Checkpointer(tmp_path / "new") as checkpointer:
+        checkpointer.save(STEP, state)
+    record = Path(str(STEP)) / "leaves" / "metadata"
+    assert (tmp_path / "new" / record).read_bytes() == (kept / record).read_bytes()
+
+    def folders(root):
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir()}
+
+    assert folders(tmp_path / "new") == folders(kept) > {"5", "5/leaves", "5/state"}
+
+
+def test_a_safetensors_file_has_the_bytes_of_version_0_1(state, tmp_path):
+    params = {name: state[name] for name in ("params", "flags", "empty", "host", "unplaced")}
+    export_safetensors(params, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (KEPT / "model.safetensors").read_bytes()
+    assert same(import_safetensors(KEPT, {name: zeros_like(state)[name] for name in params}), params)
