@@ -63,7 +63,7 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH)(h), None
 
 
-class Model(nn.Module):
+class SmallModel(nn.Module):
     """Two rematerialized blocks in a scan, between two layers."""
 
     wrap: Callable[[Any], Any]
@@ -76,8 +76,8 @@ class Model(nn.Module):
         return self.wrap(nn.Dense)(WIDTH)(x)
 
 
-PLAIN = Model(lambda cls: cls)
-SHARDED = Model(functools.partial(shard_module_params, axis_name="fsdp", min_weight_size=MIN_WEIGHT_SIZE))
+PLAIN = SmallModel(lambda cls: cls)
+SHARDED = SmallModel(functools.partial(shard_module_params, axis_name="fsdp", min_weight_size=MIN_WEIGHT_SIZE))
 
 
 def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any], rng: Any = None) -> jax.Array:
