@@ -101,6 +101,8 @@ def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
         assert jax.tree.structure(shard_params(once, "fsdp", 0)) == jax.tree.structure(once)
         back = gather_params(once, "fsdp")
         assert back["tp"].names == ("tp", None) and not is_box(back["short"])
+        plain = nn.Partitioned(once["tp"].value, once["tp"].names)  # a box that the model has made itself
+        assert gather_params(plain, "fsdp").value.shape == back["tp"].value.shape == (8, 8)
         return unbox(back)
 
     mesh = DeviceMeshManager.create_device_mesh({"tp": 2, "fsdp": 4})
@@ -115,7 +117,7 @@ def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
 @pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("fsdp", "tp", "dp"), ("dp", "fsdp", "tp")], ids=str)
 @pytest.mark.parametrize("gathered", ["fsdp", ("dp", "fsdp")], ids=str)
 def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, check_vma):
-    """The gathered value is the slice that the axes left over hold in the plain layout, and its gradient too."""
+    """The gathered value is the shard that the axes left over hold in the plain layout, and its gradient too."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
     w, c = normal(0, (16, 3)), normal(1, (16, 3))
     gone = {gathered} if isinstance(gathered, str) else set(gathered)
@@ -249,7 +251,7 @@ def test_sharded_gradient_is_the_unsharded_gradient(check_vma, dp, fsdp, shape):
     got = on_mesh(one_device, mesh_of(dp, fsdp), check_vma, (P(), P(AXES)), P(AXES))(w, x)
     for row in got:
         assert_allclose(row, want, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING * np.abs(want).max())
-    assert not np.allclose(jax.grad(loss)(w, x[:4]), want, rtol=0.1)  # guard: the shares do differ
+    assert not np.allclose(jax.grad(loss)(w, x[:4]), want, rtol=0.1)  # guard: the devices' rows do differ
 
 
 @BOTH_MODES

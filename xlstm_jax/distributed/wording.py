@@ -53,9 +53,9 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(map(repr, names[:shown])) + more
 
 
-def joined(words: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def named_values(values: Mapping[str, object]) -> str:
@@ -64,18 +64,18 @@ def named_values(values: Mapping[str, object]) -> str:
 
 
 def one_line(text: object) -> str:
-    """The text of an error, say, without line breaks."""
+    """A text, such as that of an error, without line breaks."""
     return " ".join(str(text).split())
 
 
 def shortened(text: str, limit: int, middle: str = " ... ") -> str:
-    """A text of more than ``limit`` characters by its beginning and its end."""
+    """A text of more than ``limit`` characters, cut down to its beginning and its end."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}{middle}{text[-half:]}"
 
 
 def path_pattern(path: str) -> str:
-    """The path with its first number left open, by which leaves of layers that are alike share a name.
+    """The path with a star for its first number: the name that the same leaf has in each of several equal layers.
 
     >>> path_pattern("block_7/Dense_1/kernel")
     'block_*/Dense_1/kernel'

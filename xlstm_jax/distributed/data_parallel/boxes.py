@@ -24,21 +24,16 @@ from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
-from xlstm_jax.distributed.data_parallel.communication import (
-    DEFAULT_COMMUNICATION,
-    Communication,
-    Replicas,
-    value_dtype,
-)
+from xlstm_jax.distributed.data_parallel.communication import DEFAULT_COMMUNICATION, Communication, value_dtype
 
 
 class Box(Protocol):
     """What the library asks of a box. ``nn.Partitioned`` has it; another front (NNX, say) must provide the same.
 
-    A box is a pytree node whose one child is ``value``. What else it holds is static: trees whose boxes differ in it
-    have different structures. How a leaf travels, and its padding, are asked of a ``Sharded`` box only; the leaf of any
-    other box travels as it is stored. A front also makes ``is_box`` true of its boxes, most simply by using
-    ``Sharded``; how they meet the modules (Linen: ``unbox``, ``add_axis``) is known to the front alone.
+    A box is a pytree node whose one child is ``value``; what else it holds is static. How a leaf travels, and its
+    padding, are asked of a ``Sharded`` only: the leaf of any other box travels as it is stored. A front also makes
+    ``is_box`` true of its boxes, or boxes with ``Sharded``. How boxes meet modules (Linen calls their ``unbox`` and
+    ``add_axis``) is up to the front.
     """
 
     @property
@@ -63,7 +58,6 @@ class Sharded(meta.Partitioned[Any]):
     """
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
-
     communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
 
@@ -94,7 +88,7 @@ class Sharded(meta.Partitioned[Any]):
 
 
 class PartlyGathered(Sharded):
-    """The box of a leaf that is still split after a gather, over other axes; read so by its module (tensor parallel)."""
+    """The box of a leaf that a gather over other axes has left split; its module reads the shard (tensor parallel)."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -112,10 +106,9 @@ def leaf_value(leaf: Any) -> Any:
 
 
 def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
-    """The leaf's names, one for each dim of its value.
+    """The leaf's names, one for each dim of its value: filled up with ``None`` where there are fewer.
 
-    Names that are shorter than the value are filled up with ``None``. Where they are longer, as around the scalar that
-    an optimizer keeps for each leaf of a boxed tree, those that have no dim are left out.
+    More than dims there are around the scalar that an optimizer keeps for each leaf of a boxed tree; they are left out.
     """
     names, ndim = tuple(leaf.names) if is_box(leaf) else (), np.ndim(leaf_value(leaf))
     return (names + (None,) * ndim)[:ndim]
@@ -132,7 +125,7 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """``jax.tree.map`` where a box is one leaf; in ``rest`` a box or a bare value may stand in its place."""
+    """``jax.tree.map`` where a box is one leaf; ``rest`` has a box or a bare value for each."""
     return jax.tree.map(fn, tree, *rest, is_leaf=is_box)
 
 
@@ -201,33 +194,18 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def box_dim(
-    leaf: Any,
-    value: Any,
-    dim: int,
-    axes: tuple[str, ...],
-    communication: Communication = DEFAULT_COMMUNICATION,
-    true_size: int | None = None,
+    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, true_size: int | None
 ) -> Sharded:
     """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims.
 
-    Args:
-      communication: how the leaf travels.
-      true_size: the size of ``dim`` without padding, where ``value`` was padded.
+    ``true_size`` is the size of ``dim`` without padding, where ``value`` was padded.
     """
-    names = list(leaf_names(leaf))
-    names[dim] = axes_entry(axes)
-    sizes = list(true_sizes(leaf))
-    sizes[dim] = true_size
-    replicas = _copied_over(communication.replicas or leaf_communication(leaf).replicas, names)
-    communication = replace(communication, replicas=replicas)
-    return Sharded(value, tuple(names), communication=communication, true_sizes=tuple(sizes) if any(sizes) else ())
-
-
-def _copied_over(replicas: Replicas | None, names: Sequence[AxisEntry]) -> Replicas | None:
-    """``replicas`` without the axes that split the leaf: along these there are shards of it, and no copies."""
-    axes = replicas.axes if replicas else ()
-    left = tuple(axis for axis in axes if not any(axis in entry_axes(entry) for entry in names))
-    return replace(replicas, axis_name=left) if replicas and left else None
+    names, sizes = list(leaf_names(leaf)), list(true_sizes(leaf))
+    names[dim], sizes[dim] = axes_entry(axes), true_size
+    split = {axis for entry in names for axis in entry_axes(entry)}
+    replicas = communication.replicas or leaf_communication(leaf).replicas
+    how = replace(communication, replicas=replicas).not_copied_along(split)
+    return Sharded(value, tuple(names), communication=how, true_sizes=tuple(sizes) if any(sizes) else ())
 
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:

@@ -1,15 +1,12 @@
 """All communication of the library: the only file that calls ``jax.lax`` collectives.
 
-Two things are settled here, so that no other file must think of them.
-
 *Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
-over exactly the axes that a value varies over: over the others it is equal on all devices, and a mean has nothing to
-do. Under ``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
+over exactly these: over the others the value is equal on all devices, and a mean has nothing to do. Under
+``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
 
-*Cost.* Axes of size 1 are skipped. Several axes are gathered one by one, the innermost first, and scattered the
-outermost first, so that the chunks arrive in the order of ``PartitionSpec((outer, inner))`` and each stage uses the
-links of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one
-vector.
+*Cost.* Axes of size 1 are skipped. Collectives over several axes are staged: gathers the innermost axis first, scatters
+the outermost first, so that shards lie in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links
+of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
 """
 
 import math
@@ -51,12 +48,9 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
 
 def unbound_message(axis: str, caller: str) -> str:
     """The text of an unbound axis: what was asked, which axes there are, what to do."""
-    if manual_axes():
-        there = (
-            f"the axes bound here are {manual_axes()}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
-        )
-    else:
-        there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
+    there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
+    if bound := manual_axes():
+        there = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
     return f"{caller}: {axis!r} is not a bound mesh axis; {there}."
 
 
@@ -121,42 +115,32 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
-    for axis in reversed(spread_axes(axes)):
-        value = _gather_stage(value, dim, axis)
-    return value
+    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices.
 
-
-def _gather_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Concatenates along ``dim`` over one axis, with ``dim`` moved to the front meanwhile.
-
-    XLA on CPU copies the result of a gather along another dim once more, which took 2 to 9 % of a step. Moved here, the
-    dim is moved within the matrix product that reads it. TPU programs come out the same.
+    ``dim`` is the first one meanwhile. XLA on CPU copies the result of a gather along another dim once more, which took
+    2 to 9 % of a step. Moved here, it is moved within the matrix product that reads it. TPU programs stay the same.
     """
-    return jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
+    for axis in reversed(spread_axes(axes)):
+        value = jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
+    return value
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype."""
-    for axis in spread_axes(axes):
-        value = _scatter_stage(value, dim, axis)
-    return value
-
-
-def _scatter_stage(value: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Sums over one axis and leaves each device its shard of ``dim``.
+    """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
 
     The shards become a leading dim, which is scattered. Scattered along ``dim`` itself, shards that do not fill the
     tiles in which a TPU lays out an array make XLA all-reduce the whole array and slice it: twice the bytes.
     """
-    size, n = value.shape[dim], lax.axis_size(axis)
-    shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
-    return lax.psum_scatter(jnp.moveaxis(shards, dim, 0), axis, scatter_dimension=0, tiled=False)
+    for axis in spread_axes(axes):
+        size, n = value.shape[dim], lax.axis_size(axis)
+        shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
+        value = lax.psum_scatter(jnp.moveaxis(shards, dim, 0), axis, scatter_dimension=0, tiled=False)
+    return value
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sums over devices, in the value's own dtype; the value must vary over the tracked ones of ``axes``."""
-    return lax.psum(value, tuple(axes)) if axes else value
+    return lax.psum(value, tuple(axes))
 
 
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:

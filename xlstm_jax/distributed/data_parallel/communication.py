@@ -8,8 +8,8 @@ Only floats are ever cast, and only to floats of the same kind (real, complex). 
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,16 +65,18 @@ class Communication:
     def of(
         cls, gather_dtype: DTypeLike | None, grad_scatter_dtype: DTypeLike | None, replicas: Replicas | None = None
     ) -> "Communication":
-        """The same with dtypes as users write them; raises a ``TypeError`` where one is no dtype."""
+        """The same from dtypes as users write them; raises a ``TypeError`` where one is no dtype."""
         return cls(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """This, with what ``other`` says where it says nothing itself."""
-        return Communication(
-            self.gather_dtype or other.gather_dtype,
-            self.grad_scatter_dtype or other.grad_scatter_dtype,
-            self.replicas or other.replicas,
-        )
+        """The same with what ``other`` says, where this says nothing."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return Communication(**{**vars(other), **given})
+
+    def not_copied_along(self, axes: Collection[str]) -> "Communication":
+        """The same for a leaf that is split over ``axes``: along these there are shards of it, and no copies."""
+        left = tuple(axis for axis in self.copied_axes if axis not in axes)
+        return replace(self, replicas=replace(self.replicas, axis_name=left) if self.replicas and left else None)
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
@@ -87,10 +89,10 @@ class Communication:
         Raises:
           ValueError: a dtype, the one for copies among them, does not fit the value; names the leaf at ``path``.
         """
-        gather_dtype = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
-        scatter_dtype = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
+        gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
+        summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
         cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
-        return gather_dtype, scatter_dtype if self.grad_scatter_dtype else wide_dtype(scatter_dtype)
+        return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def as_sent(self, value: jax.Array) -> jax.Array:
         """What an all-gather sends of a shard: its values in the gather dtype; PRNG keys as they are."""
@@ -101,11 +103,7 @@ DEFAULT_COMMUNICATION = Communication()
 
 
 def dtype_name(dtype: DTypeLike | None) -> str | None:
-    """A dtype by its name, so that equal ones compare as equal; None stays None.
-
-    Raises:
-      TypeError: it is no dtype.
-    """
+    """A dtype by its name, so that equal ones compare as equal; None stays None. Raises a ``TypeError`` else."""
     return None if dtype is None else jnp.dtype(dtype).name
 
 

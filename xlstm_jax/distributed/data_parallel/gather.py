@@ -17,30 +17,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.boxes import (
-    PartlyGathered,
-    copied_axes,
-    is_box,
-    leaf_communication,
-    leaf_names,
-    leaf_value,
-    map_leaves_with_path,
-    rebox,
-    reduced_axes,
-    split_differentiable,
-    true_sizes,
-)
-from xlstm_jax.distributed.data_parallel.communication import (
-    Communication,
-    Replicas,
-    cast_dtype,
-    term_of_mean,
-    widened,
-)
-
-# ---------------------------------------------------------------------------------------------------------- one array
+from xlstm_jax.distributed.data_parallel.communication import Communication, Replicas, cast_dtype, term_of_mean, widened
 
 
 def gather_array_with_mean_grads(
@@ -61,22 +40,21 @@ def gather_array_with_mean_grads(
     [1.5, 1.5, 1.5, 1.5]
 
     Args:
-      x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, never cast, without gradient.
+      x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, uncast and without gradient.
       axis: the dim d along which the shards are concatenated.
       axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
-      gather_dtype: dtype that is sent, and of the result; None: x's own. Narrow it to the dtype in which the module
-        computes, so that nothing is left to cast (and to save for the backward pass).
-      grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is wider. The
-        gradient is divided by N before the sum, so that a float16 sum of N gradients overflows only where their mean
-        does. Nothing is narrowed where nothing travels, on one device.
+      gather_dtype: dtype that is sent, and of the result; None: x's own. With the dtype in which the module computes
+        nothing is left to cast (and to save for the backward pass).
+      grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is wider. It is
+        divided by N before the sum, so that a float16 sum overflows only where the mean does. On one device nothing
+        travels, and nothing is narrowed.
       replicas: other axes along which there are copies of ``x``; its gradient is then averaged over them too, after the
         scatter. Where the type of ``x`` says that the copies are equal (``check_vma=True``) it is summed, as JAX sums
         the gradient of any such value, and ``sync_gradients`` divides.
     Returns:
       [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
     Raises:
-      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would change the kind of the
-        numbers (float, complex).
+      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would make floats complex, or the reverse.
     """
     axes, how = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
     collectives.check_bound(axes, caller="gather_array_with_mean_grads")
@@ -143,9 +121,6 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     return mean * collectives.axis_size(summed) if summed else mean
 
 
-# ------------------------------------------------------------------------------------------------------------- a tree
-
-
 def gather_params(
     params: PyTree,
     axis_name: AxisNames,
@@ -162,9 +137,8 @@ def gather_params(
     Args:
       params: the tree, boxed where it is split.
       axis_name: an axis or a tuple of axes; where a leaf is split over only some of them, over those.
-      gather_dtype: see ``gather_array_with_mean_grads``; applies to the leaves that are gathered. None: what the box
-        says, which is the dtype that ``shard_module_params`` was given.
-      grad_scatter_dtype: likewise.
+      gather_dtype, grad_scatter_dtype: see ``gather_array_with_mean_grads``. None: what the leaf's box says, which is
+        what ``shard_module_params`` was given.
     Returns:
       The tree with whole values. A leaf that is still split over another axis stays boxed with the names that are left;
       every other comes back as a plain array, without padding. Leaves that were not split are not touched, nor cast.
@@ -178,23 +152,24 @@ def gather_params(
     collectives.check_bound(axes, caller="gather_params")
 
     def gather(path: str, leaf: Any) -> Any:
-        if not is_box(leaf):
+        if not boxes.is_box(leaf):
             return leaf
-        value, names, how = leaf.value, list(leaf_names(leaf)), given.or_else(leaf_communication(leaf))
+        value, names, how = leaf.value, list(boxes.leaf_names(leaf)), given.or_else(boxes.leaf_communication(leaf))
         for dim, entry in enumerate(names):
             if set(entry_axes(entry)) & set(axes):
-                how.dtypes(value, path)  # refused with the leaf's name
+                collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
+                how.dtypes(value, path)  # refused here, with the leaf's name
                 value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how)
                 how = replace(how, replicas=None)  # once for each leaf
-        sizes = true_sizes(leaf)
+        sizes = boxes.true_sizes(leaf)
         whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
         value = value[whole] if any(sizes) else value
         if not any(names):
             return value
-        return PartlyGathered(value, tuple(names), communication=how, true_sizes=sizes if any(sizes) else ())
+        return boxes.PartlyGathered(value, tuple(names), communication=how, true_sizes=sizes if any(sizes) else ())
 
     with jax.named_scope("gather_params"):
-        return map_leaves_with_path(gather, params)
+        return boxes.map_leaves_with_path(gather, params)
 
 
 def _gather_dim(
@@ -204,23 +179,16 @@ def _gather_dim(
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)
-    gather = partial(
-        gather_array_with_mean_grads, gather_dtype=how.gather_dtype, grad_scatter_dtype=how.grad_scatter_dtype
-    )
     if not kept:
-        return gather(value, dim, inner, replicas=how.replicas), axes_entry(outer)
+        return _gather(value, dim, inner, how), axes_entry(outer)
     # An axis to keep lies inside one to gather. Its shards are gathered as well (an all-gather whose transpose is a
     # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
-            value = gather(value, dim, axis, replicas=how.replicas)
-            how = replace(how, replicas=None)
+            value, how = _gather(value, dim, (axis,), how), replace(how, replicas=None)
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)
-
-
-# ------------------------------------------------------------------------------------------------------- whole leaves
 
 
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
@@ -234,9 +202,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     >>> jax.shard_map(sync, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(grads).tolist()
     [1.5]
 
-    A leaf that is split over an axis, or has its copies along it (``Replicas``), has been averaged over it by the
-    transpose of its gather. Under ``check_vma=True`` a leaf whose type does not vary over an axis has been summed over
-    it by JAX (and, over the axis of its copies, by that transpose), and is divided; any other is averaged.
+    A leaf that is split over an axis, or has copies along it (``Replicas``), was averaged over it by the transpose of
+    its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
+    (over the axis of its copies, by that transpose), and is divided; any other is averaged.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
@@ -249,18 +217,16 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
-    live, put_back = split_differentiable(grads)
-    over = [tuple(axis for axis in axes if axis not in reduced_axes(leaf)) for leaf in live]
+    live, put_back = boxes.split_differentiable(grads)
+    over = [tuple(axis for axis in axes if axis not in boxes.reduced_axes(leaf)) for leaf in live]
     with jax.named_scope("sync_gradients"):
-        divided = [
-            _divide_summed(leaf_value(leaf), (*left, *copied_axes(leaf))) for leaf, left in zip(live, over, strict=True)
-        ]
-        synced = collectives.pmean(divided, over)
-    return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
+        synced = collectives.pmean(list(map(_divide_summed, live, over)), over)
+    return put_back([boxes.rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
-def _divide_summed(grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Divides by the sizes of those tracked axes over which JAX has already summed ``grad``."""
-    varying = collectives.varying_axes(grad)
-    summed = [axis for axis in axes if axis not in varying and collectives.is_tracked(axis)]
-    return grad / size if (size := collectives.axis_size(summed)) > 1 else grad
+def _divide_summed(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
+    """A gradient divided by the sizes of the tracked axes, its copies' among them, over which it is summed already."""
+    grad = boxes.leaf_value(leaf)
+    equal = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in collectives.varying_axes(grad)]
+    count = collectives.axis_size(list(filter(collectives.is_tracked, equal)))
+    return grad / count if count > 1 else grad

@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_global, box_shards, plan_params
+from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -59,9 +59,8 @@ def shard_module_params(
     >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
     ((None, 'fsdp'), (32,))
 
-    What is gathered together is in memory together: wrap blocks rather than the whole model, and put transformations
-    outside, ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan gathers all its layers at
-    once.
+    What is gathered together is in memory together: wrap blocks, not the whole model, and put transformations outside,
+    ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan would gather all layers at once.
 
     Args:
       target: a Linen module class (or ``functools.partial`` of one), a module instance, or a function whose first
@@ -77,8 +76,6 @@ def shard_module_params(
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
       uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
-    Returns:
-      The wrapped target, to be used like the target.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
       TypeError: the target is none of these, or an instance that its parent has already named.
@@ -139,7 +136,7 @@ def _shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> Py
     if replicas and (missing := [axis for axis in replicas.axes if axis not in mesh.shape]):
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    return (plan_params if is_planning() else box_global)(variables, sizes, rule)
+    return (plan_params if is_planning() else box_params)(variables, sizes, rule)
 
 
 def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
@@ -156,11 +153,8 @@ def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_for
         setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name)))
     if methods is not None:
         # Linen names submodules after their class, so another name would rename the parameters of the whole model.
-        lifted.__name__, lifted.__qualname__, lifted.__module__ = (
-            target.__name__,
-            target.__qualname__,
-            target.__module__,
-        )
+        for name in ("__name__", "__qualname__", "__module__"):
+            setattr(lifted, name, getattr(target, name))
     return lifted
 
 

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: activations as one likes, gathered weights never.
+"""What is kept for the backward pass: activations as you say, gathered weights never.
 
     jax.checkpoint(f, policy=remat_policy(base))        nn.remat(Block, policy=remat_policy(base))
 
@@ -8,18 +8,15 @@
     a policy      what that policy keeps
 
 A policy of JAX is asked about one operation at a time: which one, the types of its inputs, its parameters; not where
-its inputs come from. So it cannot know a weight. Nor does it help to name the output of a gather and to keep all but
-that name: the gather's own output in front of the name is kept then, or what is computed behind it. What helps is to
-refuse, wherever they occur,
+its inputs come from. So it cannot recognise a weight. Nor does it help to name the output of a gather and to keep all
+but that name: JAX then keeps the gather's own output, before the name, or what is computed after it. What helps is to
+refuse the gathers themselves (``GATHERS``), and all that only moves or casts values, arithmetic on single elements, and
+random numbers (``RECOMPUTED``), also where a function with a derivative of its own consists of nothing else.
 
-  1. the gathers themselves (``GATHERS``),
-  2. what moves or casts values, arithmetic on single elements, and random numbers (``RECOMPUTED``), also where a
-     function with a derivative of its own consists of nothing else.
-
-What is made of a gathered weight by these (a cast, a transpose, a part, quantised values times their scales, an exp)
-is made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses
-them into the operations that read their results, and what stays is what they started from. In the compiled programs of
-docs/remat.md that takes less memory *and* fewer cycles than to keep their results, as fewer bytes are moved.
+What these make of a gathered weight (a cast, a transpose, some rows, quantised values times their scales, an exp) is
+made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses them
+into the operations that read their results. In the compiled programs of docs/remat.md that takes less memory *and*
+fewer cycles than to keep their results, as fewer bytes are moved.
 
 What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
 of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative sums, sorts,
@@ -37,16 +34,7 @@ from jax.extend.core.primitives import mul_p
 
 Policy = Callable[..., Any]
 
-GATHERS = frozenset(
-    {
-        "all_gather",
-        "all_gather_done",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "all_gather_reduced_start",
-        "all_gather_start",
-    }
-)
+GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
 _CASTS = (
     "bitcast_convert_type convert_element_type layout_constraint preduced pvary reduce_precision reduced_vary_cast "
     "reduced_vary_cast_p relayout reshard sharding_constraint stop_gradient vary_unreduced_cast vary_unreduced_cast_p"
@@ -58,8 +46,8 @@ _MOVES = (
 _ARITHMETIC = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh digamma div "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt "
-    "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
+    "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
 # Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
@@ -76,6 +64,10 @@ _BASES: dict[str, Policy] = {
 
 def remat_policy(base: str | Policy | None = None) -> Policy:
     """A policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see the top of this file).
+
+    >>> block = nn.remat(shard_module_params(nn.Dense, "fsdp"), policy=remat_policy("dots"))(32)
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((8, 16)))[0].shape  # what is kept changes no value
+    (8, 32)
 
     Args:
       base: what is kept of the rest: "everything" (also None), "dots", "nothing", or a policy, as those of

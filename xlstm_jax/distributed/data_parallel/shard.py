@@ -10,15 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import (
-    box_dim,
-    leaf_names,
-    leaf_value,
-    leaves_with_path,
-    map_leaves_with_path,
-)
 from xlstm_jax.distributed.data_parallel.communication import (
     DEFAULT_COMMUNICATION,
     Communication,
@@ -39,8 +32,9 @@ from xlstm_jax.distributed.data_parallel.shard_choice import (
 
 
 class ShardRule(NamedTuple):
-    """The options of one ``shard_module_params``: which leaves are split (those with at least ``min_weight_size``
-    values), what happens where the axes divide no dim, and how the shards travel. ``of`` makes it, and checks them.
+    """The options of one ``shard_module_params``: which leaves are split, and how their shards travel.
+
+    Make it with ``of``, which checks them.
     """
 
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
@@ -97,8 +91,7 @@ def shard_params(
         split along its largest dim, with zeros up to the next multiple of N.
     Returns:
       The tree, leaves split along the largest dim that the axis divides and no other axis has taken, as
-      ``nn.Partitioned`` with value [..., d / N, ...]. Leaves that are too small, that the axis does not divide, that
-      are split over it already, and PRNG keys come back as they are.
+      ``nn.Partitioned`` with value [..., d / N, ...]. All others come back as they are, PRNG keys among them.
     Raises:
       ValueError: an axis is not bound; lists those that are.
     """
@@ -109,52 +102,48 @@ def shard_params(
 
 def box_shards(params: PyTree, axes: tuple[str, ...], rule: ShardRule) -> PyTree:
     """``shard_params`` with all options of a wrapper in one ``rule``; inside ``shard_map``."""
-    return _box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, collectives.own_shard)
+    return box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, collectives.own_shard)
 
 
-def box_global(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
-    """``shard_params`` outside of ``shard_map``: a box holds the global value, with padding where that is needed."""
-    return _box_params(params, axis_sizes, rule, lambda value, dim, axes: value)
-
-
-def _box_params(
-    params: PyTree, axis_sizes: dict[str, int], rule: ShardRule, take: Callable[[Any, int, tuple[str, ...]], Any]
+def box_params(
+    params: PyTree,
+    axis_sizes: dict[str, int],
+    rule: ShardRule,
+    take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with what ``take(value, dim, axes)`` makes of each."""
+    """Boxes the leaves that are to be split, with their global values, padded where that is needed.
+
+    ``take(value, dim, axes)`` makes another value of each for the box: its shard, say.
+    """
     decided, count = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
 
     def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
         if dim is None:
             return leaf
-        value, true_size = _padded(leaf_value(leaf), dim, count)
-        return box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
+        value, true_size = _padded(boxes.leaf_value(leaf), dim, count)
+        return boxes.box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
 
-    return map_leaves_with_path(box, params)
+    return boxes.map_leaves_with_path(box, params)
 
 
 def _decisions(
     params: PyTree, axis_sizes: dict[str, int], rule: ShardRule
 ) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
     """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
-    leaves = dict(leaves_with_path(params))
+    leaves = dict(boxes.leaves_with_path(params))
     choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
-    split = [path for path, choice in choices.items() if choice.dim is not None]
-    orders = balanced_orders([_num_bytes(leaves[path]) for path in split], axis_sizes)
-    order_of = dict(zip(split, orders, strict=True))
+    split = {path: boxes.leaf_value(leaves[path]) for path, choice in choices.items() if choice.dim is not None}
+    sizes = [math.prod(np.shape(value)) * value_dtype(value).itemsize for value in split.values()]
+    order_of = dict(zip(split, balanced_orders(sizes, axis_sizes), strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
 
 def _choice(leaf: Any, axis_sizes: dict[str, int], rule: ShardRule) -> ShardChoice:
-    value = leaf_value(leaf)
+    value = boxes.leaf_value(leaf)
     if is_prng_key(value):
         return ShardChoice(None, PrngKeys())
-    return choose_shard_dim(np.shape(value), leaf_names(leaf), axis_sizes, rule.min_weight_size, rule.uneven)
-
-
-def _num_bytes(leaf: Any) -> int:
-    value = leaf_value(leaf)
-    return math.prod(np.shape(value)) * value_dtype(value).itemsize
+    return choose_shard_dim(np.shape(value), boxes.leaf_names(leaf), axis_sizes, rule.min_weight_size, rule.uneven)
 
 
 def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
@@ -169,24 +158,17 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
 
 
 def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
-    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, in a box that says why.
+    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, as a ``Planned``.
 
-    Args:
-      params: leaves, bare or boxed.
-      axis_sizes: the axes to split over, outermost first, with their sizes.
-      rule: by which it is decided.
-    Returns:
-      The tree with every leaf as ``Planned``.
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
     """
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        value, choice = leaf_value(leaf), _choice(leaf, axis_sizes, rule)
+        value, choice = boxes.leaf_value(leaf), _choice(leaf, axis_sizes, rule)
         own = (value_dtype(value),) * 2
         dtypes = own if choice.dim is None else map(jnp.dtype, rule.communication.dtypes(value, path))
-        return Planned.of(
-            leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), leaf_names(boxed), *map(str, dtypes))
-        )
+        names = boxes.leaf_names(boxed)
+        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, *map(str, dtypes)))
 
-    return map_leaves_with_path(plan, params, box_global(params, axis_sizes, rule))
+    return boxes.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))

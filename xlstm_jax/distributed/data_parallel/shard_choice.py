@@ -1,9 +1,7 @@
-"""Which dim of a leaf is split, why, and in what order of the axes: sharding, the plan and its explanations ask here.
+"""Which dim of a leaf is split, why, and in what order of the axes, from shapes alone. Sharding and the plan ask here.
 
 Over several axes the order differs from leaf to leaf. The axis that is gathered last, the outermost, carries most of a
 leaf's bytes: so each axis of a torus is the outermost of some leaves.
-
-Pure functions of shapes and sizes.
 """
 
 import math
@@ -25,8 +23,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
 
-# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links. A stage
-# over them comes first, when what is sent is smallest, and the other axes rotate without them.
+# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links. They
+# are gathered first, when what is sent is smallest, and the other axes rotate without them.
 SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
 INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
 
@@ -49,7 +47,7 @@ def choose_shard_dim(
 ) -> ShardChoice:
     """Decides which dim of a leaf is split over the axes: the largest that they divide and that is still whole.
 
-    Of equal dims the last is taken, which is the output dim of a Linen kernel.
+    Of equal dims it is the last, which is the output dim of a Linen kernel.
 
     Args:
       shape: the leaf's shape as this device sees it.
@@ -58,8 +56,6 @@ def choose_shard_dim(
       min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
       uneven: where the axes divide no dim: "replicate" leaves the leaf whole, "pad" takes the largest dim, which is
         then stored with zeros up to the next multiple.
-    Returns:
-      The dim, or None with the reason.
     """
     held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
     size, parts = math.prod(shape), math.prod(axis_sizes.values())
@@ -82,9 +78,9 @@ def choose_shard_dim(
     return ShardChoice(None, Indivisible(parts, shape))
 
 
-def padded_size(size: int, parts: int) -> int:
-    """The next multiple of ``parts``."""
-    return -(-size // parts) * parts
+def padded_size(size: int, multiple: int) -> int:
+    """``size``, rounded up to a multiple."""
+    return -(-size // multiple) * multiple
 
 
 def balanced_orders(sizes: Sequence[int], axis_sizes: dict[str, int]) -> list[tuple[str, ...]]:
@@ -94,13 +90,12 @@ def balanced_orders(sizes: Sequence[int], axis_sizes: dict[str, int]) -> list[tu
     next B / n_0 * (n_1 - 1) / n_1: nearly all over the outermost. So the order rotates. The largest leaf has it as
     given; the others, by size, that under which the busiest axis carries least. ``INTER_HOST_AXES`` stay innermost.
 
-    Args:
-      sizes: bytes, or values, of the leaves that are gathered together.
-      axis_sizes: the axes in the order that was asked for, with their sizes.
+    ``sizes`` are bytes of the leaves that are gathered together; ``axis_sizes`` has the axes in the order asked for.
     """
-    fast, slow = ([a for a in axis_sizes if (a in INTER_HOST_AXES) == is_inter_host] for is_inter_host in (False, True))
-    rotations = [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))] or [tuple(slow)]
-    load, orders = dict.fromkeys(fast, 0.0), [rotations[0]] * len(sizes)
+    inter_host = [axis for axis in axis_sizes if axis in INTER_HOST_AXES]
+    others = [axis for axis in axis_sizes if axis not in INTER_HOST_AXES]
+    rotations = [(*others[i:], *others[:i], *inter_host) for i in range(len(others))] or [tuple(inter_host)]
+    load, orders = dict.fromkeys(others, 0.0), [rotations[0]] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         loads = {order: _loads(load, sizes[index], order, axis_sizes) for order in rotations}
         if any(load.values()):
