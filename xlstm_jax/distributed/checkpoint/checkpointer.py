@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import jax
 
@@ -42,8 +42,8 @@ class CheckpointError(RuntimeError):
     >>> try:
     ...     Checkpointer("no_such_folder").restore({"step": 0})
     ... except CheckpointError:
-    ...     print("start anew")
-    start anew
+    ...     "start anew"
+    'start anew'
     """
 
 
@@ -79,7 +79,7 @@ class Checkpointer:
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1.")
         self._steps_format = orbax().step.standard_name_format()
-        from etils import epath  # which orbax brings along
+        from etils import epath  # which orbax brings along; it has no types
 
         self.directory: Any = epath.Path(directory if _is_url(directory) else os.path.abspath(directory))
         self.save_interval_steps, self.max_to_keep = save_interval_steps, max_to_keep
@@ -90,10 +90,10 @@ class Checkpointer:
         self._own_steps: set[int] = set()  # saved or restored here
         self._damaged: set[int] = set()
 
-    def __enter__(self) -> "Checkpointer":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def latest_step(self) -> int | None:

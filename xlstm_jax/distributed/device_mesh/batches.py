@@ -43,7 +43,7 @@ def shard_batch(
       ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for one that was appended.
     Raises:
       ValueError: devices do not divide the rows, or leaves differ in them, on this process; or processes differ in
-        shapes, dtypes, or rows that they share, and all of them raise.
+        shapes, dtypes, scalars, or rows that must be the same, and all of them raise.
       TimeoutError: this process brings a new shape, others do not.
       TypeError: a leaf is a global array already, or has a dtype that devices do not have.
 
@@ -122,10 +122,10 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
         held[device.process_index] = held.get(device.process_index, frozenset()) | {shard.start or 0}
     different = set(held.values())
     if len(set(map(len, different))) > 1 or sum(map(len, different)) > shards:
+        numbers = {process: sorted(own) for process, own in held.items()}
         raise ValueError(
-            f"of the {shards} shards of a batch over {axes}, processes hold "
-            f"{ {process: sorted(numbers) for process, numbers in held.items()} }: there is no number of rows for each "
-            "process that fits. Make the mesh with create_device_mesh without devices, which keeps shards together."
+            f"of the {shards} shards of a batch over {axes}, processes hold {numbers}: no number of rows for each "
+            "process fits. Make the mesh by create_device_mesh without devices; it keeps shards of a process together."
         )
     return held
 

@@ -41,8 +41,8 @@ class NonFiniteError(ArithmeticError):
     ...     with LoopGuard() as guard:
     ...         guard.step_done(1, {"loss": np.nan})
     ... except NonFiniteError:
-    ...     print("restore a checkpoint")
-    restore a checkpoint
+    ...     "restore a checkpoint"
+    'restore a checkpoint'
     """
 
 
@@ -101,7 +101,7 @@ class LoopGuard:
         self._watch("the first step", self._first_step_timeout_s)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
         try:
             if error is None:

@@ -37,8 +37,8 @@ class ReplicaError(RuntimeError):
     >>> try:
     ...     check_replicas({"w": unequal})
     ... except ReplicaError as error:
-    ...     print(str(error)[:68])
-    1 of 1 leaves are declared equal on several devices and are not: 'w'
+    ...     str(error)[:64]
+    '1 of 1 leaves are declared equal on several devices and are not:'
     """
 
 
