@@ -19,7 +19,8 @@ from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.traffic import common_path, find_collectives, ring_bytes
+from xlstm_jax.distributed.forecast.cost.traffic import find_collectives, ring_bytes
+from xlstm_jax.distributed.forecast.hlo.op_names import common_path
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
 SIZES = {"dp": 2, "fsdp": 4}
@@ -217,7 +218,7 @@ def test_a_loop_of_unknown_length_counts_its_collectives_once():
 
     program = parse(text_of(until_small))
     assert [(c.kind, c.count) for c in find_collectives(program, SIZES)] == [("all-reduce", 1)]
-    assert len(program.unknown_trips) == 1
+    assert len(program.unknown_loops) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, module_path
+from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MIXED = "mixed"
@@ -134,17 +134,6 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
     return payload_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
         kind, share
     )
-
-
-def common_path(paths: Iterable[str]) -> str:
-    """The longest path that all of ``paths`` begin with."""
-    parts = [path.split("/") for path in paths]
-    same = []
-    for step in zip(*parts, strict=False):
-        if len(set(step)) > 1:
-            break
-        same.append(step[0])
-    return "/".join(same)
 
 
 # ------------------------------------------------------------------------------------------------- describing each one

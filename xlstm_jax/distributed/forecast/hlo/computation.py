@@ -28,7 +28,7 @@ class Computation:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """By name: its place in the schedule."""
+        """By name: the index in ``instructions``."""
         return {instruction.name: i for i, instruction in enumerate(self.instructions)}
 
     @cached_property

@@ -4,7 +4,7 @@ HLO text lists them, computes them, or names them by the axes of a mesh; all thr
     replica_groups={{0,1},{2,3}}
     replica_groups=[2,2]<=[4]             ids in order, two groups of two;  <=[2,2]T(1,0) transposes them first
     replica_groups=mesh['dp'=2,'fsdp'=2] {'fsdp'}
-An id is the place of a device in the flattened mesh, whose last axis runs fastest.
+An id is the position of a device in the flattened mesh, whose last axis runs fastest.
 """
 
 import functools
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
+_Sets = frozenset[frozenset[int]]
 
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -34,14 +35,14 @@ def _listed(text: str) -> Groups:
     return tuple(_ints(group) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
-def replica_groups(attributes: str) -> Groups | None:
-    """The devices of each group; () for all devices in one group, None where the text names no groups.
+def replica_groups(attributes: str) -> Groups:
+    """The devices of each group; () where all devices form one.
 
     Raises:
       ValueError: the groups have a form that is not known here.
     """
     if "replica_groups=" not in attributes:
-        return None
+        return ()
     if match := _LISTED.search(attributes):
         return tuple(group for group in _listed(match[1]) if group)
     if match := _IOTA.search(attributes):
@@ -64,20 +65,21 @@ def _as_groups(ids: np.ndarray) -> Groups:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, over: str) -> Groups:
-    """``mesh['a'=2,'b'=4] {'b'}``: one group for each place along the axes that are not named behind the mesh.
+    """``mesh['a'=2,'b'=4] {'b'}``: the devices of a group differ in their indices along the axes in braces.
 
-    An axis may be named in part, ``'b':(2)2``: of its size 4, the factor 2 that has a factor 2 before it.
+    Of an axis that is split into factors, one may be named: ``'b':(2)2`` is the second of the two factors of size 2.
     """
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     ids = _mesh_device_ids(device_ids, math.prod(sizes.values()))
-    dims, grouped = [], []
+    dims: list[int] = []
+    grouped: list[bool] = []
     chosen = {name: (int(before or 1), int(size or 0)) for name, before, size in _MESH_GROUP_AXIS.findall(over)}
     for name, size in sizes.items():
         before, part = chosen.get(name, (size, 1))
         part = part or size
         dims += [before, part, size // (before * part)]
         grouped += [False, name in chosen, False]
-    order = [i for i, inside in enumerate(grouped) if not inside] + [i for i, inside in enumerate(grouped) if inside]
+    order = sorted(range(len(dims)), key=grouped.__getitem__)  # those of a group come last
     in_group = math.prod(dim for dim, inside in zip(dims, grouped, strict=True) if inside)
     return _as_groups(ids.reshape(dims).transpose(order).reshape(-1, in_group))
 
@@ -97,9 +99,9 @@ def source_target_pairs(attributes: str) -> Groups:
 
 def connected(pairs: Groups) -> Groups:
     """The devices that pairs connect, as groups: those between which a collective-permute moves data."""
-    group = {}
+    group: dict[int, set[int]] = {}
     for pair in pairs:
-        merged = set().union(*(group.get(device, {device}) for device in pair))
+        merged = {other for device in pair for other in group.get(device, {device})}
         group.update(dict.fromkeys(merged, merged))
     return tuple(sorted({tuple(sorted(devices)) for devices in group.values()}))
 
@@ -109,28 +111,25 @@ def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, 
 
     Axes of size 1 are left out, as nothing travels along them.
     """
-    return _axes_of_groups(frozenset(frozenset(group) for group in groups), tuple(axis_sizes.items()))
+    return _axes_of_groups(_as_sets(groups), tuple(axis_sizes.items()))
 
 
 @functools.lru_cache(maxsize=256)
-def _axes_of_groups(groups: frozenset, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
+def _axes_of_groups(groups: _Sets, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
     sizes = {axis: size for axis, size in axis_sizes if size > 1}
     in_group = {len(group) for group in groups}
-    for axes in _subsets(sizes):
+    for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
         if in_group == {math.prod(sizes[axis] for axis in axes)} and groups == _groups_along(axes, sizes):
             return axes
     return None
 
 
-def _subsets(axes: Iterable[str]) -> Iterable[tuple[str, ...]]:
-    axes = tuple(axes)
-    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
-
-
-def _groups_along(axes: tuple[str, ...], sizes: dict[str, int]) -> frozenset:
+def _groups_along(axes: tuple[str, ...], sizes: dict[str, int]) -> _Sets:
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    order = [i for i, axis in enumerate(sizes) if axis not in axes] + [
-        i for i, axis in enumerate(sizes) if axis in axes
-    ]
+    order = sorted(range(len(sizes)), key=lambda i: list(sizes)[i] in axes)  # those of a group come last
     in_group = math.prod(sizes[axis] for axis in axes)
-    return frozenset(frozenset(group) for group in ids.transpose(order).reshape(-1, in_group).tolist())
+    return _as_sets(ids.transpose(order).reshape(-1, in_group).tolist())
+
+
+def _as_sets(groups: Iterable[Iterable[int]]) -> _Sets:
+    return frozenset(frozenset(group) for group in groups)

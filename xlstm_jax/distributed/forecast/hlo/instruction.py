@@ -2,33 +2,28 @@
 
     %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%copy.75, %all-gather.37), kind=kOutput, calls=..., ...
 
-A type tells the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, higher numbers are scalars
-and semaphores. What is seldom asked for is read from the text only then.
+A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, higher numbers are scalars
+and semaphores.
 """
 
 import math
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, replica_groups, source_target_pairs
 
-HBM, VMEM = 0, 1
-BITS = {
-    **{"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s1": 1, "u1": 1},
-    **{"s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64},
-    **{"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128},
-}
-COLLECTIVES = frozenset(
-    "all-gather all-reduce reduce-scatter all-to-all collective-permute collective-broadcast ragged-all-to-all".split()
-)
+HBM = 0  # a memory space
+# By dtype. Values of less than a byte take a byte each, unless their layout says how many bits they take.
+_BYTES = {"token": 0, "opaque": 0, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+_BYTES |= dict.fromkeys(("pred", "s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 1)
+_BYTES |= {f"{sign}{8 * size}": size for sign in "su" for size in (1, 2, 4, 8)}
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+COLLECTIVES |= {"collective-broadcast", "ragged-all-to-all"}
 
-# What takes no time: names for values. And the two ends of what runs by itself.
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier "
-    "add-dependency".split()
-)
+# Names for values, which take no time.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_FREE |= {"optimization-barrier", "add-dependency"}
 _FREE_CUSTOM_CALL = re.compile(
     r'custom_call_target="(AllocateBuffer|ConcatBitcast|PrepareAsync\w+|AsyncCollective\w+)"'
 )
@@ -38,12 +33,13 @@ _OPCODE = re.compile(r"(?:^| )([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ELEMENT_BITS = re.compile(r"E\((\d+)\)")
-_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")  # %while.3#1 is what newer compilers write for an element of a tuple
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
-    r"\b(calls|body|condition|to_apply|true_computation|false_computation|branch_computations|called_computations)="
+    r"\b(calls|body|condition|to_apply|true_computation|false_computation|branch_computations)="
     r"(?:%([\w.\-]+)|\{([^}]*)\})"
 )
+_INDEX = re.compile(r"index=(\d+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -71,24 +67,23 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     sizes = tuple(int(size.strip().removeprefix("<=")) for size in dims.split(",") if size.strip())
     space, narrow = _SPACE.search(layout or ""), _ELEMENT_BITS.search(layout or "")
-    # Integers of less than a byte lie in a byte each, unless the layout says how many bits they take.
-    bits = int(narrow[1]) if narrow else _bits(dtype)
+    bits = int(narrow[1]) if narrow else 8 * _bytes_of(dtype)
     return Shape(dtype, sizes, int(space[1]) if space else HBM, -(-math.prod(sizes) * bits // 8))
 
 
-def _bits(dtype: str) -> int:
+def _bytes_of(dtype: str) -> int:
     if dtype.startswith("f8"):
-        return 8
-    if dtype not in BITS:
+        return 1
+    if dtype not in _BYTES:
         raise ValueError(
-            f"HLO text holds the dtype {dtype!r}, whose size is not known here; known: {sorted(BITS)}, f8*."
+            f"HLO text holds the dtype {dtype!r}, whose size is not known here; known: {sorted(_BYTES)}, f8*."
         )
-    return BITS[dtype] and max(BITS[dtype], 8)
+    return _BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. What is seldom asked for is read from the text when it is."""
+    """One line of a computation. Properties read the text when they are asked for."""
 
     name: str
     opcode: str
@@ -127,7 +122,7 @@ class Instruction:
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether it computes or moves anything by itself: no name for a value, no start and no end of what does."""
+        """Whether it computes or moves anything itself, and is neither a name nor one end of an asynchronous pair."""
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
@@ -135,29 +130,16 @@ class Instruction:
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Names of computations by role: calls, body, condition, to_apply, branches."""
-        roles = defaultdict(tuple)
+        roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
-            role = "branches" if role.startswith(("branch", "true", "false")) else role
-            roles["calls" if role == "called_computations" else role] += (
-                (name,) if name else tuple(_OPERAND.findall(several))
-            )
-        return dict(roles)
+            key = "branches" if role.startswith(("branch", "true", "false")) else role
+            roles[key] = roles.get(key, ()) + ((name,) if name else tuple(_OPERAND.findall(several)))
+        return roles
 
     @cached_property
-    def channel_id(self) -> int | None:
-        """Of a collective. Not unique: newer compilers give several collectives the same."""
-        match = re.search(r"channel_id=(\d+)", self.attributes)
-        return int(match[1]) if match else None
-
-    @cached_property
-    def groups(self) -> Groups | None:
-        """Device ids by group of a collective, as places in the flattened mesh; () stands for all devices in one."""
+    def groups(self) -> Groups:
+        """Device ids of a collective by group, as positions in the flattened mesh; () for all devices in one group."""
         return replica_groups(self.attributes)
-
-    @cached_property
-    def replica_groups(self) -> tuple[int, int] | None:
-        """(number of groups, devices in each); None where there are none, or all devices form one."""
-        return (len(self.groups), len(self.groups[0])) if self.groups else None
 
     @cached_property
     def source_target_pairs(self) -> Groups:
@@ -173,8 +155,7 @@ class Instruction:
     @cached_property
     def tuple_index(self) -> int:
         """Of a get-tuple-element: which one; of a parameter: its number."""
-        text = self.operand_text if self.opcode == "parameter" else re.search(r"index=(\d+)", self.attributes)[1]
-        return int(text)
+        return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
 
 
 def parse_instruction(line: str) -> Instruction | None:
@@ -201,7 +182,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def element(of: Instruction, index: int) -> Instruction:
-    """The get-tuple-element that an operand such as ``%while.3#1`` abbreviates."""
+    """The get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
     return Instruction(
         name=f"{of.name}#{index}",
         opcode="get-tuple-element",
@@ -212,7 +193,7 @@ def element(of: Instruction, index: int) -> Instruction:
 
 
 def _elements(type_text: str) -> list[str]:
-    """The types in a tuple's type: those between the commas that stand in no bracket but the outermost."""
+    """The types in a tuple's type, split at the commas that are in no inner bracket."""
     elements, depth = [""], 0
     for char in type_text.strip()[1:-1]:
         depth += (char in "([{") - (char in ")]}")

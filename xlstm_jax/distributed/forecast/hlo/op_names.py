@@ -7,23 +7,23 @@ JAX names every operation by the scopes it was traced in, Linen adds one scope p
                         |__ backward  |   |__ a scan's loop body       |   |                      |__ blocks/up
                                       |__ the root's class             |__ nn.remat
 
-``module_path`` leaves what a parameter's path would show, "blocks/up", and tells the direction. Texts that compile
-the same model need not agree on the rest: one release of JAX writes "closed_call" where the next writes "eval_jaxpr".
-What a loop does around its modules (storing activations, gathering weights) is named after none of them;
-``module_paths`` sees the whole program, and gives it to the module that all of the loop belongs to.
+``module_path`` gives what a parameter's path would show, "blocks/up", and the direction. The rest of the name differs
+between releases: one writes "closed_call" where the next writes "eval_jaxpr". What a loop does around its modules
+(storing activations, gathering weights) has the name of none of them; ``module_paths`` sees the names of the whole
+program, and gives it to the module that all of the loop belongs to.
 """
 
-import os
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
 
 # Scopes that JAX puts around the body of a call, and those of this library: no modules.
-CALLS = frozenset(
-    "shard_map call_exported closed_call eval_jaxpr core_call core_closed_call custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr custom_lin checkpoint rematted_computation gather_params sync_gradients".split()
-)
+CALLS = {"shard_map", "call_exported", "closed_call", "eval_jaxpr", "core_call", "core_closed_call", "custom_jvp_call"}
+CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "checkpoint", "rematted_computation"}
+CALLS |= {"gather_params", "sync_gradients"}
 LOOP_PARTS = re.compile(r"(body|cond)(_pred)?$")
 BRANCH = re.compile(r"branch_\d+_fun$")
 TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)$", re.DOTALL)
@@ -34,7 +34,10 @@ ARGUMENT = re.compile(r"\[\\?'")  # state.params['head']['kernel'], in HLO text 
 
 
 def module_path(op_name: str) -> tuple[str, str]:
-    """(path, direction) of an operation: ("blocks/up", "backward").
+    """(path, direction) of an operation.
+
+    >>> module_path("jit(step)/transpose(jvp(GPT))/while/body/closed_call/checkpoint/blocks/blocks.add/up/dot_general")
+    ('blocks/up', 'backward')
 
     Args:
       op_name: as in ``metadata={op_name="..."}`` of HLO text, the primitive at its end; or a jaxpr's name stack with
@@ -44,20 +47,21 @@ def module_path(op_name: str) -> tuple[str, str]:
         - the primitive (the last part), ``jit(f)``, ``shard_map``, loops and branches, remat and custom-derivative
           calls, einsum's formulas, and the library's own scopes ``gather_params`` and ``sync_gradients``;
         - transformations: ``jvp(X)``, ``transpose(X)`` and ``vmap(X)`` stand for X;
-        - the root: the first scope that is named as a class is (``GPT``, not ``Dense_0``), and all before it, such as
-          a scope around the loss. A root whose class starts with a small letter stays in the path;
+        - the root, and all before it, such as a scope around the loss. The root is the first scope with the name of a
+          class (``GPT``, not ``Dense_0``). A root whose class starts with a small letter stays in the path;
         - methods: ``blocks.project`` inside of ``blocks`` is ``blocks``, and so is ``blocks`` inside of it.
-        A scope that the model opens by itself with ``jax.named_scope`` looks like a module and stays.
+        A scope that the model opens itself with ``jax.named_scope`` looks like a module and stays.
       direction:
         "recompute"  what ``nn.remat`` computes a second time, in the backward pass;
         "backward"   the rest of what is transposed, and the averaging of gradients by ``sync_gradients``;
         "forward"    what is differentiated, and in a program that differentiates nothing, what lies in a module;
-        "other"      the rest: the optimizer, arguments, what the compiler invented or named without its beginning.
+        "other"      the rest: the optimizer, arguments, what the compiler made up or left the beginning of the name
+                     out of.
     """
     if ARGUMENT.search(op_name):
         return "", OTHER
     scopes, transforms = _scopes(op_name.split(";")[0])
-    path = "/".join(_below_root(_modules(scopes)))
+    path = "/".join(_below_root(_module_names(scopes)))
     return path, _direction(set(scopes), transforms, bool(path) and op_name.startswith(("jit(", "pjit(")))
 
 
@@ -68,17 +72,26 @@ def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
     below, serves "blocks".
     """
     own = {name: module_path(name) for name in op_names}
-    inside = {}
+    inside = defaultdict(list)
     for name, (path, _) in own.items():
         for loop in _loops(name) if path else ():
-            inside.setdefault(loop, []).append(path.split("/"))
-    common = {loop: "/".join(os.path.commonprefix(paths)) for loop, paths in inside.items()}
+            inside[loop].append(path)
+    common = {loop: common_path(paths) for loop, paths in inside.items()}
     lent = {name: next((common[loop] for loop in _loops(name) if common.get(loop)), "") for name in own}
     return {name: (path or lent[name], direction) for name, (path, direction) in own.items()}
 
 
+def common_path(paths: Iterable[str]) -> str:
+    """The longest path that all of ``paths`` begin with."""
+    steps = zip(*(path.split("/") for path in paths), strict=False)
+    return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
+
+
 def _loops(op_name: str) -> list[str]:
-    """The loops around an operation or that it is, innermost first, by their own names without calls."""
+    """The names, without calls, of the loops that an operation is in, innermost first; a loop is in itself.
+
+    "jit(f)/while/body/closed_call/while/body/add" is in "while/body/while" and in "while".
+    """
     parts = _split(op_name.split(";")[0])
     kept = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
     ends = [i + 1 for i, part in enumerate(kept) if part == "while"]
@@ -86,7 +99,7 @@ def _loops(op_name: str) -> list[str]:
 
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:
-    """All scopes but the primitive, the transformed ones bare; and the transformations met."""
+    """All scopes but the primitive, without transformations; and the transformations."""
     parts, transforms = _split(op_name), set()
     if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
         parts = parts[:-1]
@@ -101,7 +114,7 @@ def _scopes(op_name: str) -> tuple[list[str], set[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between those slashes that stand outside of all parentheses."""
+    """The parts between the slashes that are outside of all parentheses."""
     parts, depth = [""], 0
     for char in text:
         depth += (char == "(") - (char == ")")
@@ -112,12 +125,12 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _modules(scopes: list[str]) -> list[str]:
-    """The scopes that are modules, methods folded into theirs."""
-    path = []
+def _module_names(scopes: list[str]) -> list[str]:
+    """The scopes that are modules; a method counts as its module."""
+    path: list[str] = []
     for before, scope, after in zip(["", *scopes], scopes, [*scopes[1:], ""], strict=False):
         if scope == "checkpoint":
-            path = _said_once(path)
+            path = _without_repetition(path)
         if scope in CALLS or CALL_OF.match(scope) or "->" in scope or _is_control_flow(before, scope, after):
             continue
         method = METHOD.match(scope)
@@ -128,15 +141,15 @@ def _modules(scopes: list[str]) -> list[str]:
     return path
 
 
-def _said_once(path: list[str]) -> list[str]:
-    """Without the repetition at its end: in a backward pass JAX names the place of a ``nn.remat`` twice before it."""
+def _without_repetition(path: list[str]) -> list[str]:
+    """The path without a repeated end: in a backward pass JAX writes the path of a ``nn.remat`` twice."""
     lengths = range(len(path) // 2, 0, -1)
-    said = next((n for n in lengths if path[-n:] == path[-2 * n : -n]), 0)
-    return path[: len(path) - said]
+    repeated = next((n for n in lengths if path[-n:] == path[-2 * n : -n]), 0)
+    return path[: len(path) - repeated]
 
 
 def _is_control_flow(before: str, scope: str, after: str) -> bool:
-    """Whether a scope belongs to ``while/body``, ``while/cond`` or ``cond/branch_0_fun``, and not to a module."""
+    """Whether a scope belongs to ``while/body``, ``while/cond`` or ``cond/branch_0_fun``, and is no module."""
     if scope == "while":
         return bool(LOOP_PARTS.match(after))
     if before == "while" and LOOP_PARTS.match(scope):

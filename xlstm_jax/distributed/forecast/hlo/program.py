@@ -1,4 +1,4 @@
-"""Optimized HLO text, as XLA prints it: instructions in the order of their schedule, and how often each one runs.
+"""A compiled program, read from the HLO text that XLA prints, and how often each computation runs.
 
 compiled.as_text() --parse--> Program: computations, each a list of instructions    (TPU, CPU, GPU)
                               Program.executed(): (computation, trips)              loops multiplied out
@@ -9,7 +9,7 @@ compiled.as_text() --parse--> Program: computations, each a list of instructions
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,26 +21,15 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
 @dataclass(frozen=True)
-class UnknownTrips:
-    """A loop whose number of trips the text does not tell; it is counted as one."""
-
-    computation: str
-    instruction: str
-    op_name: str
-
-
-@dataclass(frozen=True)
 class Program:
     """A compiled program.
 
     Attributes:
       computations: by name.
       num_partitions: devices that the program is compiled for; None where the text does not say.
-      module_name: such as "jit_step".
     """
 
     computations: dict[str, Computation] = field(repr=False)
-    module_name: str
     num_partitions: int | None
 
     @cached_property
@@ -52,46 +41,50 @@ class Program:
 
         That is the entry, the bodies and conditions of loops, all branches of a conditional (each as if it was the one
         taken), and what is called or runs asynchronously; not the insides of fusions, nor reducers. A loop of unknown
-        length counts as one trip and is listed in ``unknown_trips``.
+        length counts as one trip and is listed in ``unknown_loops``.
         """
         trips = defaultdict(int, {self.entry.name: 1})
         for computation in self._callers_first:
             for instruction in computation.instructions:
+                times = self._loops.get((computation.name, instruction.name), 1)
                 for name in _executed_callees(instruction):
-                    trips[name] += trips[computation.name] * self.trips(computation, instruction)
+                    trips[name] += trips[computation.name] * (1 if times is None else times)
             yield computation, trips[computation.name]
 
     @cached_property
-    def unknown_trips(self) -> tuple[UnknownTrips, ...]:
-        return tuple(
-            UnknownTrips(computation.name, instruction.name, instruction.op_name)
+    def unknown_loops(self) -> tuple[str, ...]:
+        """Loops whose number of trips is unknown: the names of their operations, or of their instructions."""
+        loops = [
+            self.computations[caller].by_name[name] for (caller, name), trips in self._loops.items() if trips is None
+        ]
+        return tuple(loop.op_name or loop.name for loop in loops)
+
+    @cached_property
+    def _loops(self) -> dict[tuple[str, str], int | None]:
+        """The trips of all loops, by the names of computation and instruction; None where unknown."""
+        return {
+            (computation.name, instruction.name): trip_count(self.computations, computation, instruction)
             for computation in self._callers_first
             for instruction in computation.instructions
-            if instruction.opcode == "while" and self._trip_count(computation, instruction) is None
-        )
-
-    def trips(self, computation: Computation, instruction: Instruction) -> int:
-        """How often an instruction runs what it calls: a loop its trips (1 where unknown), anything else once."""
-        count = self._trip_count(computation, instruction) if instruction.opcode == "while" else None
-        return 1 if count is None else count
+            if instruction.opcode == "while"
+        }
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of computations that an async-start (or call-start) runs beside the schedule of its caller."""
-        inside = set()
-        for computation in self._callers_first:
-            for instruction in computation.instructions:
-                if instruction.opcode.endswith("-start") or computation.name in inside:
-                    inside.update(_executed_callees(instruction))
-        return frozenset(inside)
+        return self._called_from(lambda instruction: instruction.opcode.endswith("-start"))
 
     @cached_property
     def in_loops(self) -> frozenset[str]:
         """Names of the computations that run inside of a loop."""
-        inside = set()
+        return self._called_from(lambda instruction: instruction.opcode == "while")
+
+    def _called_from(self, is_caller: Callable[[Instruction], bool]) -> frozenset[str]:
+        """Names of the computations that such instructions call, and of those that these call."""
+        inside: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
-                if instruction.opcode == "while" or computation.name in inside:
+                if is_caller(instruction) or computation.name in inside:
                     inside.update(_executed_callees(instruction))
         return frozenset(inside)
 
@@ -121,16 +114,6 @@ class Program:
                 ]
         return order[::-1]
 
-    @cached_property
-    def _trip_counts(self) -> dict[tuple[str, str], int | None]:
-        return {}
-
-    def _trip_count(self, computation: Computation, loop: Instruction) -> int | None:
-        key = (computation.name, loop.name)
-        if key not in self._trip_counts:
-            self._trip_counts[key] = trip_count(self.computations, computation, loop)
-        return self._trip_counts[key]
-
 
 def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
@@ -149,7 +132,7 @@ def parse(text: str) -> Program:
     """Reads optimized, scheduled HLO text.
 
     Raises:
-      ValueError: it is no such text.
+      ValueError: the text is something else, or is cut off.
     """
     header, _, body = text.lstrip().partition("\n")
     if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
@@ -161,12 +144,12 @@ def parse(text: str) -> Program:
     if sum(computation.is_entry for computation in computations.values()) != 1:
         raise ValueError(f"{header[:80]!r}: the text has no ENTRY computation; is it cut off?")
     partitions = re.search(r"num_partitions=(\d+)", header)
-    name = header.removeprefix("HloModule ").split(",")[0].strip()
-    return Program(computations, name, int(partitions[1]) if partitions else None)
+    return Program(computations, int(partitions[1]) if partitions else None)
 
 
 def _computations(body: str) -> Iterator[Computation]:
-    name, is_entry, instructions = None, False, []
+    name, is_entry = None, False
+    instructions: list[Instruction] = []
     for line in body.splitlines():
         if name is None:
             if line.endswith("{") and (match := _COMPUTATION.match(line)):
@@ -182,7 +165,7 @@ def _computations(body: str) -> Iterator[Computation]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions, and a get-tuple-element behind each of which an operand ``%while.3#1`` abbreviates one."""
+    """The instructions, and behind ``%while.3`` the get-tuple-element that an operand ``%while.3#1`` abbreviates."""
     short = [name for i in instructions if "#" in i.operand_text for name in i.operands if "#" in name]
     wanted = defaultdict(set)
     for name in short:
