@@ -64,7 +64,7 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     monkeypatch.setitem(CHIPS, "v9", dataclasses.replace(CHIPS["v5p"], **figures))
     assert parse_topology("v9:4x8x16").wraps == (True,) * 3 and chip_of("TPU v9") is CHIPS["v9"]
     assert compiler_options("TPU v9") == {"xla_tpu_new": True}
-    with pytest.raises(ValueError, match="there is no such slice of v9.* up to 8x8x16"):
+    with pytest.raises(ValueError, match=r"there is no such slice of v9\..* up to 8x8x16"):
         parse_topology("v9:4x8x24")
 
 

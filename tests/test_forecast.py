@@ -148,6 +148,17 @@ def test_json_keeps_everything():
         Forecast.from_json('{"format": 0}')
 
 
+def test_the_fields_of_format_1_are_those_that_kept_forecasts_have():
+    """A name that changes is a new format; a loop of unknown length comes back from JSON as a name."""
+    names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
+        hbm_bytes roofline exposed_seconds tokens unknown_loops compile_seconds versions notes"""
+    assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
+    run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x))
+    found = forecast(run, jnp.ones((8, 8)))
+    assert found.unknown_loops and all(isinstance(name, str) for name in found.unknown_loops)
+    assert Forecast.from_json(found.to_json()) == found
+
+
 def test_the_picture_of_a_cpu_says_that_there_are_no_figures(tmp_path):
     step, args = live(mesh_of(2, 4), Model())
     forecast(step, *args).plot(tmp_path / "forecast.png")
@@ -384,7 +395,7 @@ def test_its_collectives_serve_leaves_and_its_times_are_bounds(on_v5e):
     assert {c.kind for c in replicated.collectives} == {"all-reduce"}
     for found in (sharded, replicated):
         roofline = found.roofline
-        assert 0 < roofline.compute_s and roofline.seconds <= found.step_seconds
+        assert roofline.compute_s > 0 and roofline.seconds <= found.step_seconds
         assert found.cycle_seconds > roofline.compute_s / 4 and found.roofline.ridge_tokens > 0
         assert 0 <= found.asynchronous_fraction <= 1 and not found.unknown_loops
     assert sharded.flops == replicated.flops

@@ -636,7 +636,7 @@ def test_a_plan_without_wrappers_says_what_it_assumes():
 
 
 def test_without_rich_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(ImportError, match=r"tables are drawn with rich: pip install xlstm_jax\[forecast\]"):
         plan_of("dense").table()
 

@@ -1,10 +1,16 @@
-"""Numbers, lists, paths and meshes as people read them, in tables and errors."""
+"""Numbers, lists, paths, meshes and tables as people read them."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # rich is optional
+    from rich.table import Table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+TIMES = "\N{MULTIPLICATION SIGN}"
+MIN_WIDTH = 12  # of columns of text, which numbers would squeeze out of a narrow terminal
 
 
 def format_bytes(count: float) -> str:
@@ -81,3 +87,32 @@ def path_pattern(path: str) -> str:
     'block_*/Dense_1/kernel'
     """
     return re.sub(r"\d+(?=/)", "*", path, count=1)
+
+
+def rich_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    left: int = 1,
+    min_width: int = MIN_WIDTH,
+    **options: Any,
+) -> "Table":
+    """A table whose first ``left`` columns are text, and the others numbers, to the right.
+
+    Raises:
+      ImportError: rich is not installed.
+    """
+    try:
+        from rich import box
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    for column in columns[:left]:
+        table.add_column(column, overflow="fold", min_width=min_width)
+    for column in columns[left:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

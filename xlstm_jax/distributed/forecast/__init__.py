@@ -8,8 +8,7 @@ from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import LintError, lint
 from xlstm_jax.distributed.forecast.linting.step import Finding
 from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware import CHIPS, Chip, Topology, parse_topology
 
 __all__ = [
     "CHIPS",

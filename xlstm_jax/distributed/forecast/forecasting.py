@@ -101,8 +101,6 @@ class Forecast:
         """The number of devices."""
         return math.prod(self.axis_sizes.values())
 
-    # ---------------------------------------------------------------------------------------------------------- memory
-
     @property
     def total_bytes(self) -> int:
         """What the step takes of a device's memory at its peak."""
@@ -115,8 +113,6 @@ class Forecast:
             return None
         return self.total_bytes <= self.available_bytes
 
-    # --------------------------------------------------------------------------------------------------------- traffic
-
     @property
     def wire_bytes(self) -> float:
         """What each device sends in a step."""
@@ -127,8 +123,6 @@ class Forecast:
         """How much of these bytes travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
         hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
-
-    # ------------------------------------------------------------------------------------------------------------ time
 
     @property
     def chip(self) -> Chip | None:
@@ -154,22 +148,12 @@ class Forecast:
         busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
         return max(busy + self.exposed_seconds, self.roofline.wire_s)
 
-    # --------------------------------------------------------------------------------------------------------- reports
-
     def table(self) -> Any:
-        """Tables of memory, traffic and time, as a ``rich`` renderable.
-
-        Raises:
-          ImportError: rich is not installed.
-        """
+        """Tables of memory, traffic and time, for ``rich``, which must be installed."""
         return report.tables(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draws memory over the schedule and the bounds of the time into a PNG (or what the name's end says).
-
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
+        """Draws memory over the schedule and the bounds of the time into a PNG; matplotlib must be installed."""
         report.plot(self, path)
 
     def to_json(self) -> str:
@@ -193,13 +177,10 @@ def _restored(kind: Any, data: Any) -> Any:
     """A value of a type from what ``json`` has read: dataclasses from dicts and tuples from lists, as annotated."""
     if isinstance(kind, UnionType):  # X | None
         return None if data is None else _restored(get_args(kind)[0], data)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
         return kind(**{name: _restored(kinds[name], value) for name, value in data.items()})
     return tuple(_restored(get_args(kind)[0], item) for item in data) if isinstance(data, list) else data
-
-
-# ---------------------------------------------------------------------------------------------------------- forecasting
 
 
 def forecast(

@@ -1,13 +1,17 @@
-"""A forecast for people: tables by rich, a picture by matplotlib; both optional, imported when they are used."""
+"""A forecast for people: tables by rich, a picture by matplotlib; both optional, imported when they are used.
+
+A ``forecast`` is a ``Forecast`` everywhere here; its own file imports this one.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.distributed.wording import format_bytes
+from xlstm_jax.distributed.forecast.cost.memory import Moment
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.wording import TIMES, format_bytes, rich_table
 
-MIN_WIDTH = 12  # of columns of text, which numbers would squeeze out of a narrow terminal
 ROWS = 12  # of each table; the rest is summed up in a last one
 OUTSIDE = "outside of modules"
 DOES_NOT_FIT = (
@@ -15,30 +19,6 @@ DOES_NOT_FIT = (
     "compute and gather again what it could not keep."
 )
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
-
-
-def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Any:
-    """A table whose first ``left`` columns are text, and the others numbers, to the right.
-
-    Raises:
-      ImportError: rich is not installed.
-    """
-    try:
-        from rich import box
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        number = i >= left
-        options = {"justify": "right", "no_wrap": True} if number else {"overflow": "fold", "min_width": MIN_WIDTH}
-        table.add_column(column, **options)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def tables(forecast: Any) -> Any:
@@ -105,45 +85,43 @@ def _milliseconds(seconds: float) -> str:
 
 def _memory_table(forecast: Any) -> Any:
     memory, available = forecast.memory, forecast.available_bytes
-    kinds = {
+    counts = {
         "arguments (parameters, optimizer, batch)": memory.argument_bytes,
         "outputs with a place of their own": memory.output_bytes,
         "temporaries (activations, gathered weights, gradients)": memory.temporary_bytes,
         "constants and the program": memory.constant_bytes + forecast.code_bytes,
     }
     if forecast.platform == "cpu":
-        kinds = {name: size for name, size in kinds.items() if not name.startswith(("temporaries", "constants"))}
-    kinds["in all"] = sum(kinds.values())
-    rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in kinds.items()]
+        counts = dict(list(counts.items())[:2])  # nothing is known of the others
+    counts["in all"] = sum(counts.values())
+    rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in counts.items()]
     return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
 
 
 def _temporaries_table(forecast: Any) -> Any:
-    merged: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
-        merged[temporary.path or "(no module)", temporary.direction, temporary.shape].append(temporary.bytes)
+        alike[temporary.path or "(no module)", temporary.direction, temporary.shape].append(temporary.bytes)
+    ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
     rows = [
-        [path, direction, shape if len(sizes) == 1 else f"{len(sizes)} × {shape}", format_bytes(sum(sizes))]
-        for (path, direction, shape), sizes in sorted(merged.items(), key=lambda item: -sum(item[1]))
+        [path, direction, f"{len(sizes)} {TIMES} {shape}" if len(sizes) > 1 else shape, format_bytes(sum(sizes))]
+        for (path, direction, shape), sizes in ordered[:ROWS]
     ]
-    rest = sum(map(sum, sorted(merged.values(), key=lambda sizes: -sum(sizes))[ROWS:]))
-    if rest:
-        rows = [*rows[:ROWS], [f"{len(merged) - ROWS} more", "", "", format_bytes(rest)]]
+    if rest := sum(sum(sizes) for _, sizes in ordered[ROWS:]):
+        rows.append([f"{len(ordered) - ROWS} more", "", "", format_bytes(rest)])
     return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
 
 
 def _collectives_table(forecast: Any) -> Any:
-    groups = defaultdict(list)
+    alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in forecast.collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
-        groups[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
-    sums = {key: sum(c.wire_bytes_per_step for c in members) for key, members in groups.items()}
-    order = sorted(groups, key=lambda key: -sums[key])
-    rows = [[*key[:3], key[3], key[4], *_counts(groups[key])] for key in order[:ROWS]]
-    if order[ROWS:]:
-        rest = [collective for key in order[ROWS:] for collective in groups[key]]
-        rows.append([f"{len(order) - ROWS} more", "", "", "", "", *_counts(rest)])
+        alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
+    ordered = sorted(alike.items(), key=lambda item: -_sent(item[1]))
+    rows = [[*key, *_counts(members)] for key, members in ordered[:ROWS]]
+    if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
+        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *_counts(rest)])
     rows.append(["in all", "", "", "", "", *_counts(forecast.collectives)])
     columns = ["collective", "for", "direction", "dtype", "axes", "per step", "sent per device", "async"]
     return rich_table("What travels in a step", columns, rows, left=5)
@@ -154,25 +132,24 @@ def _overlap_table(forecast: Any) -> Any:
     hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
     rows = []
     for collective in hidden[:ROWS]:
-        cycles, chip = collective.overlapped.cycles, forecast.chip
-        time = cycles and chip and chip.clock_hz and _milliseconds(collective.count * cycles / chip.clock_hz)
+        cycles, clock_hz = collective.overlapped.cycles, forecast.chip and forecast.chip.clock_hz
+        time = _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
         beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
-        rows.append([collective.kind, _served(collective), collective.direction, beside or "nothing", time or ""])
-    return rich_table(
-        "What runs beside those that are asynchronous",
-        ["collective", "for", "direction", "beside", "for as long as"],
-        rows,
-        left=4,
-    )
+        rows.append([collective.kind, _served(collective), collective.direction, beside or "nothing", time])
+    columns = ["collective", "for", "direction", "beside", "for as long as"]
+    return rich_table("What runs beside those that are asynchronous", columns, rows, left=4)
 
 
-def _served(collective: Any) -> str:
+def _served(collective: Collective) -> str:
     return ", ".join(collective.leaves) or collective.module or "(no module)"
 
 
-def _counts(members: Sequence[Any]) -> list[str]:
-    sent = sum(c.wire_bytes_per_step for c in members)
-    hidden = sum(c.wire_bytes_per_step for c in members if c.asynchronous)
+def _sent(members: Iterable[Collective]) -> float:
+    return sum(c.wire_bytes_per_step for c in members)
+
+
+def _counts(members: Sequence[Collective]) -> list[str]:
+    sent, hidden = _sent(members), _sent(c for c in members if c.asynchronous)
     return [f"{sum(c.count for c in members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
 
 
@@ -211,7 +188,7 @@ def plot(forecast: Any, path: str | Path) -> None:
 
 
 def _plot_memory(axes: Any, forecast: Any) -> None:
-    """Bytes over the schedule, coloured by direction, with the modules below; where it fits by far, without the sky."""
+    """Bytes over the schedule, coloured by direction, with the modules below the axis."""
     gib, memory = 2**30, forecast.memory
     base = (forecast.total_bytes - memory.temporary_bytes) / gib
     axes.set(ylabel="GiB per device", title="Memory", xticks=[])
@@ -237,13 +214,13 @@ def _plot_memory(axes: Any, forecast: Any) -> None:
     axes.legend(fontsize=7, loc="upper right")
 
 
-def _spans(timeline: Sequence[Any]) -> list[tuple[str, str, list[Any]]]:
-    """The schedule in pieces of one top-level module and direction, each ending where the next begins.
+def _spans(timeline: Sequence[Moment]) -> list[tuple[str, str, list[Moment]]]:
+    """The schedule cut into spans of one top-level module and direction, each ending where the next begins.
 
     What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
-    spans: list[tuple[str, str, list[Any]]] = []
+    spans: list[tuple[str, str, list[Moment]]] = []
     for i, moment in enumerate(timeline):
         key = (moment.path.split("/")[0], moment.direction)
         if spans and (key == spans[-1][:2] or (key == ("", "other") and i < last)):
@@ -257,12 +234,11 @@ def _spans(timeline: Sequence[Any]) -> list[tuple[str, str, list[Any]]]:
 
 def _draw_available(axes: Any, available: float | None, peak: float) -> None:
     top = peak * 1.25
-    if available is None or available > 2 * top:
-        text = "" if available is None else f"{available:.4g} GiB are available"
-        axes.text(0.02, 0.95, text, transform=axes.transAxes, fontsize=8)
-    else:
+    if available and available <= 2 * top:
         axes.axhline(available, color="black", linewidth=1, linestyle="--", label="available")
         top = max(top, available * 1.1)
+    elif available:
+        axes.text(0.02, 0.95, f"{available:.4g} GiB are available", transform=axes.transAxes, fontsize=8)
     axes.set_ylim(0, top)
 
 

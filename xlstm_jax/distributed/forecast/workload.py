@@ -3,7 +3,7 @@
 def my_training(*, min_weight_size=2**18, remat=True) -> Workload: ...        the user's; nothing in it needs a device
 Workload --build_step(mesh)--> step, (state, batch, rng)                      abstract, as make_train_step takes them
 
-All of it is the user's code and may fail in any way; ``in_a_line`` says what failed, and in which line of the user's.
+All of it is the user's code and may raise anything; ``in_a_line`` says what failed, and in which line of the user's.
 """
 
 import math
@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
 from jax.sharding import Mesh
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
@@ -46,10 +45,17 @@ class Workload:
       loss_fn: as for ``make_train_step``.
       inputs: what ``model.init`` takes; by default the batch itself, where it is one array.
       weighted: as for ``make_train_step``.
-      num_tokens: in the batch of all devices, where its shapes do not tell; see ``tokens``.
+      num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
+
+    >>> def loss_fn(params, apply_fn, batch, rng):
+    ...     return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+    >>> training = Workload(nn.Dense(512), optax.sgd(0.1), jax.ShapeDtypeStruct((64, 512), jnp.float32), loss_fn)
+    >>> step, (state, batch, rng) = training.build_step({"dp": 16, "fsdp": 4})  # needs no devices
+    >>> batch.sharding.shard_shape(batch.shape)
+    (1, 512)
     """
 
-    model: nn.Module
+    model: Model
     tx: optax.GradientTransformation
     batch: PyTree
     loss_fn: LossFn
@@ -84,13 +90,10 @@ class Workload:
         """
         if self.num_tokens is not None:
             return self.num_tokens
-        leaves = [leaf for _, leaf in leaves_with_path(self.batch) if np.ndim(leaf)]
-        held = [
-            math.prod(np.shape(leaf)[:2])
-            for leaf in leaves
-            if np.ndim(leaf) >= 2 and np.issubdtype(leaf.dtype, np.integer)
-        ]
-        return max(held, default=max((np.shape(leaf)[0] for leaf in leaves), default=0))
+        arrays = [leaf for _, leaf in leaves_with_path(self.batch) if np.ndim(leaf)]
+        texts = [leaf for leaf in arrays if np.ndim(leaf) >= 2 and np.issubdtype(leaf.dtype, np.integer)]
+        counts = [math.prod(np.shape(leaf)[:2]) for leaf in texts] or [np.shape(leaf)[0] for leaf in arrays]
+        return max(counts, default=0)
 
     def build_step(
         self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
@@ -104,12 +107,12 @@ class Workload:
         Raises:
           ValueError: the axes do not divide the batch, or an axis that a wrapper names is missing.
         """
-        mesh = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
-        axes = mesh.axis_names
+        made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
+        axes = made.axis_names
         rng = jax.eval_shape(lambda: jax.random.key(0))
-        state = abstract_train_state(self.model, self.tx, mesh, rng, *self.init_inputs, batch_axes=axes)
-        step = make_train_step(self.loss_fn, mesh, axes, num_minibatches=num_minibatches, weighted=self.weighted)
-        return step, (state, abstract_batch(self.batch, mesh, axes), rng)
+        state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, batch_axes=axes)
+        step = make_train_step(self.loss_fn, made, axes, num_minibatches=num_minibatches, weighted=self.weighted)
+        return step, (state, abstract_batch(self.batch, made, axes), rng)
 
 
 def in_a_line(error: BaseException) -> str:
@@ -119,7 +122,8 @@ def in_a_line(error: BaseException) -> str:
 
 def is_own(error: BaseException) -> bool:
     """Whether a line of this library raised it, or the system below the library; not a line of the user's, nor JAX."""
-    if not str(error) or not (isinstance(error, OSError) or type(error) in OWN or _defined_here(error)):
+    ours = type(error) in OWN or type(error).__module__.startswith("xlstm_jax.")
+    if not str(error) or not (ours or isinstance(error, OSError)):
         return False
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if not frames or frames[-1].startswith(LIBRARY):
@@ -127,13 +131,9 @@ def is_own(error: BaseException) -> bool:
     return isinstance(error, OSError) and all(name.startswith(NOT_THE_USERS) for name in frames)
 
 
-def _defined_here(error: BaseException) -> bool:
-    return type(error).__module__.startswith("xlstm_jax.")
-
-
 def described(error: BaseException) -> str:
     """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
-    place = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    line = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     text = one_line(error).rstrip(".")
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

@@ -5,12 +5,4 @@ from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
-__all__ = [
-    "CHIPS",
-    "Chip",
-    "Links",
-    "Topology",
-    "chip_of",
-    "compiler_options",
-    "parse_topology",
-]
+__all__ = ["CHIPS", "Chip", "Links", "Topology", "chip_of", "compiler_options", "parse_topology"]

@@ -80,11 +80,6 @@ def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
 
 
 def _slices(chip: Chip) -> str:
-    listed = ", ".join(map(_by_x, chip.slices))
-    if chip.cube is None:
-        return listed
-    return f"{listed}, and multiples of {chip.cube} in ascending order up to {_by_x(chip.pod)}, as 4x4x8"
-
-
-def _by_x(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+    *shapes, pod = ("x".join(map(str, shape)) for shape in (*chip.slices, chip.pod))
+    larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
+    return ", ".join(shapes) + larger

@@ -79,9 +79,8 @@ def plan_sharding(
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
     variables = _planned_init(model, mesh, rng, inputs, kwargs)
-    wrapped = any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables))
     assumed = ""
-    if wrapped:
+    if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         _check_not_given(axis_name=axis_name, min_weight_size=min_weight_size)
     else:
         axes = _checked_axes(axis_name, sizes)
@@ -93,9 +92,7 @@ def plan_sharding(
     params = variables.pop(PARAMETERS, {})
     of_params, beside = _optimizer_rows(tx, params, mesh)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
-    rows += [
-        _other_row(name, path, leaf, sizes) for name in variables for path, leaf in leaves_with_path(variables[name])
-    ]
+    rows += [_other_row(name, *found, sizes) for name in variables for found in leaves_with_path(variables[name])]
     return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside))
 
 
@@ -137,9 +134,6 @@ def _check_not_given(**options: Any) -> None:
             f"{name}={value!r} is for models without wrappers, and modules of this one are wrapped by "
             f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------- rows
 
 
 def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:

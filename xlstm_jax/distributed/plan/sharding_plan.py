@@ -1,9 +1,4 @@
-"""The sharding plan itself: rows, one for each leaf; what follows from them; and its forms as text.
-
-explain, table    for people
-check             a refusal, for scripts
-to_json, diff     for the review of a change
-"""
+"""The sharding plan itself: rows, one for each leaf; what follows from them; and its forms as text."""
 
 import difflib
 import json
@@ -125,20 +120,13 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """One leaf in one sentence: where it lies, why, and what that costs.
-
-        Raises:
-          ValueError: there is none of this path; lists the nearest.
-        """
+        """One leaf in one sentence: where it lies, why, and what that costs; raises as ``row``."""
         return self.row(path).sentence(self.devices)
 
     def table(self) -> Any:
-        """A ``rich`` renderable: leaves by module, the largest first, totals, and what stays whole and why.
+        """For ``rich``, which must be installed: leaves by module, the largest first; what stays whole, and why.
 
         Modules that differ in a number alone (``block_0``, ``block_1``, ...) are one module, where their leaves agree.
-
-        Raises:
-          ImportError: rich is not installed.
         """
         return plan_table(self)
 
@@ -180,12 +168,8 @@ class ShardingPlan:
 
     def to_json(self) -> str:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
-        head = {
-            "format": FORMAT_VERSION,
-            "axis_sizes": dict(self.axis_sizes),
-            "assumed": self.assumed,
-            "totals": _totals(self),
-        }
+        head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
+        head |= {"totals": _totals(self)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(_leaf_json(row) for row in self.rows)
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
@@ -222,10 +206,10 @@ def _worst(rows: Sequence[LeafPlan]) -> str:
 def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Difference | None:
     if before == after:
         return None
-    if before is None or after is None:
-        return Difference(path, before, after)
-    changed = [what for what in before if before[what] != after[what]]
-    return Difference(path, {what: before[what] for what in changed}, {what: after[what] for what in changed})
+    if before and after:
+        changed = [what for what in before if before[what] != after[what]]
+        before, after = ({what: row[what] for what in changed} for row in (before, after))
+    return Difference(path, before, after)
 
 
 def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,9 @@ from typing import Any
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.wording import format_bytes, format_fraction, path_pattern
+from xlstm_jax.distributed.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
 
 KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
-TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass(frozen=True)
@@ -28,28 +27,19 @@ class Line:
         return ByteCount(total * self.count, per_device * self.count)
 
     @property
-    def per_device(self) -> int:
-        return self.row.all_bytes.per_device * self.count
-
-    @property
-    def total(self) -> int:
-        return self.row.all_bytes.total * self.count
+    def all_bytes(self) -> ByteCount:
+        return self.bytes_of("all_bytes")
 
 
 def plan_table(plan: Any) -> Any:
     """The renderable of ``ShardingPlan.table``."""
-    try:
-        from rich.console import Group
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
     lines = _lines(plan.rows)
-    parts = [_leaves_table(plan, lines), Text(_summary(plan))]
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
-    return Group(*parts, *([_whole_table(whole)] if whole and plan.devices > 1 else []))
+    first, *more = [_leaves_table(plan, lines), *([_whole_table(whole)] if whole and plan.devices > 1 else [])]
+    from rich.console import Group
+    from rich.text import Text
 
-
-# --------------------------------------------------------------------------------------------------------------- lines
+    return Group(first, Text(_summary(plan)), *more)
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
@@ -85,34 +75,23 @@ def _by_module(lines: list[Line]) -> list[tuple[str, list[Line]]]:
     modules: dict[str, list[Line]] = {}
     for line in lines:
         modules.setdefault(line.module, []).append(line)
-    ordered = sorted(modules.items(), key=lambda item: -sum(line.total for line in item[1]))
-    return [(name, sorted(members, key=lambda line: -line.total)) for name, members in ordered]
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
+    ordered = sorted(modules.items(), key=lambda item: -sum(line.all_bytes.total for line in item[1]))
+    return [(name, sorted(members, key=lambda line: -line.all_bytes.total)) for name, members in ordered]
 
 
 def _leaves_table(plan: Any, lines: list[Line]) -> Any:
-    from rich import box
-    from rich.table import Table
-
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
-    table = Table(
-        title=f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
-        title_justify="left",
+    table = rich_table(
+        f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
+        ["leaf", "shape", "split", "in all", "per\ndevice", "its\ngradient", "optimizer\nstate", "gathered"],
+        left=3,
+        min_width=7,
         caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
         caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column("leaf", overflow="fold", min_width=12)
-    table.add_column("shape", overflow="fold")
-    table.add_column("split", overflow="fold", min_width=7)
-    for name in ("in all", "per\ndevice", "its\ngradient", "optimizer\nstate", "gathered"):
-        table.add_column(name, justify="right", no_wrap=True)
     for module, members in _by_module(lines):
-        table.add_row(f"{module or '(top)'}", "", "", *_sums(members), "", style="bold")
+        table.add_row(module or "(top)", "", "", *_sums(members), "", style="bold")
         for line in members:
             table.add_row(*_cells(line))
         table.add_section()
@@ -159,15 +138,9 @@ def _summary(plan: Any) -> str:
 
 
 def _whole_table(lines: list[Line]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    title = "What stays whole, and why; bytes with gradient and optimizer state"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("leaf", overflow="fold")
-    table.add_column("per device", justify="right", no_wrap=True)
+    table = rich_table("What stays whole, and why; bytes with gradient and optimizer state", ["leaf", "per device"])
     table.add_column("reason", overflow="fold")
-    for line in sorted(lines, key=lambda line: -line.per_device):
+    for line in sorted(lines, key=lambda line: -line.all_bytes.per_device):
         path = f"{line.module}/{line.path}".lstrip("/") + _times(line.count)
-        table.add_row(path, format_bytes(line.per_device), str(line.row.reason))
+        table.add_row(path, format_bytes(line.all_bytes.per_device), str(line.row.reason))
     return table

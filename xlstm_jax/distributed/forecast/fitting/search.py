@@ -23,10 +23,9 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.wording import format_bytes, format_mesh, shortened
+from xlstm_jax.distributed.wording import format_bytes, format_mesh, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
@@ -125,16 +124,12 @@ class Fit:
 
 def _row(trial: Trial) -> list[str]:
     options = trial.options
-    kept = "kept" if options.keep_gathered else "gathered again"
-    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, _yes_or_no(options.remat)]
-    cells += [str(options.num_minibatches)]
+    kept, remat = "kept" if options.keep_gathered else "gathered again", "yes" if options.remat else "no"
+    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, remat, str(options.num_minibatches)]
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
-    return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", _yes_or_no(trial.fits)]
-
-
-def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"
+    fits = "yes" if trial.fits else "no"
+    return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", fits]
 
 
 def fit(
@@ -165,14 +160,14 @@ def fit(
       ImportError: libtpu is not installed, or flatbuffers.
     """
     parsed = parse_topology(topology)
-    chip, shape = parsed.chip, parsed.shape
+    chip = parsed.chip
     budget = chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
     if budget <= 0:
         raise ValueError(
             f"budget_bytes={budget}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
             f"None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
-    meshes = default_meshes(shape) if meshes is None else meshes
+    meshes = default_meshes(parsed.shape) if meshes is None else meshes
     if not meshes:
         raise ValueError(
             "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
@@ -180,7 +175,7 @@ def fit(
 
     def build(options: Options) -> BuiltStep:
         step, args = build_step(options)
-        trace(step, args)  # runs the user's loss here, where it may raise what it likes; JAX keeps the trace
+        trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
         return step, args
 
     search = Search(build, lambda built: forecast(built[0], *built[1], topology=topology), budget, on_trial)
@@ -189,15 +184,7 @@ def fit(
 
 @dataclass
 class Search:
-    """The search itself, apart from what is searched over.
-
-    Attributes:
-      build: options -> a step. The user's code, so it may raise anything.
-      forecast_of: that step -> its forecast.
-      budget_bytes: of each device.
-      on_trial: see ``fit``.
-      trials: so far, in their order.
-    """
+    """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
 
     build: Callable[[Options], BuiltStep]
     forecast_of: Callable[[BuiltStep], Forecast]
@@ -206,11 +193,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
-        """All trials: what fits first, the fastest first.
-
-        Raises:
-          ValueError: there is no forecast of the very first options.
-        """
+        """All trials, sorted: what fits first, the fastest first."""
         for way in _WAYS:
             self.attempt(dataclasses.replace(way, mesh=meshes[0]))
         smallest = min(
@@ -246,11 +229,7 @@ class Search:
             count *= 2
 
     def attempt(self, options: Options) -> Trial:
-        """One trial.
-
-        Raises:
-          ValueError: it is the first, and there is no forecast of it.
-        """
+        """One more trial; without a forecast of the very first, a ``ValueError``."""
         if self.on_trial is not None:
             self.on_trial(options)
         self.trials.append(self._trial(options))

@@ -21,9 +21,8 @@ from typing import Any
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step
-from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import format_bytes, listed
+from xlstm_jax.distributed.wording import format_bytes, listed, rich_table
 
 
 class LintError(ValueError):
@@ -89,15 +88,8 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 
 def table(findings: Sequence[Finding]) -> Any:
-    """The findings as a ``rich`` renderable.
-
-    Raises:
-      ImportError: rich is not installed.
-    """
-    rows = [
-        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
-        for finding in findings
-    ]
+    """The findings as a table for ``rich``, which must be installed."""
+    rows = [[found.rule, found.where, f"{found.text} {found.cure}", format_bytes(found.bytes)] for found in findings]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
 

@@ -77,7 +77,7 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     return (
         "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), or wrap "
         "the loop around it rather than its body; if the step goes through more than "
-        f"{num_minibatches} minibatches, tell lint, as num_minibatches."
+        f"{num_minibatches} minibatches, pass their number to lint, as num_minibatches."
     )
 
 
@@ -109,7 +109,8 @@ def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
 
 def _hoisted_gathers(step: Step) -> Iterator[Finding]:
     for name, rows in step.groups:
-        gathers = [gather for _, gather in step.gathers_of(rows) if _is_hoisted(step, gather)]
+        found = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
+        gathers = [gather for gather in found if not _VMAP.search(gather.op_name)]
         if not gathers:
             continue
         layers = max(map(step.layers_at_once, gathers))
@@ -127,10 +128,6 @@ def _hoisted_gathers(step: Step) -> Iterator[Finding]:
             )
 
 
-def _is_hoisted(step: Step, gather: Collective) -> bool:
-    return step.layers_at_once(gather) > 1 and not _VMAP.search(gather.op_name)
-
-
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -139,7 +136,9 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
         return
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
-        each = _kept_bytes(step, rows[0]) if layers else 0
+        # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
+        widths = filter(None, (width_of(gather.dtype) for gather in step.gathers[rows[0].path]))
+        each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
             yield Finding(
@@ -155,12 +154,6 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
             )
 
 
-def _kept_bytes(step: Step, row: LeafPlan) -> int:
-    """What one use leaves: in the dtype that was asked for, or in that of the gather where the compiler narrowed it."""
-    widths = [width_of(gather.dtype) for gather in step.gathers[row.path]]
-    return round(row.gathered_size * min(row.gather_itemsize, *filter(None, widths)))
-
-
 def _kept_layers(step: Step, row: LeafPlan) -> int:
     """In how many layers a leaf's gathered weights are left over from forward for backward.
 
@@ -169,7 +162,7 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
-    # In one piece of the program the CPU's compiler merges the gathers that nn.remat keeps apart; in loops it cannot.
+    # Outside of loops the CPU's compiler merges the gathers that nn.remat keeps apart.
     merged = step.on_cpu and row.layers == 1
     if again or merged or len(row.use_shape) < 2 or not row.gradients.total:
         return 0
@@ -244,12 +237,12 @@ def _merged(
 
 def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
     first, sent = members[0], sum_wire_bytes(members)
-    share = format_fraction(sent / step.forecast.wire_bytes)
+    fraction = format_fraction(sent / step.forecast.wire_bytes)
     return Finding(
         "all-reduce-of-shards",
         where,
         f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
-        f"{sum(c.count for c in members)} times in a step: {format_bytes(sent)} per device, {share} of the "
+        f"{sum(c.count for c in members)} times in a step: {format_bytes(sent)} per device, {fraction} of the "
         f"step's traffic, where {format_bytes(sent / 2)} would do.",
         "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over one "
         "axis of the torus is what was asked for.",
@@ -264,8 +257,9 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
-    owned = step.owned_by(reduce.modules)
-    split = [row for row in owned if step.is_gathered_over(row, reduce.axes)]
+    owned = [row for path, row in step.rows.items() if path.rpartition("/")[0] in reduce.modules]
+    axes = set(reduce.axes or ())
+    split = [row for row in owned if any(axes & set(gather.axes or ()) for gather in step.gathers.get(row.path, ()))]
     rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
     found = []
     for row in sorted(split, key=lambda row: -row.parameters.total):
@@ -276,8 +270,8 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
 
 def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
-    share = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
-    sent = reduce.wire_bytes_per_step * share
+    fraction = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
+    sent = reduce.wire_bytes_per_step * fraction
     return Finding(
         "all-reduce-of-shards",
         listed(row.path for row in rows).replace("'", ""),
@@ -300,13 +294,13 @@ def _exposed_collectives(step: Step) -> Iterator[Finding]:
 
 def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
     kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
-    share = sent / forecast.wire_bytes
-    seconds = f", some {share * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
+    fraction = sent / forecast.wire_bytes
+    seconds = f", some {fraction * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
     return Finding(
         "exposed-collective",
         where,
         f"the step waits for its {kind}, with nothing scheduled beside it: {sum(c.count for c in members)} times in a "
-        f"step, {format_bytes(sent)} per device, {format_fraction(share)} of the step's traffic{seconds}.",
+        f"step, {format_bytes(sent)} per device, {format_fraction(fraction)} of the step's traffic{seconds}.",
         _overlap_cure(forecast.chip, kind),
         round(sent),
     )

@@ -83,15 +83,6 @@ class Step:
         """Each gather of each of the leaves."""
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
-    def owned_by(self, modules: Iterable[str]) -> list[LeafPlan]:
-        """The parameters that lie directly in one of the modules."""
-        inside = set(modules)
-        return [row for path, row in self.rows.items() if path.rpartition("/")[0] in inside]
-
-    def is_gathered_over(self, row: LeafPlan, axes: Sequence[str] | None) -> bool:
-        """Whether the step gathers a leaf over one of the axes."""
-        return any(set(gather.axes or ()) & set(axes or ()) for gather in self.gathers.get(row.path, ()))
-
     def uses_at_once(self, gather: Collective) -> float:
         """How many uses of its leaves one execution of a gather serves; below 1 for one stage of several."""
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
