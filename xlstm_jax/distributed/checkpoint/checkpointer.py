@@ -312,7 +312,7 @@ def _writer_lock(directory: Path) -> IO[str] | None:
         return None
     import fcntl
 
-    file = open(directory / _LOCK_FILE, "a+")  # noqa: SIM115 (it stays open as long as the lock is held)
+    file = open(directory / _LOCK_FILE, "a+")  # it stays open as long as the lock is held
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -298,7 +298,7 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return map_leaves_with_path(spec, tree)
 
 
-def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices.
 
     >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))

@@ -329,7 +329,7 @@ def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:
         yield CPU_NOTE
     if compiled.without_sharding:
         yield (
-            f"Argument {compiled.without_sharding} has no sharding: the compiler places it, maybe whole on each device. "
+            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
             "Give it one, as abstract_batch and shard_batch do."
         )
     if flops.opaque:
