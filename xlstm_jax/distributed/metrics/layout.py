@@ -106,9 +106,11 @@ class Layout:
         groups = defaultdict(list)
         for entry in self.entries:
             groups[entry.group].append(_fitted(given.get(entry.path, neutral[entry.path]), entry))
-        return self.vectors_of(
-            {group: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *some) for group, some in groups.items()}
-        )
+
+        def end_to_end(*arrays: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.ravel(x) for x in arrays])
+
+        return self.vectors_of({group: jax.tree.map(end_to_end, *some) for group, some in groups.items()})
 
     def unpack(self, vectors: Vectors) -> Cells:
         """The cells in their nested dict; leading dims stay: [..., k] -> [..., *shape]."""
@@ -157,7 +159,7 @@ def _by_path(cells: Cells) -> dict[Path, Any]:
 
 
 def _fitted(cell: Cell, entry: Entry) -> Cell:
-    """The cell in the dtypes of the state's, as vectors, checked to be of its type and shape."""
+    """The cell in the dtypes of the state's, checked to be of its type and shape."""
     if type(cell) is not entry.cell_type:
         raise TypeError(f"{entry.name} is a {entry.cell_type.__name__}, and {type(cell).__name__} was observed for it.")
     arrays = jax.tree.leaves(cell)
@@ -166,4 +168,4 @@ def _fitted(cell: Cell, entry: Entry) -> Cell:
             f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce what is observed "
             "over the dims of the batch."
         )
-    return entry.cell_type(*(jnp.asarray(x, dtype).ravel() for x, dtype in zip(arrays, entry.dtypes, strict=True)))
+    return entry.cell_type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))
