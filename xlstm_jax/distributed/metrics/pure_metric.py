@@ -147,9 +147,7 @@ class PureMetric(ABC):
     def merge(self, a: State, b: State) -> State:
         """What both have seen, device by device; associative and commutative, with ``empty`` neutral.
 
-        Raises:
-          TypeError: one state is local and the other synchronized.
-          ValueError: they were declared over different axes.
+        Both states are local, over the same axes, or both are synchronized.
         """
         if type(a) is not type(b):
             raise TypeError(f"merge of {type(a).__name__} and {type(b).__name__}: sync the local one first.")
@@ -174,11 +172,7 @@ class PureMetric(ABC):
         return sync_states([state])[0]
 
     def compute(self, state: Synced) -> PyTree:
-        """The value of a synchronized state.
-
-        Raises:
-          TypeError: the state is local, i.e. one device's.
-        """
+        """The value of a synchronized state; a ``TypeError`` for one that is local, which is one device's."""
         if not isinstance(state, Synced):
             raise TypeError(
                 f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
@@ -302,18 +296,14 @@ def _check_one_device(state: Local) -> None:
 def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[Local], tuple[PyTree, Local]]:
     """The function to call on log steps: ``log_step(local) -> (values, empty local)``, a ``jax.jit`` function.
 
-    It syncs, computes and empties. The state is donated. The values are equal on all devices and need not be waited
-    for; hand them to ``MetricLogger``.
+    It syncs, computes and empties. The state, of ``metric.empty(axes, mesh)``, is donated. The values are equal on all
+    devices and need not be waited for; hand them to ``MetricLogger``.
 
     >>> from xlstm_jax.distributed.metrics import Sum
     >>> log_step = make_log_step(Sum(), mesh, ("dp", "fsdp"))
     >>> value, local = log_step(Sum().empty(("dp", "fsdp"), mesh))
     >>> float(value)
     0.0
-
-    Args:
-      metric, axes: as in ``metric.empty(axes, mesh)``.
-      mesh: the mesh of the state.
     """
     split, mesh = PartitionSpec(mesh_axes(mesh, axes, "axes")), auto_mesh(mesh)
 

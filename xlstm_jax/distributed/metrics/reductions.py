@@ -159,8 +159,7 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     """The sum over devices of each metric, elementwise, as by ``psum``; inside ``shard_map`` or ``pmap``.
 
     Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
-    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``: bools
-    and small integers become 32 bits wide.
+    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``.
 
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
