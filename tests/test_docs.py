@@ -54,8 +54,11 @@ def test_every_public_name_has_its_line_and_every_line_a_name():
 
 
 @pytest.mark.parametrize("face, name", PUBLIC, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_public_name_has_a_docstring(face, name):
-    assert len(getattr(face, name).__doc__ or "") > 40
+def test_every_public_name_has_a_docstring_with_an_example(face, name):
+    """The examples run as doctests."""
+    public = getattr(face, name)
+    assert len(public.__doc__ or "") > 40
+    assert ">>> " in public.__doc__ or not callable(public)
 
 
 # -------------------------------------------------------------------------------------------------- what a page names

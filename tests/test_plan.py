@@ -46,7 +46,7 @@ from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import format_bytes, format_fraction
+from xlstm_jax.wording import format_bytes, format_fraction
 
 KEY = jax.random.key(0)
 X = jnp.ones((16, 16))

@@ -89,7 +89,7 @@ def _command(name: str) -> "Callable[[argparse.Namespace, Say], Report]":
 def error_line(error: Exception) -> str:
     """An error as one line; one that is not the library's own also says its type and the line of the user's code."""
     from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
-    from xlstm_jax.distributed.wording import shortened
+    from xlstm_jax.wording import shortened
 
     text = in_a_line(error) + ("" if is_own(error) else "; --traceback shows the way there")
     return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")

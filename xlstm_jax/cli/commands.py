@@ -33,7 +33,7 @@ from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
-from xlstm_jax.distributed.wording import format_bytes, format_mesh
+from xlstm_jax.wording import format_bytes, format_mesh
 
 Say = Callable[[str], None]  # shows what the command does now
 UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."

@@ -28,7 +28,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record
 from xlstm_jax.distributed.checkpoint.orbax_io import check_dtypes, orbax, read_arrays, read_record, save_args
 from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
-from xlstm_jax.distributed.wording import listed
+from xlstm_jax.wording import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3

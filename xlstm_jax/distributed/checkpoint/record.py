@@ -38,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     with_padding,
 )
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
-from xlstm_jax.distributed.wording import listed
+from xlstm_jax.wording import listed
 
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum", and "impl" for keys
 Record = dict[str, Entry]

@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_like, check_placed, names_problem, placed_like
 from xlstm_jax.distributed.processes.together import fail_together
-from xlstm_jax.distributed.wording import listed
+from xlstm_jax.wording import listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.distributed.wording import TIMES, format_bytes, rich_table
+from xlstm_jax.wording import TIMES, format_bytes, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
 OUTSIDE = "outside of modules"

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import LossFn, make_train_step
-from xlstm_jax.distributed.wording import one_line
+from xlstm_jax.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))

@@ -37,7 +37,7 @@ from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import format_axes
+from xlstm_jax.wording import format_axes
 
 
 def plan_sharding(

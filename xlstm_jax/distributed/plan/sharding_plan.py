@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.table import plan_table
-from xlstm_jax.distributed.wording import format_bytes, format_fraction
+from xlstm_jax.wording import format_bytes, format_fraction
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1 has reasons in words

@@ -8,7 +8,7 @@ from typing import Any
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
+from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
 
 KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
 

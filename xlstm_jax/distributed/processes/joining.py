@@ -18,7 +18,7 @@ import jax
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
-from xlstm_jax.distributed.wording import named_values
+from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
 HEARTBEAT_TIMEOUT_S = 10

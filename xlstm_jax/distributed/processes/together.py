@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.distributed.wording import one_line
+from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.wording import format_bytes, format_mesh, rich_table, shortened
+from xlstm_jax.wording import format_bytes, format_mesh, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12

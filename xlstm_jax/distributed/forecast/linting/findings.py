@@ -22,7 +22,7 @@ from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import format_bytes, listed, rich_table
+from xlstm_jax.wording import format_bytes, listed, rich_table
 
 
 class LintError(ValueError):

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step, shared_name, size_of, sum_wire_bytes, width_of
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
-from xlstm_jax.distributed.wording import format_bytes, format_fraction, listed, path_pattern
+from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
 # What a leaf of the default min_weight_size takes in float32: below, a step's time hardly changes.
 MIN_KEPT_BYTES = 2**20

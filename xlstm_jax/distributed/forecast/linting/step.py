@@ -11,7 +11,7 @@ from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.wording import path_pattern
+from xlstm_jax.wording import path_pattern
 
 _FLOAT = re.compile(r"(?:bf|f)(\d+)")
 
