@@ -82,7 +82,7 @@ LIVE_RANGE = """HloLiveRange (max 10):
     convert.7{}: 134217728 bytes (cumulative: 134217728 bytes)
 """
 OP_NAMES = {
-    "param.4": r"state.params[\'blocks\'][\'kernel\'].value",
+    "param.4": "state.params['blocks']['kernel'].value",
     "fusion.4": "jit(step)/jvp(M)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice",
     "add.29": "jit(step)/jvp(M)/while/body/closed_call/blocks/add",
     "convolution.2": "jit(step)/transpose(jvp(M))/while/body/closed_call/checkpoint/blocks/up/dot_general",
@@ -135,9 +135,9 @@ def test_a_timeline_is_thinned_to_its_heights():
 
 
 def test_what_is_no_such_text_is_refused():
-    with pytest.raises(ValueError, match="This is no buffer assignment of XLA.*HloModule jit_f"):
+    with pytest.raises(ValueError, match=r"This is no buffer assignment of XLA.*HloModule jit_f"):
         read_memory("HloModule jit_f", LIVE_RANGE, {})
-    with pytest.raises(ValueError, match="This is no live-range text of XLA.*BufferAssignment"):
+    with pytest.raises(ValueError, match=r"This is no live-range text of XLA.*BufferAssignment"):
         read_memory(ASSIGNMENT, ASSIGNMENT, {})
 
 

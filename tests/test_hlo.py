@@ -235,7 +235,7 @@ def test_a_counter_that_the_body_scales_is_no_counter():
     doubled = TPU_LOOPS.replace("add(%copy.22, %constant.180.clone..sunk)", "add(%copy.22, %copy.22)")
     program = parse(doubled)
     assert program.unknown_loops == ("while.30",)
-    assert dict((c.name, n) for c, n in program.executed())["inner_body"] == 3
+    assert {c.name: n for c, n in program.executed()}["inner_body"] == 3
 
 
 @pytest.mark.parametrize(
