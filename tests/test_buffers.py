@@ -82,7 +82,7 @@ LIVE_RANGE = """HloLiveRange (max 10):
     convert.7{}: 134217728 bytes (cumulative: 134217728 bytes)
 """
 OP_NAMES = {
-    "param.4": r"state.params[\'blocks\'][\'kernel\'].value",
+    "param.4": "state.params['blocks']['kernel'].value",
     "fusion.4": "jit(step)/jvp(M)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice",
     "add.29": "jit(step)/jvp(M)/while/body/closed_call/blocks/add",
     "convolution.2": "jit(step)/transpose(jvp(M))/while/body/closed_call/checkpoint/blocks/up/dot_general",

@@ -1,15 +1,15 @@
-"""What a compiled step costs besides the network: the compiler's own cycles, and the bytes that HBM moves.
+"""The cycles of a compiled step, as its compiler estimates them, and the bytes that it moves between HBM and the core.
 
     Program --cycles-->    Cycles    TPU: the estimate by which the compiler chose its kernels, loops multiplied out
     Program --hbm_bytes--> HbmBytes  every backend: operands and results of what is scheduled, as far as they lie in HBM
 
 ``compiled.cost_analysis()`` counts a loop's body once and can be negative; neither number is taken from it.
 
-An instruction reads its operands and writes its results, each once, where they lie in memory space 0; what stays in
-VMEM counts nothing. A fusion reads what it needs: of a parameter that it only slices, the slices. An update written in
-place, ``dynamic-update-slice``, moves the update and not the array around it. Names for values (tuples, bitcasts),
-constants and what a loop carries move nothing by themselves. A kernel that reads an operand more than once, as a large
-matrix product may, moves more.
+An instruction reads its operands and writes its results, each once. Only memory space 0 counts, not VMEM. A fusion
+reads what it needs: of a parameter that it only slices, the slices. An update written in place,
+``dynamic-update-slice``, moves the update and not the array around it. Names for values (tuples, bitcasts), constants
+and what a loop carries move nothing. A kernel that reads an operand more than once, as a large matrix product may,
+moves more than is counted here.
 """
 
 import re
@@ -24,10 +24,10 @@ from xlstm_jax.distributed.forecast.hlo.program import Program
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _ALIASED = re.compile(r"\{(\d*)\}: \(\d+")
-_SLICES = frozenset("dynamic-slice slice gather".split())
+_SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written in place, and which operand is the update
-_SAME_BYTES = frozenset("bitcast get-tuple-element".split())
-_CONTROL = frozenset("while conditional call".split())
+_SAME_BYTES = {"bitcast", "get-tuple-element"}
+_CONTROL = {"while", "conditional", "call"}
 _CHAINED = re.compile(r'chain_id="|custom_call_target="AsyncCollectiveDone"')
 
 
@@ -73,8 +73,9 @@ def count_cycles(program: Program) -> Cycles | None:
     The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
     have no estimates yet.
     """
-    looped, by_module, without = defaultdict(int), defaultdict(int), 0
-    modules = _modules(program)
+    looped: dict[bool, int] = defaultdict(int)
+    by_module: dict[str, int] = defaultdict(int)
+    without, modules = 0, _module_by_name(program)
     for computation, trips, instruction in _scheduled(program):
         if instruction.estimated_cycles is None:
             without += trips * (instruction.is_work and instruction.opcode not in _CONTROL)
@@ -90,10 +91,10 @@ def count_cycles(program: Program) -> Cycles | None:
 def count_hbm_bytes(program: Program) -> HbmBytes:
     """Bytes that the scheduled instructions read from HBM and write to it, loops multiplied out.
 
-    On a CPU, and in programs that do not tell memory spaces, all memory counts as HBM.
+    On a CPU, and in programs without memory spaces, all memory counts as HBM.
     """
-    modules, by_module = _modules(program), defaultdict(int)
-    reads = writes = 0
+    modules, reads, writes = _module_by_name(program), 0, 0
+    by_module: dict[str, int] = defaultdict(int)
     for computation, trips, instruction in _scheduled(program):
         read, written = _moved(program, computation, instruction)
         reads, writes = reads + trips * read, writes + trips * written
@@ -102,15 +103,15 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
 
 
 def _scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """What the main thread runs; what it starts beside itself counts where it is started."""
+    """What the main thread runs; what runs beside it counts where it is started."""
     for computation, trips in program.executed():
         if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
             for instruction in computation.instructions:
                 yield computation, trips, instruction
 
 
-def _modules(program: Program) -> dict[str, str]:
-    """The module path of every name in the program."""
+def _module_by_name(program: Program) -> dict[str, str]:
+    """The module path of every operation name in the program."""
     names = {i.op_name for computation in program.computations.values() for i in computation.instructions if i.op_name}
     return {name: path for name, (path, _) in module_paths(names).items()}
 
@@ -167,7 +168,8 @@ def _read_inside(program: Program, callee: Computation, number: int, operand: In
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> int | None:
     """The bytes of a value that are read inside of a fusion; None for all."""
     parts = [_needed_by(program, computation, *user) for user in computation.users.get(instruction.name, ())]
-    return None if None in parts else sum(parts)
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _needed_by(program: Program, computation: Computation, user: Instruction, position: int) -> int | None:
@@ -177,8 +179,7 @@ def _needed_by(program: Program, computation: Computation, user: Instruction, po
         return _total(user.shapes)
     if user.opcode in _UPDATES and position == 0:
         return 0 if _is_result(computation, user) else None
-    if user.opcode == "fusion":
-        callee = _callee(program, user)
+    if user.opcode == "fusion" and (callee := _callee(program, user)):
         return _needed(program, callee, callee.parameters[position])
     # A fusion hands on what it does not read, and sends pieces of a collective that has counted where it started.
     handed_on = user.opcode == "tuple" and user.is_root

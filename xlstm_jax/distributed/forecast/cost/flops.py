@@ -1,19 +1,19 @@
 """The FLOP of a step, counted in its jaxpr: by module, forward, backward and recomputed.
 
-``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr knows how often it runs:
+``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr says how often it runs:
 
     step.trace(*abstract_args).jaxpr    -- count_flops -->    Flops: 2 for each multiply-add, per device
 
-Counted are matrix products and convolutions, also inside of Pallas kernels, which is what the peak rates of chips are
-about. Elementwise work, reductions, gathers and sorts are not: they are bound by memory, not by arithmetic. Nor is what
-no output needs, such as the value of a loss of which only the gradient is taken.
+Only matrix products and convolutions count, also those inside of Pallas kernels: the peak rates of chips are theirs.
+Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
+output needs, such as the value of a loss of which only the gradient is taken.
 
-Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is taken to be spread evenly
-over the devices, as it is where every operand is sharded over the whole mesh.
+Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
+evenly over the devices, as it is where every operand is sharded over the whole mesh.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,11 @@ from jax.extend.core import Literal
 
 from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
 
-# What computes matrix products or the like that cannot be seen in the jaxpr.
-OPAQUE = frozenset(
-    "cholesky custom_linear_solve eig eigh fft ffi_call hessenberg householder_product io_callback lu pure_callback "
-    "qr schur svd triangular_solve tridiagonal tridiagonal_solve".split()
-)
+# Operations whose matrix products, if they have any, are not in the jaxpr.
+OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
+OPAQUE |= {"io_callback", "lu", "pure_callback", "qr", "schur", "svd", "triangular_solve", "tridiagonal"}
+OPAQUE |= {"tridiagonal_solve"}
+Counts = dict[tuple[str, str], float]  # FLOP by name of the operation and dtype
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Flops:
 
     Attributes:
       work: largest first.
-      unknown_loops: names of ``while`` loops with products inside; how often they run is not known before they do, so
-        they are counted as if once.
-      opaque: names of operations whose FLOP cannot be seen, and are not counted: solvers, custom calls.
+      unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
+        trip.
+      opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
     """
 
     work: tuple[Work, ...]
@@ -70,7 +70,7 @@ class Flops:
         return self._sums("dtype")
 
     def _sums(self, key: str) -> dict[str, float]:
-        sums = defaultdict(float)
+        sums: dict[str, float] = defaultdict(float)
         for work in self.work:
             sums[getattr(work, key)] += work.flops
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
@@ -86,13 +86,13 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
       Loops of a known length are multiplied out; of a ``cond`` the branch with the most FLOP counts.
     """
     seen = _Seen([], [])
-    counted = _count(jaxpr, "jit(step)", seen)
+    counted = _flops_of(jaxpr, "jit(step)", seen)
     paths = module_paths(name for name, _ in counted)
-    sums = Counter()
+    sums: dict[tuple[str, str, str], float] = defaultdict(float)
     for (name, dtype), flops in counted.items():
         sums[(*paths[name], dtype)] += flops / num_devices
-    work = tuple(Work(*key, flops) for key, flops in sums.most_common())
-    return Flops(work, tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)))
+    work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
+    return Flops(tuple(work), tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)))
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,24 @@ class _Seen:
     opaque: list[str]
 
 
-def _count(jaxpr: Any, prefix: str, seen: _Seen) -> Counter:
-    """FLOP by (name, dtype), on the shapes that this jaxpr shows."""
-    counted = Counter()
+def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
+    """FLOP on the shapes that this jaxpr shows."""
+    counted: Counts = defaultdict(float)
     for eqn in _live(jaxpr):
         primitive = eqn.primitive.name
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
+        found: Counts = {}
         if primitive in FORMULAS:
-            counted[f"{name}/{primitive}", eqn.invars[0].aval.dtype.name] += FORMULAS[primitive](eqn)
+            found = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
-            branches = [_count(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
-            counted.update(max(branches, key=Counter.total))
+            branches = [_flops_of(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
+            found = max(branches, key=lambda branch: sum(branch.values()))
         else:
-            counted.update(_count_inside(eqn, name, seen))
+            found = _flops_inside(eqn, name, seen)
+        for key, flops in found.items():
+            counted[key] += flops
     return counted
 
 
@@ -129,15 +132,16 @@ def _live(jaxpr: Any) -> list[Any]:
     return live[::-1]
 
 
-def _count_inside(eqn: Any, name: str, seen: _Seen) -> Counter:
-    """What the jaxprs of an operation come to, times how often they run."""
+def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
+    """The FLOP of an operation's own jaxprs, times how often they run."""
     scope, times = RUNS.get(eqn.primitive.name, _once)(eqn)
-    counted = Counter()
+    counted: Counts = defaultdict(float)
     for jaxpr in _jaxprs(eqn.params):
-        counted.update(_count(jaxpr, f"{name}/{scope}".rstrip("/"), seen))
+        for key, flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
+            counted[key] += flops * (times or 1)
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
-    return Counter({key: flops * (times or 1) for key, flops in counted.items()})
+    return counted
 
 
 def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -147,7 +151,7 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield part
 
 
-# -------------------------------------------------- how often the inside of an operation runs, None where nobody knows
+# ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
 
 
 def _once(eqn: Any) -> tuple[str, int]:
@@ -169,7 +173,7 @@ def _while(eqn: Any) -> tuple[str, None]:
 
 
 def _shard_map(eqn: Any) -> tuple[str, int]:
-    """One device's work becomes that of all devices over which the shapes inside are split."""
+    """The work inside is one device's; times the devices over which the shapes are split it is the work of all."""
     return "shard_map", math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
@@ -192,13 +196,13 @@ RUNS = {
 
 
 def _dot_general(eqn: Any) -> int:
-    """2 x outputs x length of the contraction."""
+    """2 x size of the output x length of the contraction."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def _ragged_dot_general(eqn: Any) -> int:
-    """Every row of the left operand meets one group of the right: its columns, not its groups, count."""
+    """Every row of the left operand is multiplied by one group of the right: the columns count, not the groups."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -206,10 +210,10 @@ def _ragged_dot_general(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    """2 x batch x features out x features in of a group x taps that meet a value, not padding or dilation.
+    """2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
 
-    Of both groupings the right operand's shape tells: its features in are those of one group, and each of its features
-    out is made once for every batch that is left in the output.
+    This covers both groupings: the right operand's features in are those of one group, and each of its features out is
+    made once for every example in the output.
     """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -230,10 +234,12 @@ def _conv_general_dilated(eqn: Any) -> int:
     return 2 * out_batch * out_features * in_features * math.prod(taps)
 
 
-def _taps(size, window, out, stride, padding, dilation, window_dilation) -> int:
-    """Along one dim: pairs of an output and a place of the window that lies on a value of the input."""
-    place = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
-    return int(((place >= 0) & (place <= (size - 1) * dilation) & (place % dilation == 0)).sum())
+def _taps(
+    size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
+) -> int:
+    """Along one dim: pairs of an output and a position of the window that is on a value of the input."""
+    position = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
+    return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
 
 
 FORMULAS = {

@@ -1,14 +1,15 @@
 """The memory of a compiled program, by module, at the moment when it is largest.
 
-XLA plans all memory before the program runs, and says how in two texts that ``xla_dump_to`` writes:
+XLA plans all memory before the program runs, and describes the plan in two texts that ``xla_dump_to`` writes:
 
   buffer assignment   allocations and, in them, every value with its offset and size: arguments, outputs, constants,
-                      and one large allocation in which all temporaries find a place
-  live range          the schedule (instructions numbered, loop bodies included) and for every value from when to when
+                      and one large allocation for all temporaries
+  live range          the schedule (instructions numbered, loop bodies included), and the first and last point of each
+                      value
 
 So at each point of the schedule it is known which bytes of the temporaries' allocation are in use, and by what. The
 point where most are in use is the peak. Values that share bytes, as the carry of a loop and what is written into it
-in place, count once: the sum at the peak is at most the allocation, and what is left of it lies between buffers.
+in place, count once: the sum at the peak is at most the allocation, and the rest lies between buffers.
 
 Sizes are those of the device's tiled layout, so a float32[10] takes 512 bytes on a TPU. Only the device's main memory
 counts, which is XLA's memory space 0: not the on-chip VMEM.
@@ -18,20 +19,20 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, upstream
-from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
+from xlstm_jax.distributed.forecast.hlo.instruction import HBM
+from xlstm_jax.distributed.forecast.hlo.op_names import OTHER, module_paths
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
-MAIN_MEMORY = 0  # XLA's number ("color") of a TPU's HBM
 TIMELINE_POINTS = 400
 COLLECTIONS = ("parameter", "tuple", "while")  # of many values, which stem from many operations
 
 _ALLOCATION = re.compile(r"allocation \d+: (?:0x[0-9a-f]+, )?size (\d+)(.*):$")
 _COLOR = re.compile(r", color (\d+)")
-_PARAMETER = re.compile(r", parameter (\d+)")
 _VALUE = re.compile(r" value: <\d+ ([^\s{]+)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S.*)$")
 _STEP = re.compile(r"    (\d+):(\S+)$")
 _RANGE = re.compile(r"    ([^\s{]+)(\{[\d,]*\}):(\d+)-(\d+)$")
@@ -45,12 +46,12 @@ class Argument:
     name: str
     shape: str
     bytes: int
-    donated: bool  # an output takes its place
+    donated: bool  # an output is written over it
 
 
 @dataclass(frozen=True)
 class Temporary:
-    """A buffer that is live at the peak, after what was written into it. ``first`` and ``last`` are schedule points."""
+    """A buffer that is live at the peak, by what was written into it. ``first`` and ``last`` are schedule points."""
 
     bytes: int
     shape: str
@@ -74,13 +75,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a program takes of one device's main memory. All sizes in bytes, padded as the device lays arrays out.
+    """What a program takes of one device's main memory. All sizes are bytes, padded as the device lays arrays out.
 
     Attributes:
       argument_bytes: all arguments, donated ones included.
-      alias_bytes: of these, arguments that are donated, in whose place an output is written.
-      output_bytes: outputs that have a place of their own.
-      temporary_bytes: the allocation in which all temporaries live.
+      alias_bytes: of these, arguments that are donated: an output is written over them.
+      output_bytes: outputs that are not written over an argument.
+      temporary_bytes: the allocation of all temporaries.
       constant_bytes: constants.
       peak_point: the point of the schedule where most bytes of that allocation are in use.
       peak_live_bytes: the bytes in use there.
@@ -116,7 +117,7 @@ class Memory:
 
     def by_module(self) -> dict[str, int]:
         """Bytes of temporaries at the peak by module path, largest first; "" for what lies in no module."""
-        sums = defaultdict(int)
+        sums: dict[str, int] = defaultdict(int)
         for temporary in self.temporaries:
             sums[temporary.path] += temporary.bytes
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
@@ -124,11 +125,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in an allocation, live from ``first`` to ``last`` (both included)."""
+    """A value in an allocation: its range of bytes, and the first and last point at which it is live."""
 
     name: str
     shape: str
-    start: int  # of its bytes
+    start: int
     stop: int
     first: int
     last: int
@@ -138,16 +139,26 @@ class _Value:
 class _Allocation:
     bytes: int
     kind: str  # "argument", "output", "constant", "temporary" or "thread-local"
-    parameter: int | None
-    color: int
+    color: int  # XLA's number of the memory space
     donated: bool
-    lines: tuple[re.Match, ...]  # one for each value in it
+    lines: tuple[re.Match[str], ...]  # one for each value in it
+
+
+class _Operation(NamedTuple):
+    """The operation of the model that an instruction stems from."""
+
+    name: str = ""
+    path: str = ""
+    direction: str = OTHER
+
+
+_Operations = Mapping[str, _Operation]  # by the name of the instruction
 
 
 def read_memory(
     buffer_assignment: str, live_range: str, op_names: Mapping[str, str], *, points: int = TIMELINE_POINTS
 ) -> Memory:
-    """Reads XLA's two texts (see the top of this file) into sums, the peak's temporaries and a timeline.
+    """Reads XLA's two texts (see the top of this file).
 
     Args:
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
@@ -155,14 +166,14 @@ def read_memory(
       op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
-      ValueError: a text has not the form that is known, or the two are not of one program.
+      ValueError: a text does not have the known form, or the two are not of one program.
     """
-    op_names = {instruction: name for instruction, name in op_names.items() if name}
-    allocations = [a for a in _allocations(buffer_assignment) if a.color == MAIN_MEMORY]
+    paths = module_paths(filter(None, op_names.values()))
+    operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
+    allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     schedule, ranges = _live_ranges(live_range)
     values, temporary_bytes = _temporaries(allocations, ranges)
     live = _live_bytes(values, len(schedule))
-    modules = module_paths(op_names.values())
     peak = int(live.argmax())
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
     return Memory(
@@ -173,9 +184,9 @@ def read_memory(
         constant_bytes=sums["constant"],
         peak_point=peak,
         peak_live_bytes=int(live[peak]),
-        temporaries=_at(peak, values, op_names, modules),
-        arguments=_arguments(allocations, op_names),
-        timeline=_timeline(live, schedule, op_names, modules, points),
+        temporaries=_temporaries_at(peak, values, operations),
+        arguments=_arguments(allocations, operations),
+        timeline=_timeline(live, schedule, operations, points),
     )
 
 
@@ -198,28 +209,24 @@ def operation_names(program: Program) -> dict[str, str]:
 
 
 def _allocations(text: str) -> list[_Allocation]:
-    found = []
+    found: list[tuple[re.Match[str], list[re.Match[str]]]] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
             found.append((header, []))
         elif value := _VALUE.match(line):
             found[-1][1].append(value)
     if not found:
-        raise ValueError(f"This is no buffer assignment of XLA, whose allocations start a line each: {text[:80]!r}.")
+        raise ValueError(f"This is no buffer assignment of XLA: no line begins an allocation: {text[:80]!r}.")
     return [_allocation(header, lines) for header, lines in found]
 
 
-def _allocation(header: re.Match, lines: list[re.Match]) -> _Allocation:
+def _allocation(header: re.Match[str], lines: list[re.Match[str]]) -> _Allocation:
     size, flags = int(header[1]), header[2]
-    color, parameter = _COLOR.search(flags), _PARAMETER.search(flags)
-    live_out = "maybe-live-out" in flags
-    kind = "argument" if parameter else "output" if live_out else "temporary"
-    for other in ("constant", "thread-local"):  # scratch of a reduction's scalar function has no place in memory
+    color, is_parameter, live_out = _COLOR.search(flags), ", parameter " in flags, "maybe-live-out" in flags
+    kind = "argument" if is_parameter else "output" if live_out else "temporary"
+    for other in ("constant", "thread-local"):  # thread-local: scratch of a reduction's scalar function
         kind = other if f", {other}" in flags else kind
-    number = int(parameter[1]) if parameter else None
-    return _Allocation(
-        size, kind, number, int(color[1]) if color else 0, parameter is not None and live_out, tuple(lines)
-    )
+    return _Allocation(size, kind, int(color[1]) if color else HBM, is_parameter and live_out, tuple(lines))
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
@@ -232,9 +239,8 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
             ranges[found[1] + found[2]] = (int(found[3]), int(found[4]))
     if not schedule or not ranges:
         raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
-    return [
-        schedule.get(point, "") for point in range(1 + max(max(schedule), *(r[1] for r in ranges.values())))
-    ], ranges
+    last = max(*schedule, *(stop for _, stop in ranges.values()))
+    return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
 def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> tuple[list[_Value], int]:
@@ -245,8 +251,8 @@ def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[
             name, index, size, offset = line[1], line[2] or "{}", int(line[4]), int(line[5])
             if name + index not in ranges:
                 raise ValueError(
-                    f"The buffer assignment has a temporary {name + index} of {size} bytes, of which the live-range "
-                    f"text says nothing; it knows {len(ranges)} values. Pass both texts of one and the same program."
+                    f"The buffer assignment has a temporary {name + index} of {size} bytes, which is not in the "
+                    f"live-range text; it knows {len(ranges)} values. Pass both texts of one and the same program."
                 )
             start = base + offset
             values.append(_Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index]))
@@ -254,11 +260,11 @@ def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[
     return values, base
 
 
-def _arguments(allocations: Sequence[_Allocation], op_names: Mapping[str, str]) -> tuple[Argument, ...]:
+def _arguments(allocations: Sequence[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
     found = []
     for allocation in (a for a in allocations if a.kind == "argument"):
-        value = allocation.lines[0]  # the parameter itself; others are written into its place later
-        name = op_names.get(value[1], "").replace("\\'", "'")
+        value = allocation.lines[0]  # the parameter itself; others are written over it later
+        name = operations.get(value[1], _Operation()).name
         found.append(Argument(name, _LAYOUT.sub("", value[6]), allocation.bytes, allocation.donated))
     return tuple(sorted(found, key=lambda argument: -argument.bytes))
 
@@ -285,27 +291,27 @@ def _live_bytes(values: Sequence[_Value], points: int) -> np.ndarray:
     return live
 
 
-def _at(
-    point: int, values: Sequence[_Value], op_names: Mapping[str, str], modules: Mapping[str, tuple[str, str]]
-) -> tuple[Temporary, ...]:
+def _temporaries_at(point: int, values: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
     """The buffers in use at a point. Where some overlap, the larger one has the bytes."""
-    places = defaultdict(list)
+    by_range = defaultdict(list)
     for value in values:
-        places[value.start, value.stop].append(value)
-    live = {place: _history(found, point) for place, found in places.items()}
-    taken, temporaries = [], []
-    for place in sorted((place for place in live if live[place]), key=lambda place: (place[0] - place[1], place)):
-        size = _untaken(place, taken)
-        taken.append(place)
+        by_range[value.start, value.stop].append(value)
+    live = {span: history for span, found in by_range.items() if (history := _history(found, point))}
+    taken: list[tuple[int, int]] = []
+    temporaries = []
+    for span in sorted(live, key=lambda span: (span[0] - span[1], span)):
+        size = _untaken(span, taken)
+        taken.append(span)
         if size:
-            temporaries.append(_temporary(size, live[place], point, op_names, modules))
+            temporaries.append(_temporary(size, live[span], point, operations))
     return tuple(sorted(temporaries, key=lambda temporary: -temporary.bytes))
 
 
 def _history(values: Sequence[_Value], point: int) -> list[_Value]:
-    """Of the values of one place those live at the point, and those that hand the place on to them or take it over."""
+    """Of the values in one range of bytes: those live at the point, then those that touch these in time, and so on."""
     first, last = point, point
-    history, more = [], [value for value in values if value.first <= point <= value.last]
+    history: list[_Value] = []
+    more = [value for value in values if value.first <= point <= value.last]
     while more:
         history += more
         first, last = min(value.first for value in history), max(value.last for value in history)
@@ -313,35 +319,34 @@ def _history(values: Sequence[_Value], point: int) -> list[_Value]:
     return history
 
 
-def _untaken(place: tuple[int, int], taken: Sequence[tuple[int, int]]) -> int:
-    """The bytes of ``place`` outside of all that is taken."""
-    free, position = 0, place[0]
+def _untaken(span: tuple[int, int], taken: Sequence[tuple[int, int]]) -> int:
+    """The bytes of a range outside of all that is taken."""
+    free, position = 0, span[0]
     for start, stop in sorted(taken):
-        free += max(0, min(start, place[1]) - position)
-        position = max(position, min(stop, place[1]))
-    return free + max(0, place[1] - position)
+        free += max(0, min(start, span[1]) - position)
+        position = max(position, min(stop, span[1]))
+    return free + max(0, span[1] - position)
 
 
-def _temporary(size, history, point, op_names, modules) -> Temporary:
-    """Named after the value that tells most: live at the point rather than before or after, in a module, named."""
+def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
+    """Named after the value whose name says most: one live at the point, before one in a module, before any other."""
 
-    def tells(value):
-        name = op_names.get(value.name, "")
-        return value.first <= point <= value.last and bool(name), bool(name) and bool(modules[name][0]), bool(name)
+    def information(value: _Value) -> tuple[bool, bool, bool]:
+        operation = operations.get(value.name, _Operation())
+        is_named = bool(operation.name)
+        return value.first <= point <= value.last and is_named, bool(operation.path), is_named
 
-    value = max(history, key=tells)
-    name = op_names.get(value.name, "")
-    path, direction = modules.get(name, ("", "other"))
+    value = max(history, key=information)
     first, last = min(v.first for v in history), max(v.last for v in history)
-    return Temporary(size, value.shape, value.name, name, path, direction, first, last)
+    return Temporary(size, value.shape, value.name, *operations.get(value.name, _Operation()), first, last)
 
 
-def _timeline(live, schedule, op_names, modules, points: int) -> tuple[Moment, ...]:
-    """The highest point of each of at most ``points`` equal stretches, with the module last seen to run."""
-    running, current = [], ("", "other")
+def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
+    """The highest point of each of at most ``points`` equal stretches, with the module that ran last."""
+    running, current = [], _Operation()
     for instruction in schedule:
-        current = modules.get(op_names.get(instruction, ""), current)
-        running.append(current)
+        current = operations.get(instruction, current)
+        running.append((current.path, current.direction))
     stretches = np.array_split(np.arange(len(live)), min(points, len(live)))
     highest = [int(stretch[live[stretch].argmax()]) for stretch in stretches]
     return tuple(Moment(point, int(live[point]), *running[point]) for point in highest)

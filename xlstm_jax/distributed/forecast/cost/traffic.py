@@ -2,7 +2,7 @@
 
     Program --collectives--> [Collective(kind, count, dtype, payload_bytes, wire_bytes, axes, module, direction, ...)]
 
-Bytes on the wire follow the ring algorithm, which needs the fewest (Patarasu and Yuan, "Bandwidth optimal all-reduce
+Wire bytes are those of the ring algorithm, which needs the fewest (Patarasu and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009). Each of n devices sends
 
     all-gather, reduce-scatter, all-to-all     (n - 1) / n  x payload
@@ -22,7 +22,7 @@ from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
-from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
+from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
@@ -31,10 +31,8 @@ MIXED = "mixed"
 _OWN_SCOPES = ("gather_params", "sync_gradients")
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 _ZERO = re.compile(r"-?0(\.0*)?")
-_SAME_VALUES = frozenset(
-    "bitcast convert copy copy-done copy-start fusion get-tuple-element opt-barrier parameter reshape transpose tuple "
-    "while".split()
-)
+_SAME_VALUES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "fusion", "get-tuple-element", "opt-barrier"}
+_SAME_VALUES |= {"parameter", "reshape", "transpose", "tuple", "while"}
 _SCATTER_NAMES, _GATHER_NAMES = ("reduce_scatter", "psum_scatter"), ("all_gather", "all_gather_invariant")
 
 
@@ -62,20 +60,26 @@ NO_OVERLAP = Overlap((), (), 0, None)
 class Collective:
     """One collective operation of a step.
 
+    >>> from xlstm_jax.distributed.forecast import forecast
+    >>> x = jax.device_put(jnp.zeros((8, 256)), jax.NamedSharding(mesh, jax.P("fsdp")))
+    >>> (one,) = forecast(jax.jit(lambda x: x.sum(0)), x).collectives
+    >>> one.kind, one.axes, one.payload_bytes, one.wire_bytes  # each of 4 devices sends 2 x 3/4 of 256 floats
+    ('all-reduce', ('fsdp',), 1024, 1536.0)
+
     Attributes:
       name: of its instruction in the program.
       kind: what is executed: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
       stands_for: what was asked for, where an all-reduce does the work of a "reduce-scatter" or an "all-gather".
       count: executions per step; those in a loop of unknown length count once per execution of the loop.
-      dtype: on the wire; "mixed" where several arrays of different dtypes travel together.
+      dtype: of communication; "mixed" where arrays of different dtypes travel together.
       payload_bytes: of one execution, the whole array; of several arrays that travel together, their sum.
       wire_bytes: sent by each device in one execution.
       group_size: the devices that take part in one exchange; of a permute those that it connects.
       axes: of the mesh that it runs over; None if its groups follow no set of axes.
       op_name: the name that JAX gave it, or where the compiler dropped it, that of the nearest operation with one.
       modules: that it serves, one for each array that travels.
-      leaves: paths of the parameters that are gathered, one for each array, where they can be told, else empty.
-      slices: into how many pieces a loop cuts what was gathered in front of it, to read one at a time; else 1.
+      leaves: paths of the parameters that are gathered, one for each array; empty where they are not known.
+      slices: how many pieces a loop cuts out of what was gathered before it, one in each trip; 1 without such a loop.
       direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
       asynchronous: whether the schedule goes on while it is under way.
       overlapped: what is scheduled meanwhile.
@@ -109,7 +113,7 @@ class Collective:
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
-    """Every collective that a program executes, in the order of the text.
+    """Every collective that a program executes.
 
     Args:
       program: as ``hlo.parse`` gives it.
@@ -117,9 +121,7 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
     Raises:
       ValueError: the mesh does not have as many devices as the program was compiled for.
     """
-    devices = 1
-    for size in axis_sizes.values():
-        devices *= size
+    devices = math.prod(axis_sizes.values())
     if program.num_partitions not in (None, devices):
         raise ValueError(
             f"the mesh {dict(axis_sizes)} has {devices} devices, the program was compiled for "
@@ -130,25 +132,24 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
     """Bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
-    share = (group_size - 1) / group_size
-    return payload_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
-        kind, share
-    )
+    round_ = (group_size - 1) / group_size
+    rounds = {"all-reduce": 2 * round_, "collective-permute": 1.0, "collective-broadcast": 1.0}
+    return payload_bytes * rounds.get(kind, round_)
 
 
 # ------------------------------------------------------------------------------------------------- describing each one
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
-    groups = _groups(site.inner, devices)
+    groups = _device_groups(site.inner, devices)
     group_size = max(len(group) for group in groups)
-    shapes = _wire_shapes(site)
+    shapes = _sent_shapes(site)
     payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
     dtypes = {shape.dtype for shape in shapes}
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = _leaves(program, site) if gathers else ()
+    leaves = _gathered_leaves(program, site) if gathers else ()
     return Collective(
         name=site.scheduled.name,
         kind=site.kind,
@@ -160,29 +161,29 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
         group_size=group_size,
         axes=axes_of_groups(groups, axis_sizes),
         op_name=names[0],
-        modules=tuple(_parent(leaf) for leaf in leaves) or _modules(program, site, names, gathers),
+        modules=tuple(leaf.rpartition("/")[0] for leaf in leaves) or _modules_served(program, site, names, gathers),
         leaves=leaves,
-        direction=_direction(site, names[0], gathers),
+        direction=_direction_of(site, names[0], gathers),
         asynchronous=site.during is not None,
         overlapped=_overlap(site.during or ()),
-        slices=_slices(program, site) if gathers else 1,
+        slices=_pieces_in_loops(program, site) if gathers else 1,
     )
 
 
-def _wire_shapes(site: Site) -> list[Shape]:
-    """What travels: the operands, and for a sum that is wider than they are, as a TPU may take it, the result."""
+def _sent_shapes(site: Site) -> list[Shape]:
+    """What travels: the operands; of an all-reduce the result, as a TPU may sum in a wider dtype."""
     if site.inner.opcode.removesuffix("-start") == "all-reduce":
         return list(site.inner.shapes)
     return [shape for value in _operands(site) for shape in value.instruction.shapes]
 
 
-def _direction(site: Site, name: str, gathers: bool) -> str:
+def _direction_of(site: Site, name: str, gathers: bool) -> str:
     direction = module_path(name)[1] if name else OTHER
-    # A gather that has lost its name goes by its neighbours'; in the backward pass it computes forward values again.
+    # The name of a gather that has lost its own is a neighbour's; in the backward pass it serves to compute again.
     return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
 
 
-def _groups(inner: Instruction, devices: int) -> Groups:
+def _device_groups(inner: Instruction, devices: int) -> Groups:
     if inner.opcode.startswith("collective-permute"):
         return connected(inner.source_target_pairs) or ((0,),)
     return inner.groups or (tuple(range(devices)),)
@@ -210,8 +211,8 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     if site.own_names:
         return site.own_names
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
-    told = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
-    near = told or [name for value in _operands(site) if (name := _name_near(program, value))]
+    own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
+    near = own or [name for value in _operands(site) if (name := _name_near(program, value))]
     return (near[0] if near else _name_after(program, site),)
 
 
@@ -248,11 +249,11 @@ def _is_placed_in_zeros(program: Program, value: Value, group_size: int) -> bool
     return bool(is_zero) and whole.shapes[0].nbytes == group_size * part.shapes[0].nbytes
 
 
-# ----------------------------------------------------------------------------------------------- whom each one serves
+# ------------------------------------------------------------------------------------ the modules that each one serves
 
 
-def _modules(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
-    """A module for each array: by its own name, or by who computes what is reduced, who reads what is gathered.
+def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
+    """A module for each array: that of its own name, or of what computes it, or of what reads it where it is gathered.
 
     A gather carries the name of the module around the one that it serves, as the parameters are gathered before that
     one's scope is entered; so its own name is only the last resort.
@@ -263,7 +264,7 @@ def _modules(program: Program, site: Site, names: tuple[str, ...], gathers: bool
     if site.own_names and not any(_is_in_own_scope(name) for name in names):
         return own
     near = [
-        _reader(program, site, position)
+        _first_module(downstream(program, _result(site, position)))
         if gathers
         else _first_module(itertools.chain([value], upstream(program, value)))
         for position, value in enumerate(values)
@@ -271,15 +272,13 @@ def _modules(program: Program, site: Site, names: tuple[str, ...], gathers: bool
     return tuple(found or path for found, path in zip(near, own, strict=True))
 
 
-def _slices(program: Program, site: Site) -> int:
-    """Into how many pieces a loop that the gather is not in cuts what was gathered; 1 where none does."""
+def _pieces_in_loops(program: Program, site: Site) -> int:
+    """How many pieces a loop that the gather is not in cuts out of what was gathered; 1 without such a loop."""
     trips = {computation.name: count for computation, count in program.executed()}
-    elements = [(i,) for i in range(len(_operands(site)))] if len(_operands(site)) > 1 else [()]
-    arrays = [Value(site.within, site.inner.name, element) for element in elements]
     cuts = [
         math.prod(whole.instruction.shapes[0].dims) // max(math.prod(piece.instruction.shapes[0].dims), 1)
-        for array in arrays
-        for whole, piece in _cuts(program, array)
+        for position in range(len(_operands(site)))
+        for whole, piece in _cuts(program, _result(site, position))
         if trips.get(_scheduled_in(program, piece.computation), 1) > site.trips
     ]
     return max(cuts, default=1)
@@ -307,10 +306,10 @@ def _is_in_own_scope(op_name: str) -> bool:
     return any(scope in op_name.split("/") for scope in _OWN_SCOPES)
 
 
-def _reader(program: Program, site: Site, position: int) -> str:
-    """The module of the first operation that reads an array that was gathered."""
+def _result(site: Site, position: int) -> Value:
+    """What becomes of an operand."""
     element = (position,) if len(_operands(site)) > 1 else ()
-    return _first_module(downstream(program, Value(site.within, site.inner.name, element)))
+    return Value(site.within, site.inner.name, element)
 
 
 def _first_module(values: Iterable[Value]) -> str:
@@ -319,7 +318,7 @@ def _first_module(values: Iterable[Value]) -> str:
     return next((path for path in paths if path), "")
 
 
-def _leaves(program: Program, site: Site) -> tuple[str, ...]:
+def _gathered_leaves(program: Program, site: Site) -> tuple[str, ...]:
     leaves = tuple(_leaf(program, value) for value in _operands(site))
     return leaves if all(leaves) else ()
 
@@ -329,15 +328,10 @@ def _leaf(program: Program, value: Value) -> str:
 
     JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.
     """
-    while (value := origin(program, value)).instruction.opcode.removesuffix("-start") in COLLECTIVES:
-        value = Value(value.computation, value.instruction.operands[0])  # a gather in stages, one per axis
+    value = origin(program, value)
     instruction = value.instruction
     if instruction.opcode != "parameter" or not value.computation.is_entry:
         return ""
     name = instruction.op_name.removesuffix(".value")  # that of a box
     steps = [re.split(r"[.\[]", name)[0], *("".join(step) for step in _STEP.findall(name))]
     return "/".join(steps[len(steps) - steps[::-1].index("params") :]) if "params" in steps else ""
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]

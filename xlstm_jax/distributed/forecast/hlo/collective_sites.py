@@ -1,12 +1,11 @@
-"""Where a compiled program executes collectives, in whichever form its compiler has written them.
+"""Where a compiled program executes collectives.
 
-Compilers write the same collective in several ways, all of which count once here:
+Compilers write the same collective in several forms. Each of these counts as one:
     all-reduce(x)                                           the schedule waits for it
-    all-gather-start(x) ... all-gather-done                 under way while what stands between runs
-    call-start(x), to_apply=... ... call-done               likewise, on a TPU's SparseCore; also async-start
-    fusion async-collective-start ... fusion ... -done      a TPU sends pieces in the midst of each fusion between them
+    all-gather-start(x) ... all-gather-done                 under way while what is between them runs
+    call-start(x), to_apply=... ... call-done               the same on a TPU's SparseCore; also async-start
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between them
     fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
-    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
 """
 
 import itertools
@@ -32,7 +31,7 @@ class Site:
       scheduled: the instruction of the schedule, at which it begins.
       kind: what is executed.
       inner, within: the collective itself and the computation that holds it, the same or one called.
-      during: what the schedule runs while it is under way; None where the schedule waits.
+      during: what the schedule runs while the collective is under way; None where the schedule waits.
     """
 
     computation: Computation
@@ -45,12 +44,12 @@ class Site:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """The names that the collective carries itself; () for what a TPU's compiler puts in place of another."""
+        """The names that the collective carries itself; () where a TPU's compiler has replaced another by it."""
         return self.inner.op_names or self.scheduled.op_names
 
 
 def sites(program: Program) -> Iterator[Site]:
-    """Every place where the program executes a collective, in the order of the text."""
+    """Every site of the program, callers before those they call."""
     for computation, trips in program.executed():
         if computation.name in program.asynchronous:
             continue  # counted where it is started
@@ -97,7 +96,7 @@ def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Com
 
 
 def _is_sliced(computation: Computation, reduced: Instruction) -> bool:
-    """Whether a fusion keeps only a device's own part of an all-reduce."""
+    """Whether a fusion keeps only a device's own shard of an all-reduce."""
     users = computation.users.get(reduced.name, ())
     return bool(users) and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
 
@@ -120,24 +119,20 @@ def _during(computation: Computation, start: Instruction) -> tuple[Instruction, 
     """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
     if _IS_SYNC.search(start.attributes):
         return None
-    first = computation.position[start.name] + 1
-    return computation.instructions[first : _end(computation, start.name)]
+    return computation.instructions[computation.position[start.name] + 1 : _end(computation, start)]
 
 
-def _end(computation: Computation, name: str) -> int:
-    """The place in the schedule of the ``-done`` of what ``name`` starts; the end of the schedule if there is none."""
-    for user, _ in computation.users.get(name, ()):
-        if user.opcode.endswith("-done"):
-            return computation.position[user.name]
-        if user.opcode.endswith("-update"):
-            return _end(computation, user.name)
-    return len(computation.instructions)
+def _end(computation: Computation, start: Instruction) -> int:
+    """The position of the ``-done`` of what an instruction starts."""
+    users = (user for user, _ in computation.users[start.name])
+    end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
+    return computation.position[end.name] if end.opcode.endswith("-done") else _end(computation, end)
 
 
 def _during_chain(
     program: Program, computation: Computation, start: Instruction, chain: str | None
 ) -> tuple[Instruction, ...]:
-    """The fusions between the start of a chain and its end in the midst of which its pieces are sent."""
+    """The fusions between the start of a chain and its end during which its pieces are sent."""
     middle = []
     for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
         if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:

@@ -1,4 +1,4 @@
-"""Where a value of a compiled program comes from, and where it goes: through tuples, fusions, loops and async calls.
+"""The flow of values in a compiled program: through tuples, fusions, loops and asynchronous calls.
 
 %g = all-gather(%x)        downstream: into the fusion that reads %g, to the dot_general in it
 %t = tuple(%g, ...)                    element 0 of %t, of the loop's carry, of its body's parameter
@@ -13,12 +13,12 @@ from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
-MAX_VISITED = 2000  # values looked at for one question; what serves a collective lies within some ten
+MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
 
 
 @dataclass(frozen=True)
 class Value:
-    """A result, or the element of a tuple that it is: (1, 0) is the first element of the second."""
+    """The result of an instruction, or an element of that tuple: (1, 0) is the first element of the second."""
 
     computation: Computation
     name: str
@@ -58,10 +58,7 @@ def origin(program: Program, value: Value) -> Value:
 
     Of an update written into a larger array it is the update's origin; of what a loop carries, that before the loop.
     """
-    for _ in range(MAX_VISITED):
-        before = sources(program, value)
-        if not before or (len(before) > 1 and not _has_main_source(program, value)):
-            return value
+    while (before := sources(program, value)) and (len(before) == 1 or _has_main_source(program, value)):
         value = before[0]
     return value
 
@@ -125,10 +122,9 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
     if user.opcode == "get-tuple-element":
         is_other = element and element[0] != user.tuple_index
         return [] if is_other else [Value(computation, user.name, element[1:])]
-    if user.opcode == "conditional" and position == 0:
-        return []
     if callees := _callees(program, user):
         number = {"while": 0, "conditional": 0}.get(user.opcode, position)
+        # Each branch has an operand of its own, after the one that chooses between them.
         callees = callees[position - 1 : position] if user.opcode == "conditional" else callees
         return [Value(c, c.parameters[number].name, element) for c in callees if number in c.parameters]
     return [Value(computation, user.name)]
