@@ -14,8 +14,8 @@ refuse the gathers themselves (``GATHERS``), and all that only moves or casts va
 random numbers (``RECOMPUTED``), also where a function with a derivative of its own consists of nothing else.
 
 What these make of a gathered weight (a cast, a transpose, some rows, quantised values times their scales, an exp) is
-made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses them
-into the operations that read their results. In the compiled programs of docs/remat.md that takes less memory *and*
+made again in the backward pass. So are the same operations on activations, at no cost in matrix products: XLA fuses
+them into the operations that read their results. In the compiled programs of docs/remat.md that takes less memory *and*
 fewer cycles than to keep their results, as fewer bytes are moved.
 
 What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
