@@ -281,7 +281,6 @@ def test_an_unknown_dtype_is_refused():
             "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=1,'axis_3'=2], device_ids=([2,4]T(1,0)) {'axis_1'}, x",
             ((0, 1, 2, 3), (4, 5, 6, 7)),
         ),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", ((3, 2), (1, 0))),
         ("replica_groups=mesh['a'=8] {'a':(1)2}, x", ((0, 4), (1, 5), (2, 6), (3, 7))),
         ("replica_groups=mesh['a'=8] {'a':(4)2}, x", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("dimensions={0}", ()),

@@ -183,11 +183,8 @@ def _needed_by(program: Program, computation: Computation, user: Instruction, po
         return _needed(program, callee, callee.parameters[position])
     # A fusion hands on what it does not read, and sends pieces of a collective that has counted where it started.
     handed_on = user.opcode == "tuple" and user.is_root
-    return 0 if handed_on or (_CHAINED.search(user.attributes) and not _starts(computation)) else None
-
-
-def _starts(computation: Computation) -> bool:
-    return '"AsyncCollectiveStart"' in computation.root.attributes
+    starts = '"AsyncCollectiveStart"' in computation.root.attributes
+    return 0 if handed_on or (_CHAINED.search(user.attributes) and not starts) else None
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:

@@ -14,7 +14,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,21 +155,7 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _once(eqn: Any) -> tuple[str, int]:
-    return (f"jit({eqn.params['name']})" if eqn.primitive.name in ("jit", "pjit") else "", 1)
-
-
-def _remat(eqn: Any) -> tuple[str, int]:
-    del eqn
-    return "checkpoint", 1
-
-
-def _scan(eqn: Any) -> tuple[str, int]:
-    return "while/body", eqn.params["length"]
-
-
-def _while(eqn: Any) -> tuple[str, None]:
-    del eqn
-    return "while/body", None
+    return (f"jit({eqn.params['name']})" if eqn.primitive.name == "jit" else "", 1)
 
 
 def _shard_map(eqn: Any) -> tuple[str, int]:
@@ -182,11 +168,10 @@ def _pallas_call(eqn: Any) -> tuple[str, int | None]:
     return "", math.prod(grid) if all(isinstance(size, int) for size in grid) else None
 
 
-RUNS = {
-    "remat2": _remat,
-    "checkpoint": _remat,
-    "scan": _scan,
-    "while": _while,
+RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
+    "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
+    "scan": lambda eqn: ("while/body", eqn.params["length"]),
+    "while": lambda eqn: ("while/body", None),
     "shard_map": _shard_map,
     "pallas_call": _pallas_call,
 }

@@ -264,8 +264,8 @@ def _arguments(allocations: Sequence[_Allocation], operations: _Operations) -> t
     found = []
     for allocation in (a for a in allocations if a.kind == "argument"):
         value = allocation.lines[0]  # the parameter itself; others are written over it later
-        name = operations.get(value[1], _Operation()).name
-        found.append(Argument(name, _LAYOUT.sub("", value[6]), allocation.bytes, allocation.donated))
+        name, shape = operations.get(value[1], _Operation()).name, _LAYOUT.sub("", value[6])
+        found.append(Argument(name, shape, allocation.bytes, allocation.donated))
     return tuple(sorted(found, key=lambda argument: -argument.bytes))
 
 

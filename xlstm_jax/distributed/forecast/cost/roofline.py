@@ -69,8 +69,6 @@ def step_bounds(
     """
     compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
     wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
-    ridge = None
-    if tokens_per_device is not None and compute_s:
-        ridge = tokens_per_device * wire_s / compute_s
+    ridge = tokens_per_device * wire_s / compute_s if tokens_per_device is not None and compute_s else None
     total, memory_s = sum(flops.values()), hbm_bytes / chip.hbm_bandwidth
     return Roofline(compute_s, memory_s, wire_s, total, hbm_bytes, sum(wire_bytes.values()), ridge)

@@ -206,23 +206,18 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     """Names of the operations that the collective stems from, several where the compiler merged them.
 
     Where it has none of its own, its reducer may still hold the name; else it is that of the nearest operation before
-    or after it.
+    it.
     """
     if site.own_names:
         return site.own_names
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
     near = own or [name for value in _operands(site) if (name := _name_near(program, value))]
-    return (near[0] if near else _name_after(program, site),)
+    return (near[0] if near else "",)
 
 
 def _name_near(program: Program, value: Value) -> str:
     names = (found.instruction.op_name for found in (value, *upstream(program, value)))
-    return next((name for name in names if "/" in name), "")
-
-
-def _name_after(program: Program, site: Site) -> str:
-    names = (found.instruction.op_name for found in downstream(program, Value(site.computation, site.scheduled.name)))
     return next((name for name in names if "/" in name), "")
 
 

@@ -6,6 +6,7 @@ Compilers write the same collective in several forms. Each of these counts as on
     call-start(x), to_apply=... ... call-done               the same on a TPU's SparseCore; also async-start
     fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between them
     fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
+    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
 """
 
 import itertools

@@ -21,10 +21,11 @@ _Sets = frozenset[frozenset[int]]
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((.*?)\) )?\s*\{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\) )?\s*\{([^}]*)\}"
+)
 _MESH_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?=(\d+)")
 _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
-_MESH_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -64,13 +65,13 @@ def _as_groups(ids: np.ndarray) -> Groups:
     return tuple(tuple(group) for group in ids.tolist())
 
 
-def _mesh_groups(axes: str, device_ids: str | None, over: str) -> Groups:
+def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
     """``mesh['a'=2,'b'=4] {'b'}``: the devices of a group differ in their indices along the axes in braces.
 
     Of an axis that is split into factors, one may be named: ``'b':(2)2`` is the second of the two factors of size 2.
     """
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
-    ids = _mesh_device_ids(device_ids, math.prod(sizes.values()))
+    ids = _iota(id_dims or str(math.prod(sizes.values())), permutation)
     dims: list[int] = []
     grouped: list[bool] = []
     chosen = {name: (int(before or 1), int(size or 0)) for name, before, size in _MESH_GROUP_AXIS.findall(over)}
@@ -82,13 +83,6 @@ def _mesh_groups(axes: str, device_ids: str | None, over: str) -> Groups:
     order = sorted(range(len(dims)), key=grouped.__getitem__)  # those of a group come last
     in_group = math.prod(dim for dim, inside in zip(dims, grouped, strict=True) if inside)
     return _as_groups(ids.reshape(dims).transpose(order).reshape(-1, in_group))
-
-
-def _mesh_device_ids(text: str | None, count: int) -> np.ndarray:
-    if text is None:
-        return np.arange(count)
-    match = _MESH_IOTA.fullmatch(text)
-    return _iota(match[1], match[2]) if match else np.array(_ints(text.replace(" ", "")))
 
 
 def source_target_pairs(attributes: str) -> Groups:

@@ -109,9 +109,7 @@ class Program:
             elif name not in seen:
                 seen.add(name)
                 stack.append((name, True))
-                stack += [
-                    (callee, False) for i in self.computations[name].instructions for callee in _executed_callees(i)
-                ]
+                stack += [(c, False) for i in self.computations[name].instructions for c in _executed_callees(i)]
         return order[::-1]
 
 
@@ -166,9 +164,8 @@ def _computations(body: str) -> Iterator[Computation]:
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
     """The instructions, and behind ``%while.3`` the get-tuple-element that an operand ``%while.3#1`` abbreviates."""
-    short = [name for i in instructions if "#" in i.operand_text for name in i.operands if "#" in name]
     wanted = defaultdict(set)
-    for name in short:
+    for name in [name for i in instructions if "#" in i.operand_text for name in i.operands]:
         while "#" in name:
             name, _, index = name.rpartition("#")
             wanted[name].add(int(index))
