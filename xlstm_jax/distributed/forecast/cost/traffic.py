@@ -227,21 +227,21 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
     primitive = names[0].rsplit("/", 1)[-1]
     if primitive in _SCATTER_NAMES:
         return "reduce-scatter"
-    placed = not site.own_names and all(_is_placed_in_zeros(program, value, group_size) for value in _operands(site))
-    return "all-gather" if primitive in _GATHER_NAMES or placed else None
+    in_zeros = not site.own_names and all(_is_shard_in_zeros(program, value, group_size) for value in _operands(site))
+    return "all-gather" if primitive in _GATHER_NAMES or in_zeros else None
 
 
-def _is_placed_in_zeros(program: Program, value: Value, group_size: int) -> bool:
-    """Whether an array is zero but for the part that each device writes: what an all-reduce then sums is a gather."""
+def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
+    """Whether an array is zero but for the shard that each device writes: the all-reduce of it is a gather."""
     while value.instruction.opcode != "dynamic-update-slice":
         before = sources(program, value)
         if len(before) != 1 or before[0].instruction.opcode == "while":
             return False
         value = before[0]
-    whole, part = (value.computation.by_name[name] for name in value.instruction.operands[:2])
+    whole, shard = (value.computation.by_name[name] for name in value.instruction.operands[:2])
     base = origin(program, Value(value.computation, whole.name)).instruction
     is_zero = base.opcode == "constant" and _ZERO.fullmatch(base.operand_text)
-    return bool(is_zero) and whole.shapes[0].nbytes == group_size * part.shapes[0].nbytes
+    return bool(is_zero) and whole.shapes[0].nbytes == group_size * shard.shapes[0].nbytes
 
 
 # ------------------------------------------------------------------------------------ the modules that each one serves

@@ -76,9 +76,9 @@ def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: 
     grouped: list[bool] = []
     chosen = {name: (int(before or 1), int(size or 0)) for name, before, size in _MESH_GROUP_AXIS.findall(over)}
     for name, size in sizes.items():
-        before, part = chosen.get(name, (size, 1))
-        part = part or size
-        dims += [before, part, size // (before * part)]
+        before, factor = chosen.get(name, (size, 1))
+        factor = factor or size
+        dims += [before, factor, size // (before * factor)]
         grouped += [False, name in chosen, False]
     order = sorted(range(len(dims)), key=grouped.__getitem__)  # those of a group come last
     in_group = math.prod(dim for dim, inside in zip(dims, grouped, strict=True) if inside)
