@@ -2,6 +2,4 @@
 
 from xlstm_jax.cli.command_line import main
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]

@@ -3,9 +3,4 @@
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 
-__all__ = [
-    "CheckpointError",
-    "Checkpointer",
-    "export_safetensors",
-    "import_safetensors",
-]
+__all__ = ["CheckpointError", "Checkpointer", "export_safetensors", "import_safetensors"]
