@@ -186,7 +186,11 @@ def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
             raise OverflowError(f"update got {value}, beyond the accumulator's {dtype} ({bounds.min} to {bounds.max}).")
 
 
-RANKS = (jnp.bool_, jnp.integer, jnp.floating)  # a dtype of one rank holds values of those before it
+RANKS: tuple[DTypeLike, ...] = (
+    jnp.bool_,
+    jnp.integer,
+    jnp.floating,
+)  # a dtype of one rank holds values of those before it
 
 
 def _rank(dtype: DTypeLike) -> int:
