@@ -352,7 +352,7 @@ def test_the_default_mesh_suits_topology_and_factory(command):
 
 def test_plan_explains_one_leaf(command):
     code, out, _ = command("plan --mesh fsdp=8 --explain up/kernel")
-    assert code == 0 and "is split along dim 1 over 'fsdp' into 8 parts" in " ".join(out.split())
+    assert code == 0 and "is split along dim 1 over 'fsdp' into 8 shards" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
