@@ -5,7 +5,6 @@ import io
 import json
 import math
 import re
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -633,12 +632,6 @@ def test_modules_that_differ_in_a_number_are_one_in_the_table():
 def test_a_plan_without_wrappers_says_what_it_assumes():
     plan = plan_sharding(Model(), {"fsdp": 4}, X)
     assert "No module is wrapped; planned as shard_module_params(Model, 'fsdp', 262144)." in rendered(plan, 100)
-
-
-def test_without_rich_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"tables are drawn with rich: pip install xlstm_jax\[forecast\]"):
-        plan_of("dense").table()
 
 
 def test_the_page_shows_what_its_examples_print():

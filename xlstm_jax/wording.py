@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # rich is optional
-    from rich.table import Table
+from rich import box
+from rich.table import Table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -97,17 +97,8 @@ def rich_table(
     left: int = 1,
     min_width: int = MIN_WIDTH,
     **options: Any,
-) -> "Table":
-    """A table whose first ``left`` columns are text, and the others numbers, to the right.
-
-    Raises:
-      ImportError: rich is not installed.
-    """
-    try:
-        from rich import box
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("tables are drawn with rich: pip install xlstm_jax[forecast]") from error
+) -> Table:
+    """A table whose first ``left`` columns are text, and the others numbers, to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, **options)
     for column in columns[:left]:
         table.add_column(column, overflow="fold", min_width=min_width)

@@ -1,4 +1,4 @@
-"""A forecast for people: tables by rich, a picture by matplotlib; both optional, imported when they are used.
+"""A forecast for people: tables by rich, a picture by matplotlib, which is optional.
 
 A ``forecast`` is a ``Forecast`` everywhere here; its own file imports this one.
 """
@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import Group
+from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
@@ -28,9 +31,6 @@ def tables(forecast: Any) -> Any:
     parts += [_collectives_table(forecast)]
     parts += [_overlap_table(forecast)] if forecast.asynchronous_fraction else []
     parts += [_time_table(forecast)]
-    from rich.console import Group
-    from rich.text import Text
-
     head, notes = Text(headline(forecast), style="bold"), [Text(note, style="italic") for note in closing(forecast)]
     return Group(head, Text(), *parts, *notes)
 

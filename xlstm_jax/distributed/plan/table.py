@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
@@ -36,9 +40,6 @@ def plan_table(plan: Any) -> Any:
     lines = _lines(plan.rows)
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     first, *more = [_leaves_table(plan, lines), *([_whole_table(whole)] if whole and plan.devices > 1 else [])]
-    from rich.console import Group
-    from rich.text import Text
-
     return Group(first, Text(_summary(plan)), *more)
 
 
@@ -108,8 +109,6 @@ def _sums(lines: list[Line]) -> list[str]:
 
 
 def _cells(line: Line) -> list[Any]:
-    from rich.padding import Padding
-
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
