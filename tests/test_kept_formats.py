@@ -1,8 +1,10 @@
 """Formats on disk stay: what version 0.1 wrote is read, and the same state is written in the same way today.
 
-``kept/checkpoint-0.1`` holds a folder that a ``Checkpointer`` of version 0.1 wrote (zipped), and a safetensors file.
+``kept/checkpoint-0.1`` holds a folder that a ``Checkpointer`` of version 0.1 wrote (zipped), and a safetensors file;
+``kept/forecast-0.1.json`` the forecast of a step with a loop of unknown length.
 """
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.damage import same
 from tests.support import mesh_of
 from xlstm_jax.distributed import Checkpointer, export_safetensors, import_safetensors
+from xlstm_jax.distributed.forecast import Forecast
 
 KEPT = Path(__file__).parent / "kept" / "checkpoint-0.1"
 STEP = 5
@@ -92,3 +95,13 @@ def test_a_safetensors_file_has_the_bytes_of_version_0_1(state, tmp_path):
     export_safetensors(params, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (KEPT / "model.safetensors").read_bytes()
     assert same(import_safetensors(KEPT, {name: zeros_like(state)[name] for name in params}), params)
+
+
+def test_a_kept_forecast_is_read_with_all_that_it_says():
+    text = (KEPT.parent / "forecast-0.1.json").read_text()
+    found, data = Forecast.from_json(text), json.loads(text)
+    assert found.unknown_loops == ("jit(step)/shard_map/jvp()/while",)
+    assert [c.kind for c in found.collectives] == [c["kind"] for c in data["collectives"]] != []
+    assert found.memory.argument_bytes == data["memory"]["argument_bytes"] > 0
+    assert json.loads(found.to_json()).keys() == data.keys()
+    assert found.wire_bytes == sum(found.wire_bytes_by("kind", "direction").values()) > 0

@@ -590,7 +590,7 @@ def test_names_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"dp of P\('dp', None\) is not found in mesh: \('fsdp',\)"):
         plan_sharding(Boxed(lambda cls: cls), {"fsdp": 4}, X, axis_name="fsdp")
     with pytest.raises(
-        ValueError, match=r"'boxed/bias' of shape \(32,\) is boxed as .* 3 parts do not divide dim 0 of size 32"
+        ValueError, match=r"'boxed/bias' of shape \(32,\) is boxed as .* 3 shards do not divide dim 0 of size 32"
     ):
         plan_sharding(Boxed(lambda cls: cls), {"dp": 3}, X)
     with pytest.raises(ValueError, match=r"gather_dtype=int8 does not fit 'params/bias' of dtype float32"):

@@ -423,7 +423,7 @@ def test_integer_leaves_ride_along_untouched():
 @pytest.mark.parametrize("batch_size, count, message", [
     (12, 1, (r"batch\['weight'\] of shape \(12,\) holds 12 examples, which the mesh of \{'dp': 2, 'fsdp': 4\}, 8 "
             r"devices does not divide; the last 4 would be dropped. Pad the batch to 16")),
-    (16, 4, (r"batch\['weight'\] .* 16 examples, .* 8 devices times num_minibatches=4, 32 parts in all, "
+    (16, 4, (r"batch\['weight'\] .* 16 examples, .* 8 devices times num_minibatches=4, 32 minibatches in all, "
             r".* to 32 examples")),
 ], ids=["devices", "minibatches"])  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, message):

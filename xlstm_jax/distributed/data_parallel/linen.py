@@ -140,7 +140,7 @@ def _shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> Py
 
 
 def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
-    """``nn.map_variables`` on "params" around every public method, under the target's own name."""
+    """The target with every public method lifted: it gathers "params" before and splits them after initialisation."""
     if isinstance(target, functools.partial):
         lifted = _lift(target.func, axes, rule, reshard_after_forward)
         return functools.partial(lifted, *target.args, **target.keywords)

@@ -5,8 +5,6 @@ A reason is data. A plan shows its text; the lint and scripts ask which reason i
 >>> reason = Largest(dim=1, size=64, parts=4)
 >>> str(reason)
 'dim 1 of size 64 is the largest that 4 divides'
->>> reason_from_json(reason.to_json()) == reason
-True
 """
 
 from dataclasses import dataclass

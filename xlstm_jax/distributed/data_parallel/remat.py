@@ -102,7 +102,7 @@ def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any)
 
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:
-    """Whether single values are looked up, as those that quantised weights stand for; not rows, as of an embedding."""
+    """Whether a gather reads single values from a table (quantised weights), and not rows (an embedding)."""
     return name == "gather" and math.prod(params["slice_sizes"]) == 1
 
 

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
@@ -124,6 +125,13 @@ class Forecast:
         hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
 
+    def wire_bytes_by(self, *attributes: str) -> dict[tuple[Any, ...], float]:
+        """What each device sends, summed by attributes of the collectives: ``("kind", "direction")``; largest first."""
+        sums: dict[tuple[Any, ...], float] = defaultdict(float)
+        for collective in self.collectives:
+            sums[tuple(getattr(collective, name) for name in attributes)] += collective.wire_bytes_per_step
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
     @property
     def chip(self) -> Chip | None:
         """The published figures of the device."""
@@ -148,8 +156,8 @@ class Forecast:
         busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
         return max(busy + self.exposed_seconds, self.roofline.wire_s)
 
-    def table(self) -> Any:
-        """Tables of memory, traffic and time, for ``rich``, which must be installed."""
+    def table(self) -> RenderableType:
+        """The tables of memory, traffic and time, for ``rich``."""
         return report.tables(self)
 
     def plot(self, path: str | Path) -> None:
@@ -170,6 +178,8 @@ class Forecast:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
+        # Version 0.1 wrote some of the loops as objects.
+        data["unknown_loops"] = [x["op_name"] if isinstance(x, dict) else x for x in data["unknown_loops"]]
         return _restored(Forecast, data)
 
 
@@ -184,7 +194,7 @@ def _restored(kind: Any, data: Any) -> Any:
 
 
 def forecast(
-    step: Any,
+    step: jax.stages.Wrapped,
     *args: PyTree,
     topology: str | Mesh | None = None,
     kwargs: Mapping[str, PyTree] | None = None,

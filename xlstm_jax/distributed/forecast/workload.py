@@ -10,7 +10,7 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.training.state import abstract_train_state
-from xlstm_jax.distributed.training.step import LossFn, make_train_step
+from xlstm_jax.distributed.training.step import LossFn, TrainStep, make_train_step
 from xlstm_jax.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
@@ -97,7 +97,7 @@ class Workload:
 
     def build_step(
         self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
-    ) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+    ) -> tuple[TrainStep, tuple[PyTree, ...]]:
         """The training step of ``make_train_step`` and its abstract arguments.
 
         Args:

@@ -174,7 +174,7 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
     for dim, entry in enumerate(leaf_names(leaf)):
         if value.shape[dim] % (parts := _count(entry_axes(entry), sizes)):
             raise ValueError(
-                f"'{path}' of shape {tuple(value.shape)} is boxed as {leaf_names(leaf)}: {parts} parts do not divide "
+                f"'{path}' of shape {tuple(value.shape)} is boxed as {leaf_names(leaf)}: {parts} shards do not divide "
                 f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
             )
     itemsize = value_dtype(value).itemsize

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rich.console import RenderableType
+
 from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.table import plan_table
@@ -123,8 +125,8 @@ class ShardingPlan:
         """One leaf in one sentence: where it lies, why, and what that costs; raises as ``row``."""
         return self.row(path).sentence(self.devices)
 
-    def table(self) -> Any:
-        """For ``rich``, which must be installed: leaves by module, the largest first; what stays whole, and why.
+    def table(self) -> RenderableType:
+        """For ``rich``: leaves by module, the largest first; then what stays whole, and why.
 
         Modules that differ in a number alone (``block_0``, ``block_1``, ...) are one module, where their leaves agree.
         """

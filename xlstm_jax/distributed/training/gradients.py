@@ -123,7 +123,7 @@ def local_result(
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Leaves cast to varying over the axes, except over those of their copies: that cast stands within the gather."""
+    """Leaves cast to varying over the axes, but for the axes of their copies, over which the gather casts them."""
     spread = collectives.spread_axes(axes)
     return [collectives.to_varying(leaf, [a for a in spread if a not in boxes.copied_axes(leaf)]) for leaf in leaves]
 

@@ -25,7 +25,7 @@ ApplyFn = Callable[..., PyTree]
 
 
 class LossFn(Protocol):
-    """The loss of this device's part of the batch: what ``make_train_step`` takes."""
+    """The loss of this device's shard of the batch: what ``make_train_step`` takes."""
 
     def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /) -> LossOutput: ...
 
@@ -64,8 +64,8 @@ def make_train_step(
     (1, ['grad_norm', 'loss'])
 
     Args:
-      loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's part of the batch, returning the mean loss, or
-        ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers.
+      loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
+        or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers.
       mesh: the mesh of the state.
       batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost. The axes of
         the wrappers must be among them.
@@ -140,7 +140,7 @@ def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int
     devices = math.prod(axis_sizes.values())
     divisor = f"the mesh of {axis_sizes}, {devices} devices"
     if num_minibatches > 1:
-        divisor += f" times {num_minibatches=}, {devices * num_minibatches} parts in all,"
+        divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
     check_batch(batch, devices * num_minibatches, divisor)
 
 

@@ -58,12 +58,8 @@ GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and
 class CompileError(RuntimeError):
     """The compiler refused the step, for another reason than memory. The message quotes the compiler.
 
-    >>> from xlstm_jax.distributed.forecast import forecast
-    >>> def fits(step, *args):
-    ...     try:
-    ...         return forecast(step, *args, topology="v5e:2x4").fits
-    ...     except CompileError as error:
-    ...         return str(error)
+    >>> str(CompileError("v5e:2x4: the compiler refused the step: unsupported operation"))
+    'v5e:2x4: the compiler refused the step: unsupported operation'
     """
 
 

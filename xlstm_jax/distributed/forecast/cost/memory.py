@@ -102,6 +102,11 @@ class Memory:
     timeline: tuple[Moment, ...]
 
     @property
+    def fragmentation_bytes(self) -> int:
+        """What of the temporaries' allocation no buffer uses at the peak."""
+        return self.temporary_bytes - self.peak_live_bytes
+
+    @property
     def total_bytes(self) -> int:
         """All of it: arguments, own outputs, temporaries and constants, without the program's code.
 

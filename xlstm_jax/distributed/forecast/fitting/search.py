@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import RenderableType
+
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
@@ -91,8 +93,7 @@ class Fit:
     """All that was tried: what fits first, the fastest first.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
-    >>> Fit("v5e:2x2", 2**30, (failed,)).best is None
-    True
+    >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
     """
 
     topology: str
@@ -104,8 +105,8 @@ class Fit:
         """The fastest that fits."""
         return next((trial for trial in self.trials if trial.fits), None)
 
-    def table(self) -> Any:
-        """A rich table, one row for each trial."""
+    def table(self) -> RenderableType:
+        """A table for ``rich``, one row for each trial."""
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         columns = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "bytes per device", "step", "fits"]

@@ -16,7 +16,8 @@ number of their module (``block_0``, ``block_1``, ...) are one finding.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from rich.console import RenderableType
 
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.forecast.linting.rules import RULES
@@ -87,8 +88,8 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
 lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
 
 
-def table(findings: Sequence[Finding]) -> Any:
-    """The findings as a table for ``rich``, which must be installed."""
+def table(findings: Sequence[Finding]) -> RenderableType:
+    """The findings as a table for ``rich``."""
     rows = [[found.rule, found.where, f"{found.text} {found.cure}", format_bytes(found.bytes)] for found in findings]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
