@@ -231,6 +231,34 @@ def test_elements_of_tuples_in_short_are_those_in_full():
     )
 
 
+@pytest.mark.parametrize(
+    "start, bound, step, direction, trips",
+    [
+        (0, 6, 1, "LT", 6),
+        (0, 6, 4, "LT", 2),
+        (0, 6, 2, "LE", 4),
+        (0, 6, 2, "NE", 3),
+        (0, 6, 4, "NE", None),  # it steps over its bound
+        (6, 0, -1, "GT", 6),
+        (6, 0, -2, "GE", 4),
+        (6, 6, 1, "LT", 0),
+        (0, 6, -1, "LT", None),  # it counts away from its bound
+    ],
+)
+def test_a_counter_is_followed_whatever_its_start_step_and_comparison(start, bound, step, direction, trips):
+    text = TPU_LOOPS.replace(
+        "%constant.9 = s32[]{:T(128)} constant(0)", f"%constant.9 = s32[]{{:T(128)}} constant({start})"
+    )
+    text = text.replace(
+        "%constant.12 = s32[]{:T(128)} constant(6)", f"%constant.12 = s32[]{{:T(128)}} constant({bound})"
+    )
+    text = text.replace("clone..sunk = s32[]{:T(128)} constant(1)", f"clone..sunk = s32[]{{:T(128)}} constant({step})")
+    program = parse(text.replace("%constant.12), direction=LT", f"%constant.12), direction={direction}"))
+    runs = {computation.name: n for computation, n in program.executed()}
+    assert runs["inner_body"] == 3 * (1 if trips is None else trips)
+    assert program.unknown_loops == (("while.30",) if trips is None else ())
+
+
 def test_a_counter_that_the_body_scales_is_no_counter():
     doubled = TPU_LOOPS.replace("add(%copy.22, %constant.180.clone..sunk)", "add(%copy.22, %copy.22)")
     program = parse(doubled)

@@ -181,7 +181,7 @@ def _needed_by(program: Program, computation: Computation, user: Instruction, po
         return 0 if _is_result(computation, user) else None
     if user.opcode == "fusion" and (callee := _callee(program, user)):
         return _needed(program, callee, callee.parameters[position])
-    # A fusion hands on what it does not read, and sends pieces of a collective that has counted where it started.
+    # Nothing is read of what a fusion only passes on, nor of a collective under way: it was counted where it started.
     handed_on = user.opcode == "tuple" and user.is_root
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
     return 0 if handed_on or (_CHAINED.search(user.attributes) and not starts) else None

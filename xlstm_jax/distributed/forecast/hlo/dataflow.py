@@ -54,7 +54,7 @@ def _walk(program: Program, value: Value, step: Callable[[Program, Value], list[
 
 
 def origin(program: Program, value: Value) -> Value:
-    """The parameter of the program, or the operation, from which a value stems through all that takes one array.
+    """The parameter of the program, or the operation, that a value stems from, through operations on one array.
 
     Of an update written into a larger array it is the update's origin; of what a loop carries, that before the loop.
     """

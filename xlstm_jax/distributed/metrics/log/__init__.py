@@ -1,1 +1,1 @@
-"""Metrics on their way out: CSV, JSON lines and TensorBoard."""
+"""Writes metrics to files: JSON lines, a CSV table, and TensorBoard."""
