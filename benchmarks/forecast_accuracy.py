@@ -40,8 +40,8 @@ from xlstm_jax.distributed import (
     shard_module_params,
 )
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.report import rich_table
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.wording import rich_table
 
 DEVICES = 8
 CASES = {  # name -> block, axes of the mesh as shares of the devices, remat

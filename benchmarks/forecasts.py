@@ -35,8 +35,7 @@ from benchmarks.options import add_forecast_options
 from benchmarks.report import clean, key_below, save
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
 from xlstm_jax.distributed.forecast.cost.memory import Memory
-from xlstm_jax.distributed.forecast.report import rich_table
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.wording import format_bytes, rich_table
 
 FORMAT = 2  # of what is kept
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")

@@ -40,8 +40,7 @@ from benchmarks.limits import persistent_bytes, temporary_bytes
 from benchmarks.options import add_forecast_options
 from benchmarks.report import ACCENT, clean, key_below, ratio, save
 from xlstm_jax.distributed.forecast import parse_topology
-from xlstm_jax.distributed.forecast.report import rich_table
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.wording import format_bytes, rich_table
 
 MODELS = ("1.3B",)
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")

@@ -33,7 +33,7 @@ from benchmarks.large_models import CONTEXT
 from benchmarks.limits import NETWORKS, Bounds, Counts, Network, persistent_bytes, step_bounds, temporary_bytes
 from benchmarks.options import positive
 from benchmarks.report import save
-from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "scaling"
 CHIPS = tuple(2**power for power in range(3, 13))

@@ -39,7 +39,7 @@ from benchmarks.report import ACCENT, QUIET, STRONG, save
 from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
 from xlstm_jax.distributed import available_devices
-from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"
 SIMULATED_DEVICES = 8

@@ -34,8 +34,7 @@ from benchmarks.forecasts import GIB, compiled
 from benchmarks.options import add_forecast_options
 from benchmarks.report import ACCENT, clean, key_below, save
 from xlstm_jax.distributed.forecast import parse_topology
-from xlstm_jax.distributed.forecast.report import rich_table
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.wording import format_bytes, rich_table
 
 MODELS = ("1.3B",)
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")

@@ -52,7 +52,7 @@ from benchmarks.report import save
 from benchmarks.ring_sums import DEVICES, KINDS, SHAPES, WIRE, gradients, reduced_mean, relative_error, sums
 from xlstm_jax.distributed import DeviceMeshManager, available_devices, make_train_step
 from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.forecast.report import rich_table
+from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"
 BFLOAT16_BITS = 7  # of the mantissa, without the leading one
