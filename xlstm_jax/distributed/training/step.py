@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.linen import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -21,6 +22,7 @@ from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_a
 from xlstm_jax.distributed.training.state import TrainState, updated_state
 from xlstm_jax.distributed.training.step_check import StepLoss
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
+from xlstm_jax.distributed.training.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 
 ApplyFn = Callable[..., PyTree]
 
@@ -54,6 +56,7 @@ def make_train_step(
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
     compiler_options: str | Mapping[str, Any] | None = None,
+    whole_ok: bool = False,
 ) -> TrainStep:
     """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
 
@@ -79,6 +82,7 @@ def make_train_step(
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with
         ``make_log_step``.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips.
+      whole_ok: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings; ``batch`` has global leaves [b, ...]; ``rng`` is folded with the step and the
@@ -116,7 +120,12 @@ def make_train_step(
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         loss_and_grads = on_mesh(partial(on_device, state.apply_fn))
         rest = (batch, jax.random.fold_in(rng, state.step), local)
-        (loss, aux), grads = loss_and_grads(state.params, *rest)
+        scans = GatheredScans()
+        with scans.watching():
+            (loss, aux), grads = loss_and_grads(state.params, *rest)
+        if not whole_ok:
+            warn_if_nothing_is_split(state.params, mesh)
+            warn_of_gathered_scans(scans, mesh)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
         state = updated_state(state, grads, loss, value_fn, mesh)
