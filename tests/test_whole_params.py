@@ -72,6 +72,7 @@ def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_us
     mesh = mesh_of(2, 4)
     for model, where, options in [
         (fsdp(nn.Dense)(4), mesh, {}),
+        (fsdp(nn.Dense)(4), mesh_of(8, 1), {}),
         (nn.Dense(4), mesh_of(1, 1), {}),
         (nn.Dense(4), mesh, {"whole_ok": True}),
     ]:

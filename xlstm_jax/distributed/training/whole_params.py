@@ -47,7 +47,7 @@ def warn_if_nothing_is_split(
     ``reasons`` returns why leaves are whole, by their paths, as far as that is known.
     """
     leaves = dict(boxes.leaves_with_path(params))
-    split = any(mesh.shape.get(axis, 1) > 1 for leaf in leaves.values() for axis in boxes.leaf_axes(leaf))
+    split = any(map(boxes.leaf_axes, leaves.values()))  # over an axis of size 1, too: whoever says fsdp=1 means it
     key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _told:
         return
