@@ -1,5 +1,7 @@
-"""What this library asks of orbax: which bytes are written, and which each device reads."""
+"""What this library asks of orbax: where and which bytes are written, and which each device reads."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,45 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
+def is_url(directory: Any) -> bool:
+    return "://" in os.fspath(directory)
+
+
+def directory_path(directory: str | os.PathLike[str]) -> Any:
+    """The directory as orbax takes it; refuses what can hold no folders."""
+    from etils import epath  # which orbax brings along; it has no types
+
+    if not os.fspath(directory):
+        raise ValueError("the directory of the checkpoints is ''; name a folder ('.' for the working directory).")
+    if is_url(directory):
+        try:
+            return epath.Path(directory)
+        except KeyError as error:
+            known = "gs://, s3:// and az://"
+            raise ValueError(
+                f"the directory {os.fspath(directory)!r} has the scheme {error.args[0]!r}, which orbax does not know. "
+                f"It takes {known}; name a local folder by its path."
+            ) from None
+    path = Path(os.path.abspath(directory))
+    inside = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not inside.is_dir():
+        where = "is" if inside == path else f"lies beneath {inside}, which is"
+        raise ValueError(f"the directory {path} {where} a file, and can hold no checkpoints. Name another folder.")
+    return epath.Path(path)
+
+
+def new_manager(directory: Any, save_interval_steps: int, max_to_keep: int | None, timeout_s: int) -> Any:
+    """Orbax's manager of a directory, which saves there in the background; removes what was left half written."""
+    options = orbax().CheckpointManagerOptions(
+        save_interval_steps=save_interval_steps,
+        max_to_keep=max_to_keep,
+        cleanup_tmp_directories=True,
+        lightweight_initialize=True,
+        async_options=orbax().options.AsyncOptions(timeout_secs=timeout_s),
+    )
+    return orbax().CheckpointManager(directory, options=options)
+
+
 def check_dtypes(arrays: dict[str, Any]) -> None:
     """Refuses dtypes that orbax cannot store: it would do so later, in the background."""
     import tensorstore  # which orbax brings along
@@ -32,26 +73,28 @@ def check_dtypes(arrays: dict[str, Any]) -> None:
             raise TypeError(f"'{path}' has the dtype {array.dtype}, which cannot be stored; cast it.") from error
 
 
-def save_args(arrays: dict[str, Any], record: Record) -> Any:
+def save_args(arrays: dict[str, Any], record: Record, step: int) -> Any:
     """What orbax is to write for a step: the arrays that have values (it refuses others), and the record."""
     ocp = orbax()
     tree = unflatten_dict({path: array for path, array in arrays.items() if array.size}, sep="/")
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(tree, save_args=chunks),
-        leaves=ocp.args.JsonSave(to_json(record)),
+        leaves=ocp.args.JsonSave(to_json(record, step)),
     )
 
 
-def read_record(folder: Any) -> Record:
+def read_record(folder: Any, step: int) -> Record:
     try:
-        return from_json(orbax().JsonCheckpointHandler().restore(folder))
+        return from_json(orbax().JsonCheckpointHandler().restore(folder), step)
     except ValueError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
 
 
 def read_arrays(folder: Any, record: Record, likes: dict[str, Any]) -> dict[str, Any]:
-    """What is stored for each leaf; of a placed leaf, each device reads the shard that it has in the target.
+    """What is stored for each leaf of ``record``, which may be a part of what was saved.
+
+    Of a placed leaf, each device reads the shard that it has in the target.
 
     The handler reads for this process alone. (A ``CheckpointManager`` would wait at a barrier for the other processes,
     which never come if they could not read their shards.)
@@ -63,7 +106,8 @@ def read_arrays(folder: Any, record: Record, likes: dict[str, Any]) -> dict[str,
     if not wanted:
         return empty
     args = {path: _restore_args(struct, record[path], likes[path]) for path, struct in wanted.items()}
-    restore = ocp.args.PyTreeRestore(unflatten_dict(wanted, sep="/"), restore_args=unflatten_dict(args, sep="/"))
+    tree, restore_args = unflatten_dict(wanted, sep="/"), unflatten_dict(args, sep="/")
+    restore = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
     read = ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
     return empty | flatten_dict(read, sep="/")
 
