@@ -55,11 +55,11 @@ def same(a, b):
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-def written(folder):
+def written(folder, content=state_of):
     """Two steps in a folder."""
     with Checkpointer(folder, 10) as checkpointer:
         for step in (OLDER, NEWEST):
-            checkpointer.save(step, state_of(step))
+            checkpointer.save(step, content(step))
     return folder
 
 
@@ -139,6 +139,25 @@ def swap_steps(folder, rng):
     del rng
     shutil.rmtree(folder / str(NEWEST) / "state")
     shutil.copytree(folder / str(OLDER) / "state", folder / str(NEWEST) / "state")
+
+
+def copy_older(folder, rng):
+    """A copy of the older step as the newest of all."""
+    del rng
+    shutil.copytree(folder / str(OLDER), folder / str(NEWEST + 10))
+
+
+def link_older(folder, rng):
+    del rng
+    (folder / str(NEWEST + 10)).symlink_to(str(OLDER))
+
+
+def exchange_steps(folder, rng):
+    """The folders of the two steps, each under the number of the other."""
+    del rng
+    (folder / str(OLDER)).rename(folder / "between")
+    (folder / str(NEWEST)).rename(folder / str(OLDER))
+    (folder / "between").rename(folder / str(NEWEST))
 
 
 def outcome(folder, sound):
