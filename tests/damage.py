@@ -1,13 +1,11 @@
 """Damage to checkpoints on disk, as disks, crashes and people do it; and what a restore made of it."""
 
-import gc
 import shutil
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,11 +13,6 @@ from tests.support import mesh_of
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 NEWEST, OLDER = 20, 10
-
-# Where one of its reads fails, orbax closes the event loop under the others, and these say so in threads of their own.
-ORBAX_LEAVES_READS_BEHIND = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
 
 
 def state_of(step):
@@ -161,14 +154,6 @@ def exchange_steps(folder, rng):
 
 
 def outcome(folder, sound):
-    """``_outcome``, and what orbax leaves behind is cleared up here and not in another test."""
-    try:
-        return _outcome(folder, sound)
-    finally:
-        gc.collect()
-
-
-def _outcome(folder, sound):
     """What a restore does: the step whose values it gave, or "refused"; fails on wrong values and on silence."""
     with Checkpointer(folder, 10) as checkpointer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -362,7 +362,6 @@ def sound():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@damage.ORBAX_LEAVES_READS_BEHIND
 def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, tmp_path):
     """A few of the trials of tests/faults/test_damage.py."""
     folder = damage.written(tmp_path / "checkpoints")

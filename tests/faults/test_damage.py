@@ -12,8 +12,6 @@ from tests import damage
 from tests.damage import NEWEST, OLDER
 from tests.faults.report import record
 
-pytestmark = damage.ORBAX_LEAVES_READS_BEHIND
-
 TRIALS = {
     damage.flip_data: 40,
     damage.overwrite: 10,

@@ -1,8 +1,12 @@
 """What this library asks of orbax: where and which bytes are written, and which each device reads."""
 
+import asyncio
 import os
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -12,6 +16,7 @@ from xlstm_jax.distributed.checkpoint.record import Entry, Record, data_struct, 
 
 # A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
 CHUNK_BYTES = 2**24
+OTHER_READS_TIMEOUT_S = 10.0  # after one has failed
 
 
 def orbax() -> Any:
@@ -108,8 +113,50 @@ def read_arrays(folder: Any, record: Record, likes: dict[str, Any]) -> dict[str,
     args = {path: _restore_args(struct, record[path], likes[path]) for path, struct in wanted.items()}
     tree, restore_args = unflatten_dict(wanted, sep="/"), unflatten_dict(args, sep="/")
     restore = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
-    read = ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
+    read = ocp.PyTreeCheckpointHandler(type_handler_registry=_patient_readers()).restore(folder, args=restore)
     return empty | flatten_dict(read, sep="/")
+
+
+class _Reads:
+    """The reads that go on in one event loop."""
+
+    def __init__(self) -> None:
+        self.others = asyncio.all_tasks()  # which wait for the readers
+        self.readers = 0  # that have not failed, and may begin to read more
+
+    async def finish(self) -> None:
+        deadline = time.monotonic() + OTHER_READS_TIMEOUT_S
+        while (self.readers or asyncio.all_tasks() - self.others) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+@cache
+def _patient_readers() -> Any:
+    """Orbax's readers of arrays, which after a failure wait for the reads that go on beside it.
+
+    By themselves they close the event loop under those, and each says so on stderr: one damaged file that many leaves
+    share gave a hundred lines.
+    """
+    handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
+
+    def patient(reader: type[Any]) -> Any:
+        class Patient(reader):  # type: ignore[misc]  # mypy: a variable
+            async def deserialize(self, infos: Any, args: Any = None) -> Any:
+                reads = reads_of.setdefault(asyncio.get_running_loop(), _Reads())
+                reads.readers += 1
+                try:
+                    arrays = await super().deserialize(infos, args)
+                except Exception:
+                    reads.readers -= 1
+                    await reads.finish()
+                    raise
+                reads.readers -= 1
+                return arrays
+
+        return Patient()
+
+    readers = (jax.Array, patient(handlers.ArrayHandler)), (np.ndarray, patient(handlers.NumpyHandler))
+    return handlers.create_type_handler_registry(*readers)
 
 
 def _restore_args(struct: jax.ShapeDtypeStruct, entry: Entry, like: Any) -> Any:
