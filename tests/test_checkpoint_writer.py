@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -262,3 +263,12 @@ def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             checkpointer.restore(ZEROS)
+
+
+def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps):
+    with Checkpointer(two_steps) as checkpointer:
+        listed = checkpointer._steps_format.find_all(checkpointer.directory)
+        checkpointer._steps_format = SimpleNamespace(find_all=lambda _: listed)
+        listed = [*listed, SimpleNamespace(step=3)]
+        assert checkpointer.latest_step() == 2
+        assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])

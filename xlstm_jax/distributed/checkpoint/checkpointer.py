@@ -17,6 +17,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -285,8 +286,11 @@ class Checkpointer:
         """The folders that are called like a committed step, by its number; and whether they hold anything."""
         if not self.directory.exists():
             return {}
-        steps = [entry.step for entry in self._steps_format.find_all(self.directory)]
-        return {step: any((self.directory / str(step)).iterdir()) for step in steps}
+        found: dict[int, bool] = {}
+        for entry in self._steps_format.find_all(self.directory):
+            with suppress(FileNotFoundError):  # a job that writes beside this one has removed it by now
+                found[entry.step] = any((self.directory / str(entry.step)).iterdir())
+        return found
 
     def _become_writer(self) -> Writer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,11 @@ def _close_all() -> None:
             writer.close()
         except BaseException as error:  # nobody is left to catch it, nor a KeyboardInterrupt
             _lost.append(str(error) if isinstance(error, CheckpointError) else cause_of(error))
-    if _lost and sys.stderr is not None:
-        sys.stderr.write(
-            "".join(f"{problem}\n" for problem in _lost)
-            + "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block.\n"
-        )
+    if not _lost or sys.stderr is None:
+        return
+    cure = "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
+    with suppress(OSError, ValueError):  # of a stream that nobody reads, or that is closed
+        sys.stderr.write("\n".join([*_lost, cure, ""]))
 
 
 @atexit.register
@@ -154,5 +154,6 @@ def _exit_with_an_error() -> None:
         return
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(1)
