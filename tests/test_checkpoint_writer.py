@@ -205,6 +205,8 @@ SHORTAGES = {
     "ESTALE": OSError(116, "Stale file handle"),
     "EIO": OSError(5, "Input/output error"),
     "memory": MemoryError(),
+    "threads": RuntimeError("can't start new thread"),
+    "time": TimeoutError(),
     "tensorstore": ValueError('UNAVAILABLE: Error reading "w/0" in OCDBT database'),
     "tensorstore's number": ValueError("UNKNOWN: Error reading [OS error 24: EMFILE Too many open files]"),
     "device": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes"),

@@ -221,6 +221,12 @@ def test_a_pipe_is_not_waited_for(name, tmp_path):
         import_safetensors(tmp_path, {"w": np.ones(1)})
 
 
+def test_an_index_that_names_no_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": ".."}}')
+    with pytest.raises(ValueError, match=r"\.\. is no regular file"):
+        import_safetensors(tmp_path, {"w": np.ones(1)})
+
+
 @pytest.mark.parametrize(
     "name, message", [("__metadata__", "name of the metadata"), ("\udc80", "no.* Unicode")], ids=repr
 )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from xlstm_jax.distributed.processes.together import fail_together
+from xlstm_jax.distributed.processes.together import cause_of, fail_together
 
 # Of OSError: what is not there, or is something else; and what wrong lengths and offsets in a damaged file lead to.
 _OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ENAMETOOLONG}
@@ -45,16 +45,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_the_system(error: BaseException) -> bool:
+    text = str(error)
+    if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
+        return True
     if isinstance(error, OSError):
         return error.errno is not None and error.errno not in _OF_DAMAGE
-    text = str(error)
     if numbers := _OS_ERROR.findall(text):
         return any(int(number) not in _OF_DAMAGE for number in numbers)
-    return (
-        isinstance(error, MemoryError | TimeoutError)
-        or bool(_STATUS_OF_SYSTEM.match(text))
-        or "can't start new thread" in text
-    )
+    return bool(_STATUS_OF_SYSTEM.match(text))
 
 
 def read_together(work: Callable[[], Result], where: str) -> Result:
@@ -71,7 +69,7 @@ def read_together(work: Callable[[], Result], where: str) -> Result:
             return [work()]
         except Exception as error:
             if is_of_the_system(error):
-                raise
+                raise OSError(cause_of(error)) from error
             damage.append(error)
             return []
 

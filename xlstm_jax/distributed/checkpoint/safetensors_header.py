@@ -75,11 +75,15 @@ def check_name(name: str) -> None:
 
 def open_file(path: Path) -> BinaryIO:
     """A regular file, opened to be read; a pipe or a device would be waited for without end."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path} is no regular file.")
-    return os.fdopen(descriptor, "rb")
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{path} is no regular file.")
+        return descriptor
+
+    return open(path, "rb", opener=opener)
 
 
 def json_object(content: bytes) -> dict[str, Any]:
