@@ -208,13 +208,13 @@ SHORTAGES = {
     "threads": RuntimeError("can't start new thread"),
     "time": TimeoutError(),
     "tensorstore": ValueError('UNAVAILABLE: Error reading "w/0" in OCDBT database'),
-    "tensorstore's number": ValueError("UNKNOWN: Error reading [OS error 24: EMFILE Too many open files]"),
+    "tensorstore's number": ValueError("INTERNAL: Error reading: Input/output error [os_error_code='5']"),
     "device": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes"),
 }
 DAMAGES = {
     "gone": FileNotFoundError(2, "No such file or directory"),
     "cut": ValueError('DATA_LOSS: Error reading "w/0"'),
-    "tensorstore's number": ValueError("NOT_FOUND: Error opening [OS error 2: ENOENT No such file or directory]"),
+    "tensorstore's number": ValueError("NOT_FOUND: Error opening: No such file or directory [os_error_code='2']"),
 }
 
 

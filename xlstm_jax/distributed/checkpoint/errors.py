@@ -18,7 +18,7 @@ _OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOV
 _STATUS_OF_SYSTEM = re.compile(
     r"\s*(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|CANCELLED)\b"
 )
-_OS_ERROR = re.compile(r"\[OS error (\d+)")  # as TensorStore writes it
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore writes it
 Result = TypeVar("Result")
 
 
