@@ -74,7 +74,7 @@ class Diagnosis:
             rich_table("Versions", ["package", "version"], versions, left=2),
             rich_table("Extras", ["extra", "what to do"], extras, left=2),
             f"Devices at hand: {self.devices or 'none; see the first self-test'}\n",
-            rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks),
+            rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks, left=3),
         ]
 
     def to_json(self) -> str:

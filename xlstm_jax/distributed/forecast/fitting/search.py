@@ -110,7 +110,7 @@ class Fit:
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         columns = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "bytes per device", "step", "fits"]
-        return rich_table(title, columns, rows)
+        return rich_table(title, columns, rows, right=1)
 
     def to_json(self) -> str:
         """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
