@@ -83,6 +83,15 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def how_to_install(extra: str) -> str:
+    """The line that installs an extra of setup.cfg; no package index has the library.
+
+    >>> how_to_install("forecast")
+    'pip install -e ".[forecast]" in a checkout, or pip install "FILE.whl[forecast]" with a wheel of the library'
+    """
+    return f'pip install -e ".[{extra}]" in a checkout, or pip install "FILE.whl[{extra}]" with a wheel of the library'
+
+
 def shortened(text: str, limit: int, middle: str = " ... ") -> str:
     """A text of more than ``limit`` characters, cut down to its beginning and its end."""
     half = limit // 2

@@ -33,9 +33,10 @@ from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
-from xlstm_jax.wording import format_bytes, format_mesh
+from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 Say = Callable[[str], None]  # shows what the command does now
+MAX_REASON = 200  # characters
 UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."
 
 
@@ -179,8 +180,8 @@ def _read_plan(path: str) -> ShardingPlan:
         return ShardingPlan.from_json(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--diff {path}: {error.strerror}. {cure}.") from error
-    except (ValueError, KeyError) as error:
-        why = str(error).rstrip(".")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # whatever is in the file
+        why = shortened(one_line(error).rstrip("."), MAX_REASON)
         raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
 
