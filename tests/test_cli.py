@@ -464,6 +464,11 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     assert set(map(str, asked)) == {str(("v5e:2x2", {"dp": 2, "fsdp": 2}))}
     code, out, err = command(f"{line} 1MiB")
     assert code == 0 and json.loads(out)["trials"][0]["fits"] and "nothing fits" not in err
+    code, out, _ = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1MiB --set width=512")
+    again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
+    args = arguments.make_parser().parse_args(again[1:])
+    assert (args.command, args.factory, args.mesh) == ("forecast", "tiny_training:training", {"dp": 2, "fsdp": 2})
+    assert dict(args.set) == {"min_weight_size": 2**18, "remat": False, "width": 512}  # what the factory declares
 
 
 # -------------------------------------------------------------------------------------------------------- progress
