@@ -471,6 +471,48 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     assert dict(args.set) == {"min_weight_size": 2**18, "remat": False, "width": 512}  # what the factory declares
 
 
+# ------------------------------------------------------------------------------------------------- what pages quote
+
+
+def quoted(page):
+    """(command, the lines that it prints) of each block that begins with a command; "..." stands for further lines."""
+    for block in re.findall(r"^```text\n\$ (.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        line, _, printed = re.sub(r" \\\n +", " ", block).partition("\n")
+        yield line, [line for line in printed.splitlines() if line.strip() and line != "..." and line != " ..."]
+
+
+QUOTED = [
+    pytest.param(page, line, printed, id=f"{page}, {line.split()[1]}")
+    for page in ("README.md", "docs/cli.md")
+    for line, printed in quoted(page)
+    if line.split()[1] == "plan" or printed[0].startswith("xlstm-jax: error")
+]
+
+
+@pytest.mark.parametrize("page, line, printed", QUOTED)
+def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
+    """README's in the folder of the program that it shows, at 80 columns; docs/cli.md's in a checkout, at 120."""
+    readme = page == "README.md"
+    program = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[readme]
+    (tmp_path / "train.py").write_text(program)
+    monkeypatch.chdir(tmp_path if readme else ROOT)
+    monkeypatch.syspath_prepend(str(tmp_path if readme else ROOT))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    monkeypatch.setenv("COLUMNS", "80" if readme else "120")
+    cli.main(shlex.split(line)[1:])
+    out, err = capsys.readouterr()
+    shown = iter([text.rstrip() for text in (out + err).splitlines()])
+    assert printed and all(text.rstrip() in shown for text in printed)  # in this order
+
+
+def test_the_readme_quotes_a_command_and_all_its_commands_parse():
+    assert {page.values[0] for page in QUOTED} == {"README.md", "docs/cli.md"}
+    lines = re.findall(r"^xlstm-jax .+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == list(
+        arguments.EXAMPLES
+    )
+
+
 # -------------------------------------------------------------------------------------------------------- progress
 
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xlstm_jax import __version__
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
@@ -83,14 +84,18 @@ class Diagnosis:
         """The diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
         extras = [
-            [f"[{extra}]", USES[extra], f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "here"]
+            [
+                f"[{extra}]",
+                USES[extra],
+                f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed",
+            ]
             for extra in EXTRAS
         ]
         install = [f"To install an extra: {how_to_install('NAME')}.\n"] if self.missing else []
         checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
         return [
             rich_table("Versions", ["package", "version"], versions, left=2),
-            rich_table("Extras", ["extra", "for", ""], extras, left=3),
+            rich_table("Extras", ["extra", "for", "state"], extras, left=3),
             *install,
             f"Devices at hand: {self.devices or 'none; see the first self-test'}\n",
             rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks, left=3),
@@ -132,7 +137,8 @@ def installed() -> dict[str, str | None]:
     """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
     names = (*NEEDED, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD)
     plugins = {name: found for name in PLUGINS if (found := _version(name))}
-    return {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
+    found = {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
+    return found | {"xlstm_jax": __version__}  # of the code that runs; what is installed may be another
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
