@@ -566,7 +566,8 @@ def wait_until(condition, timeout_s=120):
 @pytest.mark.parametrize("name", ["plan", "lint"])
 def test_the_example_of_the_help_works_when_pasted(name):
     text = script(f"xlstm-jax {name} --help").stdout
-    example = re.search(r"Example, in a checkout:\n  (xlstm-jax .+)\n", text)[1]
+    pasted = re.search(r"Example, in a checkout:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]
+    example = re.sub(r" \\\n +", " ", pasted)
     assert example == arguments.EXAMPLES[name]
     done = script(f"{example} --json")
     assert done.returncode in ((0, 1) if name == "lint" else (0,)), done.stderr
@@ -577,6 +578,14 @@ def test_the_example_of_the_help_works_when_pasted(name):
 def test_every_command_has_an_example_that_its_parser_takes(name):
     args = arguments.make_parser().parse_args(shlex.split(arguments.EXAMPLES[name])[1:])
     assert args.command == name
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in arguments.EXAMPLES)], ids=str)
+def test_the_help_fits_80_columns(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main([*words, "--help"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
 
 
 def test_the_script_keeps_stdout_for_json_and_errors_for_stderr(folder):

@@ -43,6 +43,7 @@ from xlstm_jax.distributed.forecast.cost.memory import Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, Trial
 from xlstm_jax.distributed.forecast.linting import findings
+from xlstm_jax.distributed.forecast.report import _array
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table
 
@@ -291,6 +292,30 @@ def test_the_check_sees_what_is_cut():
     assert not missing(alone, 80)
     assert "'4.5 MiB': 0 of 1" in missing(alone, 25)
     assert any("is in no cell" in wrong for wrong in missing(alone, 25))
+
+
+@pytest.mark.parametrize(
+    "leaves, modules, said",
+    [
+        (("blocks/up/kernel",), ("blocks/up",), "blocks/up/kernel"),
+        (("a/kernel", "b/kernel"), ("a", "b"), "2 leaves together: a/kernel, b/kernel"),
+        (tuple("abcde"), ("",) * 5, "5 leaves together: a, b, c, ..."),
+        ((), ("blocks/up", "blocks/down"), "blocks"),
+        ((), ("blocks/up", "head", "head"), "2 modules together"),
+        ((), ("",), "(no module)"),
+    ],
+)
+def test_what_travels_together_is_said_to(leaves, modules, said):
+    old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
+    collective = dataclasses.replace(old.collectives[0], leaves=leaves, modules=modules)
+    (row,) = cells_of(tables_in(dataclasses.replace(old, collectives=(collective,)).table())[1])[2:3]
+    assert row == said
+
+
+def test_a_tuple_is_told_by_the_number_of_its_arrays():
+    assert _array("f32[12,1,1024]") == "f32[12,1,1024]"
+    loop = "(s32[], bf16[1,2048,2048], /*index=2*/f32[24,2048]{1,0:T(8,128)}, (f32[2,2], u32[]))"
+    assert _array(loop) == "tuple of 4 arrays"
 
 
 @pytest.mark.parametrize("folder", ["xlstm_jax", "benchmarks", "tests/faults"])

@@ -12,7 +12,7 @@ MAX_SIZE, MAX_BYTES = 10**9, 2**63  # of an axis, or of minibatches; of a budget
 MAX_SHOWN = 80  # characters of a wrong argument
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-EXIT_CODES = "Exit codes: 0 all is well, 1 {bad}, 2 an error."
+EXIT_CODES = "Exit codes: 0 all is well, 2 an error,\n1 {bad}."
 FACTORY = "--factory docs.example_training:training"
 EXAMPLES = {
     "plan": f"xlstm-jax plan {FACTORY} --mesh dp=4,fsdp=64",
@@ -97,8 +97,8 @@ def make_parser() -> Parser:
     """All commands and their options."""
     parser = Parser(
         prog="xlstm-jax",
-        description="What a sharded training will cost, before it runs: on devices that need not be there.",
-        epilog=f"Example, in a checkout:\n  {EXAMPLES['forecast']}",
+        description="What a sharded training will cost, before it runs: on devices that need not be\nthere.",
+        epilog=_example("forecast"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
@@ -111,12 +111,17 @@ def make_parser() -> Parser:
     return parser
 
 
+def _example(name: str) -> str:
+    """The example in two lines, for terminals of 80 columns."""
+    return "Example, in a checkout:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")
+
+
 def _add(commands: Commands, name: str, text: str, bad: str) -> Parser:
     command = commands.add_parser(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"{EXIT_CODES.format(bad=bad)}\n\nExample, in a checkout:\n  {EXAMPLES[name]}",
+        epilog=f"{EXIT_CODES.format(bad=bad)}\n\n{_example(name)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -137,8 +137,9 @@ def installed() -> dict[str, str | None]:
     """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
     names = (*NEEDED, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD)
     plugins = {name: found for name in PLUGINS if (found := _version(name))}
-    found = {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
-    return found | {"xlstm_jax": __version__}  # of the code that runs; what is installed may be another
+    packages = {name: _version(name) for name in names} | plugins
+    packages["xlstm_jax"] = __version__  # of the code that runs; what is installed may be another
+    return {"python": platform.python_version()} | packages
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
