@@ -144,7 +144,7 @@ def installed() -> dict[str, str | None]:
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
     """The extras that lack packages, and these: {"tensorboard": ["tensorboardX"]}."""
-    lacking = {extra: [name for name in names if not _version(name)] for extra, names in extras.items()}
+    lacking = {extra: [name for name in dict.fromkeys(names) if not _version(name)] for extra, names in extras.items()}
     return {extra: names for extra, names in lacking.items() if names}
 
 
