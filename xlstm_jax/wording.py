@@ -17,7 +17,7 @@ from rich.text import Text
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
-MIN_WIDTH = 24  # of a column of long text: narrower, and the row goes on in a further line
+MIN_WIDTH = 24  # characters that no column folds; of long texts each line has at least as many
 EDGES, GAP, INDENT = 2, 2, 4  # of a table: both its edges, between columns, of the further lines of a row
 MAX_CELL = 10_000  # characters, for measuring
 
@@ -110,13 +110,14 @@ def path_pattern(path: str) -> str:
 class FoldingTable(Table):
     """A table of ``rich`` that shows every cell in full, however narrow the terminal.
 
-    Columns of numbers (``no_wrap``) stay on one line. Where a row does not fit, headers and text fold at spaces; where
-    it still does not, its columns go on in further lines, indented, under a header of as many lines:
+    Where a row does not fit, headers and cells of more than 24 characters fold at spaces. Where it still does not fit,
+    it goes on in further lines, indented, under a header of as many lines:
 
-      collective   for        direction           collective   for        direction
-      all-gather   up/kernel  forward        ->      per step   sent per device   async
-                                                  all-gather   up/kernel  forward
-                                                           24           765 MiB    100%
+      collective  for                direction
+          per step  sent per device  async
+      ────────────────────────────────────────
+      all-gather  blocks/up/kernel   forward
+                24          765 MiB   100%
 
     Only a word that is longer than the terminal is wide breaks within. Texts are shown as they are: brackets in them,
     as in "jax[tpu]", are no markup of ``rich``.
