@@ -151,7 +151,7 @@ def compiling_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
         times = f"{row['trace_seconds']:.2f} s", f"{row['compile_seconds']:.1f} s"
         cells.append([_words(row), row["case"], over, *times, format_bytes(row["program_bytes"])])
     columns = ["", "case", "of jit", "tracing", "compiling", "program"]
-    return rich_table(f"{name}: compiling a step", columns, cells, left=2)
+    return rich_table(f"{name}: compiling a step", columns, cells, left=2, right=1)
 
 
 def draw(path: Path, name: str, found: dict[str, Any]) -> None:

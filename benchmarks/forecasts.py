@@ -216,7 +216,7 @@ def compiled(cases: dict[str, Any]) -> dict[str, Any]:
 def table(name: str, topology: str, cases: dict[str, Any]) -> Any:
     """Cases as rows."""
     columns = ["case", "fits", "per device", "sent", "async", "step", "bound by"]
-    return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in cases.items()])
+    return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in cases.items()], right=1)
 
 
 def _row(case: str, found: dict[str, Any]) -> list[str]:

@@ -134,7 +134,7 @@ def devices_table(name: str, cases: dict[str, Any]) -> Any:
         of = [ratio(found["peak_bytes"], cases.get(other, {}).get("peak_bytes")) for other in ("jit", "flat")]
         rows.append([case, *of, format_bytes(found["between_steps_bytes"]), format_bytes(found["peak_bytes"])])
     columns = ["case", "of jit", "of flat", "between steps", "at the peak"]
-    return rich_table(f"{name} on {', '.join(kinds) or 'the devices at hand'}: counted there", columns, rows)
+    return rich_table(f"{name} on {', '.join(kinds) or 'the devices at hand'}: counted there", columns, rows, right=1)
 
 
 # ----------------------------------------------------------------------------------------------------- tables, pictures
@@ -145,7 +145,7 @@ def table(name: str, topology: str, found: dict[str, Any]) -> Any:
     floor = format_bytes(found["limit_bytes"]["temporaries"])
     title = f"{name} on {topology}: bytes per device; floor of the temporaries {floor}"
     columns = ["case", "of jit", "of flat", "of floor", "total", "temporaries", "fits"]
-    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()])
+    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()], right=1)
 
 
 def _row(case: str, found: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ from rich.table import Table
 from benchmarks.metrics_variants import NAIVE_BUDGET, OURS, Measurement, measure
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, QUIET, STRONG
+from xlstm_jax.wording import rich_table
 
 SYNC_EVERY = 100  # steps, for the amortised row
 CLU_MISSING = "clu.metrics is left out: it is not installed. pip install clu"
@@ -61,28 +62,23 @@ def step_rows(result: Measurement) -> list[tuple[str, float, tuple[int, int]]]:
 def step_table(result: Measurement) -> Table:
     bare = result.steps["bare"].microseconds
     title = f"what {result.metrics} metrics add to a step of {bare:,.0f} µs, {result.devices}"
-    table = Table(title=title, title_style="bold")
-    table.add_column("in every step")
-    for name in ("µs added", "of pmeans", "collectives", "compiled"):
-        table.add_column(name, justify="right")
     naive = result.added("pmean of each value")
-    for label, added, (lowered, compiled) in step_rows(result):
-        table.add_row(label, f"{added:,.0f}", f"{added / naive:.0%}", f"+{lowered}", f"{compiled:+d}")
-    return table
+    rows = [
+        [label, f"{added:,.0f}", f"{added / naive:.0%}", f"+{lowered}", f"{compiled:+d}"]
+        for label, added, (lowered, compiled) in step_rows(result)
+    ]
+    return rich_table(title, ["in every step", "µs added", "of pmeans", "collectives", "compiled"], rows)
 
 
 def reduction_table(result: Measurement) -> Table:
-    table = Table(title="one reduction over devices", title_style="bold")
-    table.add_column("of the local state or values")
-    for name in ("collectives", "compiled", "µs in a step (quartiles)", "µs alone", "in pmeans"):
-        table.add_column(name, justify="right")
-    here, alone = result.in_step(), result.alone
+    here, alone, rows = result.in_step(), result.alone, []
     for label, cost in alone.items():
         within = _with_quartiles(here[label]) if label in here else ""
         ratio = cost.microseconds / alone["1 pmean"].microseconds
         counts = str(cost.lowered), str(cost.compiled)
-        table.add_row(label, *counts, within, f"{cost.microseconds:,.0f}", f"{ratio:.1f}")
-    return table
+        rows.append([label, *counts, within, f"{cost.microseconds:,.0f}", f"{ratio:.1f}"])
+    columns = ["of the local state or values", "collectives", "compiled", "µs in a step (quartiles)", "µs alone"]
+    return rich_table("one reduction over devices", [*columns, "in pmeans"], rows)
 
 
 def _with_quartiles(values: np.ndarray) -> str:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.wording import format_bytes, rich_table
 
 STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
 QUIET, STRONG, ACCENT = "#b9cde0", "#1f4e79", "#d1495b"
@@ -24,25 +24,18 @@ def memory_table(layouts: Mapping[str, Mapping[str, int]]) -> Table:
     """Bytes on one device for each kind of state, in two layouts, and what the first takes of the second."""
     (first, first_kinds), (second, second_kinds) = layouts.items()
     totals = sum(first_kinds.values()), sum(second_kinds.values())
-    table = Table(title="bytes per device", title_style="bold", show_footer=True)
-    table.add_column("state", footer="total")
-    table.add_column(first, justify="right", footer=format_bytes(totals[0]))
-    table.add_column(second, justify="right", footer=format_bytes(totals[1]))
-    table.add_column("share", justify="right", footer=f"{totals[0] / totals[1]:.1%}")
-    for kind, size in first_kinds.items():
-        whole = second_kinds[kind]
-        table.add_row(kind, format_bytes(size), format_bytes(whole), f"{size / whole:.1%}")
-    return table
+    sizes = [(kind, size, second_kinds[kind]) for kind, size in first_kinds.items()] + [("total", *totals)]
+    rows = [[kind, format_bytes(size), format_bytes(whole), f"{size / whole:.1%}"] for kind, size, whole in sizes]
+    return rich_table("Bytes per device", ["state", first, second, "share"], rows)
 
 
 def comparison_table(held_out_loss: float, baseline: float) -> Table:
     """The model beside a model of byte frequencies."""
-    table = Table(title="held-out text", title_style="bold")
-    for name in ("", "nats per byte", "bits per byte", "perplexity"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, loss in (("byte frequencies", baseline), ("this model", held_out_loss)):
-        table.add_row(name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{math.exp(loss):.2f}")
-    return table
+    rows = [
+        [name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{math.exp(loss):.2f}"]
+        for name, loss in (("byte frequencies", baseline), ("this model", held_out_loss))
+    ]
+    return rich_table("Held-out text", ["", "nats per byte", "bits per byte", "perplexity"], rows)
 
 
 def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> None:

@@ -114,7 +114,7 @@ def table(name: str, topology: str, found: dict[str, Any]) -> Any:
     """Ratios first."""
     columns = ["case", "of jit", "of flat", "of limit", "sent", "async", "all-reduced", "busiest axis"]
     title = f"{name} on {topology}: sent per device and step; limit {format_bytes(found['limit_bytes']['total'])}"
-    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()])
+    return rich_table(title, columns, [_row(*item) for item in found["cases"].items()], right=1)
 
 
 def _row(case: str, found: dict[str, Any]) -> list[str]:

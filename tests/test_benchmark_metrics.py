@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks import metrics as benchmark
 from benchmarks import metrics_variants as variants_of
+from tests.test_tables import WIDTHS, missing
 from xlstm_jax.distributed import DeviceMeshManager
 
 COUNT = 20
@@ -49,6 +50,8 @@ def test_everything_is_measured_and_shown(result, tmp_path):
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(benchmark.step_table(result), benchmark.reduction_table(result), *benchmark.verdicts(result))
     shown = console.export_text()
+    tables = benchmark.step_table(result), benchmark.reduction_table(result)
+    assert not [wrong for table in tables for width in WIDTHS for wrong in missing(table, width)]
     for label, *_ in benchmark.step_rows(result):
         assert label in shown
     for label in result.alone:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import xlstm_jax
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import load_factory
@@ -32,6 +33,7 @@ from xlstm_jax.distributed.forecast import Forecast, Workload
 from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.wording import how_to_install
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = Path(sys.executable).parent / "xlstm-jax"
@@ -93,6 +95,10 @@ def wrong():
     return 3
 
 
+def ends_the_process():
+    raise SystemExit(0)
+
+
 def needs(size):
     return training()
 
@@ -128,6 +134,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("project")
     (path / "tiny_training.py").write_text(TRAINING)
     (path / "not_python.py").write_text("this is no Python\n")
+    (path / "a_script.py").write_text("import sys\nsys.exit(0)\n")
+    (path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     return path
 
 
@@ -215,6 +223,7 @@ def test_what_is_set_prevails(command):
     assert code == 0 and ShardingPlan.from_json(out).row("up/kernel").axes == ("dp",)
 
 
+LONG = "9" * 400
 SHAPE, VALUE = (
     f"(tiny_training.py, line {TRAINING[: TRAINING.index(text)].count(chr(10)) + 1}"
     for text in ("return x @ jnp.zeros", 'raise ValueError("my own')
@@ -264,6 +273,17 @@ ERRORS = {
     "lint --mesh dp=1,fsdp=8": ("of_a_wrong_value", "ValueError: my own complaint", f"{VALUE}); --traceback"),
     "fit --topology v5e:2x4": ("of_a_wrong_shape", "no forecast of the first options", f"{SHAPE})"),
     "fit --topology v5e:2x4 --budget 0.1": ("training", "budget_bytes=0", "None for all"),
+    "plan --mesh dp=1,fsdp=2": ("ends_the_process", "SystemExit: 0 (tiny_training.py, line", "or return"),
+    "plan --mesh fsdp=8 --diff deep.json": ("training", "maximum recursion depth", "--json > deep.json`"),
+    "plan --mesh fsdp=8 --max-bytes-per-device nan": ("training", "'nan' is no number of bytes", "14GiB"),
+    **{
+        f"plan --mesh fsdp=8 --max-replicated-fraction={text}": ("training", f"{text!r} is no number", "0.02 for 2%")
+        for text in ("nan", "inf", "-0.1", "2%")
+    },
+    f"plan --mesh fsdp={LONG}": ("training", "... 999", "sizes up to 1,000,000,000"),
+    f"forecast --mesh fsdp=8 --minibatches {LONG}": ("training", "... 999", "up to 1,000,000,000"),
+    f"plan --mesh fsdp=8 --max-bytes-per-device {LONG}": ("training", "... 999", "up to 8 EiB"),
+    f"plan --mesh fsdp=8 --set width={'(' * 3000}": ("training", "... (((", "Python literal"),
 }
 
 
@@ -274,6 +294,7 @@ def test_an_error_is_one_line_with_the_cure_and_exit_code_2(line, command):
     err = err.replace("the user's module prints\n", "")
     assert (code, out) == (2, "")
     assert err.startswith("xlstm-jax: error: ") and err.count("\n") == 1 and what in err and cure in err
+    assert len(err) < 600
 
 
 @pytest.mark.parametrize(
@@ -286,6 +307,7 @@ def test_an_error_is_one_line_with_the_cure_and_exit_code_2(line, command):
         ("some/where/train.py:training", "Write some.where.train:training."),
         ("../other/train.py:training", "Run the command in ../other, and write train:training."),
         ("not_python:f", "importing not_python raised SyntaxError"),
+        ("a_script:f", "your code ended the process: SystemExit: 0 (a_script.py, line 2)"),
     ],
 )
 def test_a_factory_that_cannot_be_imported_is_one_line_too(factory, what, command):
@@ -316,6 +338,12 @@ def test_tokens_are_the_first_two_dims_of_the_largest_integer_leaf_unless_told(b
     workload = Workload(None, None, leaves, None)
     assert workload.tokens == want
     assert dataclasses.replace(workload, num_tokens=7).tokens == 7
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"xlstm-jax {xlstm_jax.__version__}\n"
 
 
 def test_traceback_shows_the_way_to_an_error(command):
@@ -436,6 +464,53 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     assert set(map(str, asked)) == {str(("v5e:2x2", {"dp": 2, "fsdp": 2}))}
     code, out, err = command(f"{line} 1MiB")
     assert code == 0 and json.loads(out)["trials"][0]["fits"] and "nothing fits" not in err
+    code, out, _ = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1MiB --set width=512")
+    again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
+    args = arguments.make_parser().parse_args(again[1:])
+    assert (args.command, args.factory, args.mesh) == ("forecast", "tiny_training:training", {"dp": 2, "fsdp": 2})
+    assert dict(args.set) == {"min_weight_size": 2**18, "remat": False, "width": 512}  # what the factory declares
+
+
+# ------------------------------------------------------------------------------------------------- what pages quote
+
+
+def quoted(page):
+    """(command, the lines that it prints) of each block that begins with a command; "..." stands for further lines."""
+    for block in re.findall(r"^```text\n\$ (.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        line, _, printed = re.sub(r" \\\n +", " ", block).partition("\n")
+        yield line, [line for line in printed.splitlines() if line.strip() and line != "..." and line != " ..."]
+
+
+QUOTED = [
+    pytest.param(page, line, printed, id=f"{page}, {line.split()[1]}")
+    for page in ("README.md", "docs/cli.md")
+    for line, printed in quoted(page)
+    if line.split()[1] == "plan" or printed[0].startswith("xlstm-jax: error")
+]
+
+
+@pytest.mark.parametrize("page, line, printed", QUOTED)
+def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
+    """README's in the folder of the program that it shows, at 80 columns; docs/cli.md's in a checkout, at 120."""
+    readme = page == "README.md"
+    program = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[readme]
+    (tmp_path / "train.py").write_text(program)
+    monkeypatch.chdir(tmp_path if readme else ROOT)
+    monkeypatch.syspath_prepend(str(tmp_path if readme else ROOT))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    monkeypatch.setenv("COLUMNS", "80" if readme else "120")
+    cli.main(shlex.split(line)[1:])
+    out, err = capsys.readouterr()
+    shown = iter([text.rstrip() for text in (out + err).splitlines()])
+    assert printed and all(text.rstrip() in shown for text in printed)  # in this order
+
+
+def test_the_readme_quotes_a_command_and_all_its_commands_parse():
+    assert {page.values[0] for page in QUOTED} == {"README.md", "docs/cli.md"}
+    lines = re.findall(r"^xlstm-jax .+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == list(
+        arguments.EXAMPLES
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- progress
@@ -491,7 +566,8 @@ def wait_until(condition, timeout_s=120):
 @pytest.mark.parametrize("name", ["plan", "lint"])
 def test_the_example_of_the_help_works_when_pasted(name):
     text = script(f"xlstm-jax {name} --help").stdout
-    example = re.search(r"Example, in a checkout:\n  (xlstm-jax .+)\n", text)[1]
+    pasted = re.search(r"Example, in a checkout:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]
+    example = re.sub(r" \\\n +", " ", pasted)
     assert example == arguments.EXAMPLES[name]
     done = script(f"{example} --json")
     assert done.returncode in ((0, 1) if name == "lint" else (0,)), done.stderr
@@ -502,6 +578,14 @@ def test_the_example_of_the_help_works_when_pasted(name):
 def test_every_command_has_an_example_that_its_parser_takes(name):
     args = arguments.make_parser().parse_args(shlex.split(arguments.EXAMPLES[name])[1:])
     assert args.command == name
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in arguments.EXAMPLES)], ids=str)
+def test_the_help_fits_80_columns(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main([*words, "--help"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
 
 
 def test_the_script_keeps_stdout_for_json_and_errors_for_stderr(folder):
@@ -518,9 +602,10 @@ def test_doctor_knows_the_extras_that_setup_cfg_has():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     written = config["options.extras_require"]
+    assert list(doctor.EXTRAS) == list(doctor.USES) == list(written)
     for extra, names in doctor.EXTRAS.items():
-        lines = {line.strip() for line in written[extra].replace("jax[tpu]", "libtpu").splitlines()} - {""}
-        assert set(names) == {line for line in lines if not line.startswith("#")}
+        lines = written[extra].replace("jax[tpu]", "libtpu").split("\n")
+        assert set(names) == {re.split(r"[ \[]", line)[0] for line in lines if line and not line.startswith("#")}
 
 
 def test_doctor_says_what_to_install():
@@ -529,7 +614,8 @@ def test_doctor_says_what_to_install():
     out = io.StringIO()
     for part in found.tables():
         cli.console(file=out, width=cli.WIDTH).print(part)
-    assert "pip install xlstm_jax[tensorboard], for tensorboardX" in out.getvalue()
+    assert re.search(r"\[tensorboard\] .* lacks tensorboardX", out.getvalue())
+    assert f"To install an extra: {how_to_install('NAME')}." in " ".join(out.getvalue().split())
 
 
 def test_a_comparison_fails_on_what_is_off_and_on_nan():

@@ -119,6 +119,17 @@ def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
         assert re.search(rf"^ +{name}(/|\.py) +\w", text, re.MULTILINE), f"the tree has no line for {name}"
 
 
+def test_the_readme_is_80_columns_wide():
+    """So that a terminal shows its code, its tables and its lists as they are meant."""
+    assert not [line for line in (ROOT / "README.md").read_text().splitlines() if len(line) > 80]
+
+
+def test_no_line_installs_the_library_from_an_index_which_does_not_have_it():
+    wrong = re.compile(r"install\s+(-\S+\s+)*['\"]?xlstm[-_]jax(?!-\d)")
+    assert wrong.search("pip install xlstm_jax[forecast]")  # guard
+    assert not [path for path in [*PAGES, *(ROOT / "xlstm_jax").rglob("*.py")] if wrong.search(path.read_text())]
+
+
 def test_every_page_is_linked_from_the_readme():
     linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
     assert {name_of(page) for page in PAGES} - {"README.md"} <= linked

@@ -1,6 +1,7 @@
 """Each rule of the lint fires on a program that has the defect, compiled, and is silent on the one that has not."""
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Callable
 from functools import cache, partial
@@ -28,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, ma
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import LintError, lint, raise_if, table
-from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES
+from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
 from xlstm_jax.distributed.forecast.linting.step import Finding
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
@@ -316,6 +317,7 @@ def test_an_all_reduce_in_place_of_a_scatter(on_a_square_torus):
     assert finding.where == "layer_*" and "axis_name the tuple" in finding.cure
     assert finding.bytes == sum(c.wire_bytes_per_step for c in forecast.collectives if c.stands_for) / 2
     assert finding.bytes >= 2 * 15 / 16 * 2048 * 2048 * 4  # both gradients in float32, half of twice
+    assert "pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params" in finding.cure
 
 
 @pytest.mark.libtpu
@@ -328,6 +330,15 @@ def test_collectives_that_the_step_waits_for(on_a_square_torus):
         c.wire_bytes_per_step for c in forecast.collectives if c.name in waited
     )
     assert all("of the step's traffic, some" in f.text for f in findings)
+    of_gathers = [f for f in findings if "for its all-gather" in f.text]
+    assert of_gathers and not any("grad_scatter_dtype" in f.cure for f in of_gathers)
+
+
+def test_a_scatter_of_float32_gradients_names_the_dtype_that_halves_it():
+    scatter = next(c for c in cached(Model(layers=kept)).collectives if c.kind == "reduce-scatter")
+    narrow = dataclasses.replace(scatter, dtype="bf16")
+    assert "pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params" in _narrower([scatter])
+    assert (scatter.dtype, _narrower([narrow])) == ("f32", "")
 
 
 @pytest.mark.libtpu

@@ -549,6 +549,11 @@ def test_check_names_the_worst_leaves_with_both_numbers_and_the_cure():
         r"device: 'wide/kernel' .*Split over more devices",
     ):
         plan.check(max_replicated_fraction=1, max_bytes_per_device=1000)
+    for fraction in (float("nan"), -0.1, 2):  # nothing is more than NaN
+        with pytest.raises(ValueError, match=r"max_replicated_fraction=\S+ is no fraction from 0 to 1; pass 0.02"):
+            plan.check(max_replicated_fraction=fraction)
+    with pytest.raises(ValueError, match="max_bytes_per_device=nan is no positive number of bytes; pass 14"):
+        plan.check(max_bytes_per_device=float("nan"))
 
 
 def test_on_one_device_nothing_is_replicated():

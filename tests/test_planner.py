@@ -17,6 +17,7 @@ from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.fitting.search import (
     MAX_MINIBATCHES,
     MAX_PROBLEM,
@@ -24,6 +25,7 @@ from xlstm_jax.distributed.forecast.fitting.search import (
     Fit,
     Options,
     Search,
+    Trial,
     default_meshes,
     fit,
 )
@@ -105,6 +107,35 @@ def searched(budget, forecast_of=by_formula, build=lambda options: options, mesh
 
 def but(options, **changes):
     return dataclasses.replace(options, **changes)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (Options({"dp": 2, "fsdp": 4}), []),
+        (Options({"fsdp_x": 2, "fsdp_y": 4}, 2**12, keep_gathered=False), ["reshard_after_forward=True"]),
+        (Options({"fsdp": 8}, keep_gathered=False, remat=True, num_minibatches=4), ["nn.remat", "num_minibatches=4"]),
+        (Options({"dp": 8}), []),
+    ],
+    ids=str,
+)
+def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, said):
+    code = code_of(options)
+    names = {"Block": nn.Dense, "loss_fn": lambda params, apply_fn, batch, rng: 0.0}
+    exec(
+        f"from functools import partial\nfrom flax import linen as nn\nfrom xlstm_jax.distributed import *\n{code}",
+        names,
+    )
+    assert dict(names["mesh"].shape) == options.mesh and callable(names["step"])
+    assert ("wrap" in names) == bool(options.shard_axes) and ("block" in names) == options.remat
+    if options.shard_axes:
+        given = names["wrap"].keywords
+        assert given["min_weight_size"] == options.min_weight_size
+        assert given["axis_name"] == (options.shard_axes if len(options.shard_axes) > 1 else options.shard_axes[0])
+    assert all(word in code for word in said) and max(map(len, code.splitlines())) <= 60
+    fit = Fit("v5e:2x4", 2**30, (Trial(options, Figures(2**20, 1.0), fits=True),))
+    assert all(line in rendered(fit.table()) for line in code.splitlines())
+    assert json.loads(fit.to_json())["code"] == code
 
 
 def test_where_the_first_mesh_fits_the_others_are_tried_with_its_fastest():

@@ -291,6 +291,19 @@ def test_a_gather_spread_over_fusions_counts_once_and_overlaps_those_in_its_mids
     assert (c.overlapped.modules, c.overlapped.instructions, c.overlapped.cycles) == (("blocks/up",), 1, 75981)
 
 
+def test_the_second_stage_of_a_gather_whose_first_is_asynchronous_has_the_same_leaf():
+    """Not the module that happens to read it first, which may be another one's."""
+    stage = (
+        "  %all-gather.60 = bf16[1,4096,2048]{2,1,0} all-gather(%async-collective-done), channel_id=7, "
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={2}, "
+        'BACKWARDrematted_computation/gather_params/all_gather"}\n'
+        '  %other = bf16[1,4096,2048]{2,1,0} negate(%all-gather.60), BACKWARDblocks/o/dot_general"}\n  ROOT'
+    )
+    first, second = rows(tpu(CHAINED, CHAINED_ENTRY.replace("  ROOT", stage)))
+    assert (first.axes, second.axes, second.payload_bytes) == (("fsdp",), ("dp",), 4096 * 2048 * 2)
+    assert (second.leaves, second.module) == (("blocks/down/kernel",), "blocks/down")
+
+
 SCATTERED = """
 %region_5.5.clone (reduce_scatter.28: bf16[], reduce_scatter.29: bf16[]) -> bf16[] {
   %reduce_scatter.29 = bf16[]{:T(256)} parameter(1), metadata={op_name="transpose(jvp(M))/while/body/closed_call/checkpoint/gather_params/reduce_scatter"}

@@ -1,16 +1,25 @@
 """Numbers, lists, paths, meshes and tables as people read them."""
 
+import copy
+import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
-MIN_WIDTH = 12  # of columns of text, which numbers would squeeze out of a narrow terminal
+MIN_WIDTH = 24  # characters that no column folds; of long texts each line has at least as many
+EDGES, GAP, INDENT = 2, 2, 4  # of a table: both its edges, between columns, of the further lines of a row
+MAX_CELL = 10_000  # characters, for measuring
 
 
 def format_bytes(count: float) -> str:
@@ -74,6 +83,15 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def how_to_install(extra: str) -> str:
+    """The line that installs an extra of setup.cfg; no package index has the library.
+
+    >>> how_to_install("forecast")
+    'pip install -e ".[forecast]" in a checkout, or pip install "FILE.whl[forecast]" with a wheel of the library'
+    """
+    return f'pip install -e ".[{extra}]" in a checkout, or pip install "FILE.whl[{extra}]" with a wheel of the library'
+
+
 def shortened(text: str, limit: int, middle: str = " ... ") -> str:
     """A text of more than ``limit`` characters, cut down to its beginning and its end."""
     half = limit // 2
@@ -89,21 +107,133 @@ def path_pattern(path: str) -> str:
     return re.sub(r"\d+(?=/)", "*", path, count=1)
 
 
+class FoldingTable(Table):
+    """A table of ``rich`` that shows every cell in full, however narrow the terminal.
+
+    Where a row does not fit, headers and cells of more than 24 characters fold at spaces. Where it still does not fit,
+    it goes on in further lines, indented, under a header of as many lines:
+
+      collective  for                direction
+          per step  sent per device  async
+      ────────────────────────────────────────
+      all-gather  blocks/up/kernel   forward
+                24          765 MiB   100%
+
+    Only a word that is longer than the terminal is wide breaks within. Texts are shown as they are: brackets in them,
+    as in "jax[tpu]", are no markup of ``rich``.
+    """
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """As ``rich``'s own."""
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - EDGES
+        left = next((i for i, column in enumerate(self.columns) if column.no_wrap), len(self.columns))
+        lines = _lines(_needs(self.columns, console, options, room - INDENT), room, left)
+        drawn = copy.copy(self)
+        drawn.columns, drawn.rows = [], []
+        columns = [_of_width(self.columns[i], width) for line in lines for i, width in line.items()]
+        rows = list(zip(*(column.cells for column in self.columns), strict=True))
+        if len(lines) == 1:
+            drawn.columns, drawn.rows = columns, self.rows
+        else:  # a single column, each of whose cells holds a row in several lines
+            bottom = [dataclasses.replace(column, vertical="bottom") for column in columns]
+            drawn.add_column(_in_lines([column.header for column in columns], bottom, lines))
+            for row, cells in zip(self.rows, rows, strict=True):
+                drawn.add_row(_in_lines(cells, columns, lines), style=row.style, end_section=row.end_section)
+        yield from Table.__rich_console__(drawn, console, options)
+
+
+class _Need(NamedTuple):
+    """The width that a column takes: at least, with its header in two lines, and with nothing folded."""
+
+    least: int
+    header_folded: int
+    whole: int
+
+
+def _of_width(column: Column, width: int) -> Column:
+    """Folds at spaces, and where the column is wide enough for its cells not at all."""
+    return dataclasses.replace(column, width=width, no_wrap=False, overflow="fold")
+
+
+def _needs(columns: Sequence[Column], console: Console, options: ConsoleOptions, room: int) -> list[_Need]:
+    needs, unlimited = [], options.update(width=MAX_CELL)
+    for column in columns:
+        header = Measurement.get(console, unlimited, column.header)
+        cells = [Measurement.get(console, unlimited, cell) for cell in column.cells]
+        least = max([header.minimum, *(max(m.minimum, min(m.maximum, MIN_WIDTH)) for m in cells)])
+        cell = max((m.maximum for m in cells), default=0)
+        folded, whole = max(_in_two_lines(str(column.header)), cell), max(header.maximum, cell)
+        needs.append(_Need(min(least, room), folded, whole))
+    return needs
+
+
+def _in_two_lines(text: str) -> int:
+    """The width of a text that is folded once, at the best of its spaces."""
+    words = text.split()
+    return min(
+        (max(len(" ".join(words[:i])), len(" ".join(words[i:]))) for i in range(1, len(words))), default=len(text)
+    )
+
+
+def _lines(needs: Sequence[_Need], room: int, left: int) -> list[dict[int, int]]:
+    """The widths of the columns of each line, in as few lines as there is room for.
+
+    Of several ways to do so the one that folds least; then one that goes on where the numbers begin.
+    """
+    for count in range(1, len(needs) + 1):
+        ways = []
+        for ends in itertools.combinations(range(1, len(needs)), count - 1):
+            parts = itertools.pairwise([0, *ends, len(needs)])
+            lines = [_widths({i: needs[i] for i in range(*part)}, room - INDENT * (part[0] > 0)) for part in parts]
+            if all(lines):
+                width = sum(sum(line.values()) for line in lines)
+                ways.append((-width, left not in ends, [-end for end in ends], lines))
+        if ways:
+            return min(ways, key=lambda way: way[:-1])[-1]
+    return [{}]  # a table without columns
+
+
+def _widths(needs: Mapping[int, _Need], room: int) -> dict[int, int]:
+    """The columns of one line, the widest made narrower until they fit, headers before text; {} where they do not."""
+    room -= GAP * (len(needs) - 1)
+    widths = {i: need.whole for i, need in needs.items()}
+    for floors in ({i: need.header_folded for i, need in needs.items()}, {i: need.least for i, need in needs.items()}):
+        while sum(widths.values()) > room and (wide := [i for i in widths if widths[i] > floors[i]]):
+            widths[max(wide, key=lambda i: widths[i])] -= 1
+    return widths if sum(widths.values()) <= room else {}
+
+
+def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
+    """The cells of a row, line by line; a line without any is left out."""
+    parts = []
+    for inside in lines:
+        grid = Table.grid(*(columns[i].copy() for i in inside), padding=(0, GAP, 0, 0))
+        grid.add_row(*(cells[i] for i in inside))
+        if any(cells[i] for i in inside):
+            parts.append(Padding(grid, (0, 0, 0, INDENT * (0 not in inside))))
+    return Group(*parts)
+
+
 def rich_table(
     title: str,
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]] = (),
+    rows: Iterable[Sequence[RenderableType]] = (),
     *,
     left: int = 1,
-    min_width: int = MIN_WIDTH,
+    right: int = 0,
     **options: Any,
 ) -> Table:
-    """A table whose first ``left`` columns are text, and the others numbers, to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, **options)
-    for column in columns[:left]:
-        table.add_column(column, overflow="fold", min_width=min_width)
-    for column in columns[left:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    """A table whose first ``left`` columns and last ``right`` ones are text, and the others numbers, to the right."""
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True} | options
+    table = FoldingTable(title=Text(title, "table.title"), title_justify="left", **look)
+    for i, column in enumerate(columns):
+        if left <= i < len(columns) - right:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

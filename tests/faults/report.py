@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from xlstm_jax.wording import rich_table
+
 COLUMNS = ("fault", "rounds", "detected after", "lost", "result")
 
 
@@ -25,12 +27,8 @@ def record(fault: str, rounds: int, detected_s: float | None, lost: str, result:
 
 
 def table(path: Path) -> Table:
-    new = Table(title="faults, and what became of the job", title_style="bold")
-    for name in COLUMNS:
-        new.add_column(name, justify="right" if name in ("rounds", "detected after") else "left")
-    for (fault, *rest), rounds in _together(path).items():
-        new.add_row(fault, str(rounds), *rest)
-    return new
+    rows = [[fault, str(rounds), *rest] for (fault, *rest), rounds in _together(path).items()]
+    return rich_table("Faults, and what became of the job", COLUMNS, rows, right=2)
 
 
 def _together(path: Path) -> Counter:

@@ -5,9 +5,14 @@ import ast
 import re
 from typing import Any, NoReturn, TypeAlias
 
+from xlstm_jax import __version__
+from xlstm_jax.wording import shortened
+
+MAX_SIZE, MAX_BYTES = 10**9, 2**63  # of an axis, or of minibatches; of a budget
+MAX_SHOWN = 80  # characters of a wrong argument
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-EXIT_CODES = "Exit codes: 0 all is well, 1 {bad}, 2 an error."
+EXIT_CODES = "Exit codes: 0 all is well, 2 an error,\n1 {bad}."
 FACTORY = "--factory docs.example_training:training"
 EXAMPLES = {
     "plan": f"xlstm-jax plan {FACTORY} --mesh dp=4,fsdp=64",
@@ -31,12 +36,12 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 def parse_mesh(text: str) -> dict[str, int]:
     """``dp=4,fsdp=64`` -> {"dp": 4, "fsdp": 64}; one size may be -1."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d*", size.strip()) for axis, size in pairs)
+    good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d{0,9}", size.strip()) for axis, size in pairs)
     mesh = {axis.strip(): int(size) for axis, size in pairs} if good else {}
-    if len(mesh) != len(pairs) or list(mesh.values()).count(-1) > 1:
+    if len(mesh) != len(pairs) or list(mesh.values()).count(-1) > 1 or max(mesh.values()) > MAX_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not axis=size,axis=size with different axes and positive sizes, one of which may be -1; as "
-            "dp=4,fsdp=64"
+            f"{_shown(text)} is not axis=size,axis=size with different axes and positive sizes up to {MAX_SIZE:,}, one "
+            "of which may be -1; as dp=4,fsdp=64"
         )
     return mesh
 
@@ -44,9 +49,24 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_bytes(text: str) -> int:
     """``14GiB`` -> 14 * 2**30; ``14GB`` -> 14 * 10**9; ``1024`` -> 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 14GiB, 14GB or 15032385536")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].upper()])
+    good = match is not None and (match[2] or not match[3])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].upper()] if match and good else 0.0
+    if not 0 < size <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} is no number of bytes up to 8 EiB; write 14GiB, 14GB or 15032385536"
+        )
+    return int(size)
+
+
+def parse_fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:  # nor NaN
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is no number from 0 to 1; write 0.02 for 2%")
+    return fraction
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -54,27 +74,34 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in quotes"
+            f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
+            "quotes"
         ) from None
 
 
 def parse_count(text: str) -> int:
     """A positive number."""
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    if not re.fullmatch(r"[1-9]\d{0,9}", text) or int(text) > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is no positive number up to {MAX_SIZE:,}")
     return int(text)
+
+
+def _shown(text: str) -> str:
+    """An argument in an error: in quotes, and not all of it where it is long."""
+    return shortened(repr(text), MAX_SHOWN)
 
 
 def make_parser() -> Parser:
     """All commands and their options."""
     parser = Parser(
         prog="xlstm-jax",
-        description="What a sharded training will cost, before it runs: on devices that need not be there.",
-        epilog=f"Example, in a checkout:\n  {EXAMPLES['forecast']}",
+        description="What a sharded training will cost, before it runs: on devices that need not be\nthere.",
+        epilog=_example("forecast"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_plan(commands)
     _add_forecast(commands)
@@ -84,12 +111,17 @@ def make_parser() -> Parser:
     return parser
 
 
+def _example(name: str) -> str:
+    """The example in two lines, for terminals of 80 columns."""
+    return "Example, in a checkout:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")
+
+
 def _add(commands: Commands, name: str, text: str, bad: str) -> Parser:
     command = commands.add_parser(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"{EXIT_CODES.format(bad=bad)}\n\nExample, in a checkout:\n  {EXAMPLES[name]}",
+        epilog=f"{EXIT_CODES.format(bad=bad)}\n\n{_example(name)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -128,8 +160,9 @@ def _add_plan(commands: Commands) -> None:
     command.add_argument("--explain", metavar="leaf", help="one leaf in one sentence, as blocks/up/kernel")
     command.add_argument("--diff", metavar="old.json", help="what differs from a plan that --json wrote")
     command.add_argument(
-        "--max-replicated-fraction", type=float, metavar="x", help="of the parameters' bytes, what may stay whole; 0.02"
-    )
+        "--max-replicated-fraction", type=parse_fraction, metavar="x",
+        help="of the parameters' bytes, what may stay whole, from 0 to 1, as 0.02",
+    )  # fmt: skip
     command.add_argument(
         "--max-bytes-per-device", type=parse_bytes, metavar="size", help="what a device may keep, as 14GiB"
     )

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -31,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. ``--help`` raises ``SystemExit``, as argparse does."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
+        args = make_parser().parse_args(argv)
         with sigterm_raises():
-            return run(make_parser().parse_args(argv))
+            return run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # a user's model may raise anything
@@ -42,10 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ERROR
 
 
+class Terminated(SystemExit):
+    """The end of the process that SIGTERM asked for."""
+
+
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
     """Turns SIGTERM into an exception, so that the command ends its child processes before it exits."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
@@ -56,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command, prints its report and returns the exit code."""
     with redirect_stdout(sys.stderr), progress() as say:  # the user's code may print
         say("starting")
-        report = _command(args.command)(args, say)
+        report = _report(args, say)
     if args.json:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
@@ -64,6 +73,21 @@ def run(args: argparse.Namespace) -> int:
     for line in (*report.notes, *report.refusals):
         sys.stderr.write(f"xlstm-jax: {line}\n")
     return BAD_NEWS if report.refusals else 0
+
+
+def _report(args: argparse.Namespace, say: "Say") -> "Report":
+    """What the command found. The user's code may not end the process: that would look as if all were well."""
+    try:
+        return _command(args.command)(args, say)
+    except Terminated:
+        raise
+    except SystemExit as error:
+        from xlstm_jax.distributed.forecast.workload import described
+
+        raise ValueError(
+            f"your code ended the process: {described(error)}. To import the factory's module is to run it: put "
+            "what is for a script alone under `if __name__ == '__main__':`, and let the factory raise or return."
+        ) from error
 
 
 def _command(name: str) -> "Callable[[argparse.Namespace, Say], Report]":

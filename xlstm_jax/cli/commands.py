@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import Mesh
 from xlstm_jax.cli.doctor import Diagnosis, examine
 from xlstm_jax.cli.factory import Factory, load_factory
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.forecast.fitting.applying import command_of
 from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, default_meshes, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import lint, table
@@ -33,9 +35,10 @@ from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
-from xlstm_jax.wording import format_bytes, format_mesh
+from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 Say = Callable[[str], None]  # shows what the command does now
+MAX_REASON = 200  # characters
 UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."
 
 
@@ -179,8 +182,8 @@ def _read_plan(path: str) -> ShardingPlan:
         return ShardingPlan.from_json(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--diff {path}: {error.strerror}. {cure}.") from error
-    except (ValueError, KeyError) as error:
-        why = str(error).rstrip(".")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # whatever is in the file
+        why = shortened(one_line(error).rstrip("."), MAX_REASON)
         raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
 
@@ -248,7 +251,15 @@ def run_fit(args: Namespace, say: Say) -> Report:
     found = fit(build_step, args.topology, args.budget, meshes=meshes, on_trial=on_trial)
     nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more chips, "
     refusals = () if found.best else (f"{nothing}larger ones, or a smaller batch per device.",)
-    return Report(lambda: [found.table()], found.to_json, refusals)
+    again = [_command_again(args, factory, found.best.options)] if found.best else []
+    return Report(lambda: [found.table(), *again], found.to_json, refusals)
+
+
+def _command_again(args: Namespace, factory: Factory, options: Options) -> str:
+    """The command that forecasts the options that ``fit`` has found, with those arguments that the factory declares."""
+    found = {name: getattr(options, name) for name in ("min_weight_size", "remat", "keep_gathered")}
+    settings = factory.arguments(found, dict(args.set))
+    return f"and to see all of it:\n\n{indent(command_of(options, args.factory, args.topology, settings), '    ')}\n"
 
 
 class _StepBuilder:

@@ -24,18 +24,38 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xlstm_jax import __version__
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError, compile_for_topology
-from xlstm_jax.wording import one_line, rich_table
+from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
 # What each extra of setup.cfg installs; jax[tpu] is libtpu.
+_CHECKPOINT, _FORECAST, _TENSORBOARD = ("orbax-checkpoint",), ("flatbuffers", "libtpu", "matplotlib"), ("tensorboardX",)
+_TRAIN = ("matplotlib", *_CHECKPOINT)
+_TEST = ("chex", "hypothesis", "pytest", "pytest-xdist", "safetensors", "scikit-learn", "setuptools")
 EXTRAS = {
-    "checkpoint": ("orbax-checkpoint",),
-    "forecast": ("flatbuffers", "libtpu", "matplotlib"),
-    "tensorboard": ("tensorboardX",),
+    "checkpoint": _CHECKPOINT,
+    "forecast": _FORECAST,
+    "tensorboard": _TENSORBOARD,
+    "train": _TRAIN,
+    "bench": ("clu", *_TRAIN),
+    "torch": ("torch",),
+    "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
+    "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
+}
+# What they are for; the first three concern every user.
+USES = {
+    "checkpoint": "Checkpointer",
+    "forecast": "forecasts for TPUs, and pictures",
+    "tensorboard": "MetricLogger's event files",
+    "train": "the training job of benchmarks/",
+    "bench": "benchmarks/metrics.py",
+    "torch": "PyTorch in benchmarks/step_time.py",
+    "test": "the suite",
+    "dev": "work on the library",
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 CHILD_TIMEOUT_S = 300.0
@@ -64,17 +84,21 @@ class Diagnosis:
         """The diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
         extras = [
-            [f"[{extra}]", f"pip install xlstm_jax[{extra}], for {', '.join(self.missing[extra])}"]
-            if extra in self.missing
-            else [f"[{extra}]", "installed"]
+            [
+                f"[{extra}]",
+                USES[extra],
+                f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed",
+            ]
             for extra in EXTRAS
         ]
+        install = [f"To install an extra: {how_to_install('NAME')}.\n"] if self.missing else []
         checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
         return [
             rich_table("Versions", ["package", "version"], versions, left=2),
-            rich_table("Extras", ["extra", "what to do"], extras, left=2),
+            rich_table("Extras", ["extra", "for", "state"], extras, left=3),
+            *install,
             f"Devices at hand: {self.devices or 'none; see the first self-test'}\n",
-            rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks),
+            rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks, left=3),
         ]
 
     def to_json(self) -> str:
@@ -111,14 +135,16 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 def installed() -> dict[str, str | None]:
     """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
-    names = (*NEEDED, *(name for names in EXTRAS.values() for name in names))
+    names = (*NEEDED, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD)
     plugins = {name: found for name in PLUGINS if (found := _version(name))}
-    return {"python": platform.python_version()} | {name: _version(name) for name in names} | plugins
+    packages = {name: _version(name) for name in names} | plugins
+    packages["xlstm_jax"] = __version__  # of the code that runs; what is installed may be another
+    return {"python": platform.python_version()} | packages
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
     """The extras that lack packages, and these: {"tensorboard": ["tensorboardX"]}."""
-    lacking = {extra: [name for name in names if not _version(name)] for extra, names in extras.items()}
+    lacking = {extra: [name for name in dict.fromkeys(names) if not _version(name)] for extra, names in extras.items()}
     return {extra: names for extra, names in lacking.items() if names}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.distributed.checkpoint.record import Entry, Record, data_struct, from_json, reads_whole, to_json
+from xlstm_jax.wording import how_to_install
 
 # A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
 CHUNK_BYTES = 2**24
@@ -24,7 +25,7 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError("checkpoints are made with orbax: pip install xlstm_jax[checkpoint]") from error
+        raise ImportError(f"checkpoints are made with orbax: {how_to_install('checkpoint')}.") from error
     return orbax.checkpoint
 
 

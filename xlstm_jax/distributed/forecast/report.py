@@ -13,9 +13,10 @@ from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.wording import TIMES, format_bytes, rich_table
+from xlstm_jax.wording import TIMES, format_bytes, how_to_install, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
+NAMED = 3  # of the leaves that travel together
 OUTSIDE = "outside of modules"
 DOES_NOT_FIT = (
     "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
@@ -101,7 +102,7 @@ def _memory_table(forecast: Any) -> Any:
 def _temporaries_table(forecast: Any) -> Any:
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
-        alike[temporary.path or "(no module)", temporary.direction, temporary.shape].append(temporary.bytes)
+        alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
     ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
     rows = [
         [path, direction, f"{len(sizes)} {TIMES} {shape}" if len(sizes) > 1 else shape, format_bytes(sum(sizes))]
@@ -141,7 +142,24 @@ def _overlap_table(forecast: Any) -> Any:
 
 
 def _served(collective: Collective) -> str:
-    return ", ".join(collective.leaves) or collective.module or "(no module)"
+    """The leaves that a collective gathers, or the module that it serves; several that travel together, by number."""
+    leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
+    if len(leaves) > 1:
+        return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
+    if leaves or collective.module or len(modules) < 2:
+        return "".join(leaves) or collective.module or "(no module)"
+    return f"{len(modules)} modules together"
+
+
+def _array(shape: str) -> str:
+    """As the compiler writes it; of a tuple, as a loop carries one, only how many arrays it has."""
+    if not shape.startswith("("):
+        return shape
+    nested, arrays = 0, 1
+    for character in shape[1:-1]:
+        nested += (character in "([{") - (character in ")]}")
+        arrays += character == "," and not nested
+    return f"tuple of {arrays} arrays"
 
 
 def _sent(members: Iterable[Collective]) -> float:
@@ -178,7 +196,7 @@ def plot(forecast: Any, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures are drawn with matplotlib: pip install xlstm_jax[forecast]") from error
+        raise ImportError(f"pictures are drawn with matplotlib: {how_to_install('forecast')}.") from error
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
     _plot_memory(memory, forecast)

@@ -142,8 +142,18 @@ class ShardingPlan:
           max_bytes_per_device: for parameters, gradients, optimizer state and other collections. Leave room for
             activations, which no plan knows. None: any number.
         Raises:
-          ValueError: names the worst leaves, with both numbers and the cure.
+          ValueError: names the worst leaves, with both numbers and the cure; or a limit is no such number, NaN
+            included, which everything would pass.
         """
+        if not 0 <= max_replicated_fraction <= 1:
+            raise ValueError(
+                f"max_replicated_fraction={max_replicated_fraction} is no fraction from 0 to 1; pass 0.02 for 2%."
+            )
+        if max_bytes_per_device is not None and not max_bytes_per_device > 0:
+            raise ValueError(
+                f"max_bytes_per_device={max_bytes_per_device} is no positive number of bytes; pass 14 * 2**30, or None "
+                "for any number."
+            )
         if self.replicated_fraction > max_replicated_fraction:
             whole = sum(row.parameters.total for row in self.replicated)
             raise ValueError(

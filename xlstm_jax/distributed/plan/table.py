@@ -84,12 +84,10 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
     table = rich_table(
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
-        ["leaf", "shape", "split", "in all", "per\ndevice", "its\ngradient", "optimizer\nstate", "gathered"],
+        ["leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered"],
         left=3,
-        min_width=7,
         caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
         caption_justify="left",
-        collapse_padding=True,
     )
     for module, members in _by_module(lines):
         table.add_row(module or "(top)", "", "", *_sums(members), "", style="bold")
@@ -137,9 +135,13 @@ def _summary(plan: Any) -> str:
 
 
 def _whole_table(lines: list[Line]) -> Any:
-    table = rich_table("What stays whole, and why; bytes with gradient and optimizer state", ["leaf", "per device"])
-    table.add_column("reason", overflow="fold")
-    for line in sorted(lines, key=lambda line: -line.all_bytes.per_device):
-        path = f"{line.module}/{line.path}".lstrip("/") + _times(line.count)
-        table.add_row(path, format_bytes(line.all_bytes.per_device), str(line.row.reason))
-    return table
+    rows = [
+        [_name(line), format_bytes(line.all_bytes.per_device), str(line.row.reason)]
+        for line in sorted(lines, key=lambda line: -line.all_bytes.per_device)
+    ]
+    title = "What stays whole, and why; bytes with gradient and optimizer state"
+    return rich_table(title, ["leaf", "per device", "reason"], rows, right=1)
+
+
+def _name(line: Line) -> str:
+    return f"{line.module}/{line.path}".lstrip("/") + _times(line.count)

@@ -33,6 +33,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.wording import how_to_install
 
 COMPILE_TIMEOUT_S = 1800.0
 # Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
@@ -307,7 +308,7 @@ def _check_installed() -> None:
     if missing:
         raise ImportError(
             f"compiling for a TPU topology needs {' and '.join(missing)}, on a machine without TPUs too: "
-            "pip install xlstm_jax[forecast]"
+            f"{how_to_install('forecast')}."
         )
 
 

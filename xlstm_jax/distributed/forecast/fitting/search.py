@@ -15,15 +15,18 @@ step, the user's code raises) are a row of the result that says why; at the very
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
+from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
@@ -106,11 +109,15 @@ class Fit:
         return next((trial for trial in self.trials if trial.fits), None)
 
     def table(self) -> RenderableType:
-        """A table for ``rich``, one row for each trial."""
+        """For ``rich``: a table with one row for each trial, and the code that applies the first."""
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         columns = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "bytes per device", "step", "fits"]
-        return rich_table(title, columns, rows)
+        trials = rich_table(title, columns, rows, right=1)
+        if self.best is None:
+            return trials
+        code = textwrap.indent(code_of(self.best.options), "    ")
+        return Group(trials, Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold"))
 
     def to_json(self) -> str:
         """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
@@ -120,7 +127,8 @@ class Fit:
             | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
             for trial in self.trials
         ]
-        return json.dumps({"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}, indent=2)
+        found = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
+        return json.dumps(found | {"code": code_of(self.best.options) if self.best else None}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:

@@ -68,8 +68,10 @@ def _has_main_source(program: Program, value: Value) -> bool:
     instruction = value.instruction
     if instruction.opcode == "parameter":
         return any(caller.opcode == "while" for _, caller in program.callers[value.computation.name])
-    # A TPU brings an array into VMEM in slices, and puts them side by side.
-    return instruction.opcode == "dynamic-update-slice" or '"ConcatBitcast"' in instruction.attributes
+    # A TPU brings an array into VMEM in slices, and puts them side by side; what ends an asynchronous gather reads the
+    # shard, then its buffers.
+    targets = ('"ConcatBitcast"', '"AsyncCollectiveDone"')
+    return instruction.opcode == "dynamic-update-slice" or any(name in instruction.attributes for name in targets)
 
 
 def sources(program: Program, value: Value) -> list[Value]:
