@@ -207,6 +207,41 @@ def test_a_process_that_does_not_come_is_named(two):
     raised(two, "late", r"^TimeoutError: plan: process 1 did not come to compare it within 0.5 s")
 
 
+# ------------------------------------------------------------------------------------------------ restoring, together
+
+
+@pytest.fixture(scope="module")
+def restoring():
+    return run("restores", 2)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("extra leaf", r"^ValueError: process 1: step 2 in .* does not fit the abstract state: it has no 'b'"),
+        ("no leaf", r"^ValueError: process 1: the state has no leaves"),
+        ("text", r"^TypeError: process 1: 'n' is str; a checkpoint holds numbers"),
+        ("other step", r"^ValueError: processes do .*: restore step 1 on process 0, but restore step 2 on process 1\."),
+        ("other method", r"but list the steps of a checkpoint on process 1\. Let all do the same in order\.$"),
+    ],
+)
+def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
+    assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: it can be read
+    assert len(set(raised(restoring, name, message))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, what", [("latest_step without it", "list the steps of a checkpoint"), ("restore without it", "read step 2")]
+)
+def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
+    message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"
+    raised(restoring, name, message)
+    assert [process["fits again"]["result"] for process in restoring] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------- what is compared
+
+
 @dataclass
 class Config:
     lr: float = 0.1

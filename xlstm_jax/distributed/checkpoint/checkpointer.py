@@ -27,6 +27,7 @@ import jax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record
 from xlstm_jax.distributed.checkpoint.orbax_io import check_dtypes, orbax, read_arrays, read_record, save_args
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
 from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
 from xlstm_jax.wording import listed
 
@@ -58,6 +59,8 @@ class Checkpointer:
       save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
       max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
       async_timeout_s: how long a save may take in the background, before it fails on all processes.
+      peer_timeout_s: how long to wait, in each method but ``save``, for a process that is alive but does not come;
+        ``TimeoutError`` then says which. A process that reads its shards so much slower than another is taken for one.
 
     >>> import tempfile
     >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -73,8 +76,11 @@ class Checkpointer:
         save_interval_steps: int = DEFAULT_SAVE_INTERVAL_STEPS,
         max_to_keep: int | None = DEFAULT_MAX_TO_KEEP,
         async_timeout_s: int = DEFAULT_ASYNC_TIMEOUT_S,
+        *,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         limits = {"save_interval_steps": save_interval_steps, "async_timeout_s": async_timeout_s}
+        limits["peer_timeout_s"] = peer_timeout_s
         for name, value in (limits if max_to_keep is None else limits | {"max_to_keep": max_to_keep}).items():
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1.")
@@ -83,7 +89,7 @@ class Checkpointer:
 
         self.directory: Any = epath.Path(directory if _is_url(directory) else os.path.abspath(directory))
         self.save_interval_steps, self.max_to_keep = save_interval_steps, max_to_keep
-        self.async_timeout_s = async_timeout_s
+        self.async_timeout_s, self.peer_timeout_s = async_timeout_s, peer_timeout_s
         self._manager: Any = None  # orbax's; opened by the first save
         self._lock: IO[str] | None = None
         self._saving: int | None = None  # the step
@@ -206,11 +212,14 @@ class Checkpointer:
           step: the step to restore; None: the newest that is sound, with a warning if that is not the newest.
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes.
+          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
+            restore different steps. (All of these are raised in all processes.)
+          TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
         self.wait()
-        likes = record.bare_leaves(abstract_state)
-        record.check_placed(likes)
+        what = f"restore {'the newest step' if step is None else f'step {step}'}"
+        mistakes = ValueError, TypeError  # of the caller, perhaps in one process alone
+        likes = fail_together(lambda: _leaves_of_target(abstract_state), mistakes, what, self.peer_timeout_s)
         problems: dict[int, str] = {}
         for candidate in self._candidates(step):
             try:
@@ -249,16 +258,18 @@ class Checkpointer:
 
     def _read(self, step: int, likes: dict[str, Any]) -> dict[str, Any]:
         """The leaves of one step, checked; raises ``CheckpointError`` in all processes if it does in one."""
-        folder = self.directory / str(step)
-        entries = fail_together(lambda: read_record(folder / "leaves"), CheckpointError)
-        record.check_fits(entries, likes, f"step {step} in {self.directory}")
-        arrays = fail_together(lambda: read_arrays(folder / "state", entries, likes), CheckpointError)
-        fail_together(lambda: record.check_sound(entries, arrays), CheckpointError)
+        folder, where = self.directory / str(step), f"step {step} in {self.directory}"
+        vote = f"read step {step}", self.peer_timeout_s
+        entries = fail_together(lambda: read_record(folder / "leaves"), CheckpointError, *vote)
+        fail_together(lambda: record.check_fits(entries, likes, where), ValueError, *vote)
+        arrays = fail_together(lambda: read_arrays(folder / "state", entries, likes), CheckpointError, *vote)
+        fail_together(lambda: record.check_sound(entries, arrays), CheckpointError, *vote)
         return {path: record.as_like(arrays[path], entries[path], like, path) for path, like in likes.items()}
 
     def _folders_of_process_0(self) -> dict[int, bool]:
         """``_folders`` as process 0 sees them; a file system may show each process something else."""
-        return dict(json.loads(allgather_text(json.dumps([*self._folders().items()]))[0]))
+        seen = json.dumps([*self._folders().items()])
+        return dict(json.loads(allgather_text(seen, "list the steps of a checkpoint", self.peer_timeout_s)[0]))
 
     def _folders(self) -> dict[int, bool]:
         """The folders that are called like a committed step, by its number; and whether they hold anything."""
@@ -295,6 +306,12 @@ class Checkpointer:
                 folder.rmdir()
             elif step in self._damaged:
                 folder.rename(_free_name(self.directory / f"{step}.damaged"))
+
+
+def _leaves_of_target(abstract_state: PyTree) -> dict[str, Any]:
+    likes = record.bare_leaves(abstract_state)
+    record.check_placed(likes)
+    return likes
 
 
 def _is_url(directory: str | os.PathLike[str]) -> bool:
