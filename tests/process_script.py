@@ -81,6 +81,11 @@ def agreement():
     step("array", assert_same_everywhere, {**config, "data": np.arange(1000) + (np.arange(1000) == 900) * RANK})
     step("absent", assert_same_everywhere, config | ({"dropout": 0.1} if RANK else {}))
     step("code", assert_same_everywhere, {"code": own_code(f"SCALE = {1 + RANK}")})
+    with jax.default_prng_impl("rbg" if RANK else "threefry2x32"):
+        step("jax.config", assert_same_everywhere, config)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math" * RANK
+    with mock.patch.dict(os.environ, {"XLA_FLAGS": flags}):
+        step("XLA_FLAGS", assert_same_everywhere, config)
     step("order", assert_same_everywhere, 1, "plan" if RANK else "seed")
     for _ in range(20):
         step("same again", assert_same_everywhere, config)
@@ -188,6 +193,7 @@ def slurm():
     simulate_cpu_devices(1)
     initialize_distributed()
     OUT["joined"] = [jax.process_index(), jax.process_count(), jax.device_count()]
+    OUT["listening"] = listening_addresses()
 
 
 def join():

@@ -28,6 +28,7 @@ from jax._src import distributed
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.processes.jax_config import jax_settings
 from xlstm_jax.distributed.processes.store import GRACE_S, Store, digest, named
 
 AGREEMENT_TIMEOUT_S = 60.0
@@ -52,7 +53,8 @@ def assert_same_everywhere(
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
         and the like. Functions and classes are compared by their names, modules and packages by their source files:
         pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The versions of Python and of the
-        packages that computations depend on are compared in any case.
+        packages that computations depend on are compared in any case, and so is how JAX is set as far as that decides
+        what is computed: options of ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (``processes/jax_config.py``).
       what: what the error calls it.
       timeout_s: how long to wait for a process that does not come.
     Raises:
@@ -63,7 +65,7 @@ def assert_same_everywhere(
     >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
     """
     versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
-    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()}
+    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()} | jax_settings()
     if jax.distributed.is_initialized():
         state = distributed.global_state
         compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
