@@ -318,6 +318,12 @@ class Config:
     act: object = nn.gelu
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Rows:
+    x: object
+
+
 class Kind(Enum):
     A = 1
 
@@ -523,6 +529,20 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
         ),
         ({"x": np.ones(16)}, {"pad": 8}, ValueError, r"pad=8 rows for 16 rows"),
         ({"n": 3}, {}, ValueError, r"no leaf with rows"),
+        (
+            {"x": np.ones(8), "y": [1, 2, 3, 4, 5, 6, 7, 8]},
+            {},
+            TypeError,
+            r"batch\['y'\] is a list of 8 Python numbers, .* Pass np\.asarray\(batch\['y'\]\)",
+        ),
+        ((np.ones(8), [[1.0, 2.0]] * 8), {}, TypeError, r"batch\[1\]\[0\] is a list of 2 Python numbers"),
+        (Config(), {}, TypeError, r"^batch is a Config, a dataclass that JAX does not know; .* pass vars\(batch\)"),
+        (
+            {"c": [Config()]},
+            {},
+            TypeError,
+            r"^batch\['c'\]\[0\] is a Config, a dataclass .*register_dataclass above Con",
+        ),
         ({"x": np.ones(8), "id": "abc"}, {}, TypeError, r"batch\['id'\] has the dtype <U3, not of numbers"),
         ({"x": np.array(["a"] * 8)}, {}, TypeError, r"batch\['x'\] has the dtype <U1, not of numbers"),
         (
@@ -537,6 +557,12 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
 def test_rows_that_do_not_fit_are_refused(batch, options, error, message):
     with pytest.raises(error, match=message):
         shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"), **options)
+
+
+def test_a_batch_may_be_of_any_containers_that_jax_knows():
+    batch = (np.ones(8), [np.zeros((8, 2)), 0.5], {"betas": (0.9, 0.99)}, Rows(np.ones(8)))
+    sharded = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
+    assert jax.tree.structure(sharded) == jax.tree.structure(batch)
 
 
 def test_an_axis_that_is_not_there_is_named():

@@ -79,7 +79,7 @@ class Checkpointer:
         *,
         peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        limits = {"save_interval_steps": save_interval_steps, "async_timeout_s": async_timeout_s}
+        limits: dict[str, float] = {"save_interval_steps": save_interval_steps, "async_timeout_s": async_timeout_s}
         limits["peer_timeout_s"] = peer_timeout_s
         for name, value in (limits if max_to_keep is None else limits | {"max_to_keep": max_to_keep}).items():
             if value < 1:

@@ -148,7 +148,7 @@ def _own_address(address: str) -> str | None:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
-        found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        found = {str(info[4][0]): info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return None
     for own, family in found.items():

@@ -33,7 +33,8 @@ class Store:
 
     def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
         self.me, self.processes = me, processes
-        self._client: Any = distributed.global_state.client
+        state: Any = distributed.global_state
+        self._client = state.client
         self._folder = f"xlstm_jax/{kind}/{digest(str(list(processes)))}"
         self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)
 
