@@ -184,6 +184,8 @@ def restores():
             step("restore without it", checkpointer.restore, like)
         multihost_utils.sync_global_devices("both are here again")
         step("fits again", lambda: checkpointer.restore(like)["n"])
+        time.sleep(3 * RANK)
+        step("save without it", checkpointer.save, 3, {"w": split, "n": 3})
     if RANK == 0:
         shutil.rmtree(folder)
 

@@ -300,7 +300,12 @@ def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name
 
 
 @pytest.mark.parametrize(
-    "name, what", [("latest_step without it", "list the steps of a checkpoint"), ("restore without it", "read step 2")]
+    "name, what",
+    [
+        ("latest_step without it", "list the steps of a checkpoint"),
+        ("restore without it", "read step 2"),
+        ("save without it", "save step 3"),
+    ],
 )
 def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
     message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"

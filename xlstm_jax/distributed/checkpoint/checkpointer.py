@@ -59,8 +59,8 @@ class Checkpointer:
       save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
       max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
       async_timeout_s: how long a save may take in the background, before it fails on all processes.
-      peer_timeout_s: how long to wait, in each method but ``save``, for a process that is alive but does not come;
-        ``TimeoutError`` then says which. A process that reads its shards so much slower than another is taken for one.
+      peer_timeout_s: how long to wait, in each method, for a process that is alive but does not come; ``TimeoutError``
+        then says which. A process that reads its shards so much slower than another is taken for one.
 
     >>> import tempfile
     >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -127,10 +127,14 @@ class Checkpointer:
           CheckpointError: this save, or the one before, failed; or another job writes in the directory.
           ValueError: the directory holds a newer step; or processes hold different values of a local leaf.
           TypeError: a leaf is something else than numbers.
+          TimeoutError: a process did not come to save this step within ``peer_timeout_s``.
         """
         step = operator.index(step)
         if not force and step % self.save_interval_steps:
             return False
+        allgather_text(
+            "", f"save step {step}", self.peer_timeout_s
+        )  # what follows waits for ever for who does not come
         self.wait()
         self._become_writer()
         if not self._is_new(step):
