@@ -61,6 +61,7 @@ WEIGHT_DECAY = 0.01
 ADAM_B2 = 0.95
 KEEP_CHECKPOINTS = 3
 SAVE_TIMEOUT_S = 60
+FIRST_SAVE_S = 600.0  # it compiles
 
 
 class Run(NamedTuple):
@@ -155,7 +156,13 @@ def checkpointer_of(job: Job) -> Iterator[Checkpointer | None]:
         yield None
         return
     folder, timeout_s = Path(config.checkpoint_dir, CHECKPOINTS), min(config.step_timeout, SAVE_TIMEOUT_S)
-    with Checkpointer(folder, config.checkpoint_every, KEEP_CHECKPOINTS, async_timeout_s=timeout_s) as checkpointer:
+    with Checkpointer(
+        folder,
+        config.checkpoint_every,
+        KEEP_CHECKPOINTS,
+        async_timeout_s=timeout_s,
+        peer_timeout_s=max(config.step_timeout, config.start_timeout),
+    ) as checkpointer:
         yield checkpointer
 
 
@@ -218,7 +225,7 @@ def fit(
     with console.status("compiling"):
         programs = compile_programs(job, run)
     state, local = run.state, train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
-    speed, rows, position = _Speed(job), [], int(run.position)
+    speed, rows, position, saved = _Speed(job), [], int(run.position), False
     with _progress(console) as progress:
         task = progress.add_task(
             "training", total=config.steps, completed=position, loss=math.nan, speed=math.nan, held_out=math.nan
@@ -238,11 +245,13 @@ def fit(
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)
             if checkpointer and (stop or last or position % config.checkpoint_every == 0):
-                run = Run(state, programs.sync(local), position, run.rng)
-                local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
-                check_replicas(state)  # rather than save the copy of the first device for all
-                logger.flush()  # so that no row before the checkpoint is lost with this process
-                checkpointer.save(position, tuple(run), force=stop or last)
+                # The first save compiles, and that is no time of a step.
+                with guard.paused(config.step_timeout if saved else max(config.step_timeout, FIRST_SAVE_S)):
+                    run, saved = Run(state, programs.sync(local), position, run.rng), True
+                    local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
+                    check_replicas(state)  # rather than save the copy of the first device for all
+                    logger.flush()  # so that no row before the checkpoint is lost with this process
+                    checkpointer.save(position, tuple(run), force=stop or last)
             if stop:
                 break
         if checkpointer:

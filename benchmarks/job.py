@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from xlstm_jax.distributed import (
     initialize_distributed,
     shard_module_params,
 )
+from xlstm_jax.distributed.processes.together import allgather_text
 
 SIMULATED_DEVICES = 8
 SHARD_AXIS_PREFIX = "fsdp"
@@ -35,8 +37,9 @@ CHECKPOINTS, METRICS = "steps", "metrics"  # folders below --checkpoint-dir
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is made of; ``mesh=None`` is all devices on one axis "fsdp", ``out=None`` a new folder in runs/, or
-    ``metrics`` in the checkpoints' folder."""
+    """What a run is made of. ``mesh=None`` is all devices on one axis "fsdp"; ``out=None`` a new folder in runs/, or
+    ``metrics`` in the checkpoints' folder; ``checkpoint_dir=None`` the folder ``out``; ``checkpoint_every=0`` no
+    checkpoints."""
 
     model: str = "xlstm"
     mesh: dict[str, int] | None = None
@@ -112,7 +115,7 @@ def prepare(config: TrainConfig) -> Job:
             f"--batch-size {config.batch_size}: {mesh.size} devices * {config.num_minibatches} minibatches = {parts} do"
             f" not divide it. Take {-(-config.batch_size // parts) * parts}."
         )
-    return Job(config, text, mesh, make_model(config, mesh))
+    return Job(_with_folders(config), text, mesh, make_model(config, mesh))
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -194,15 +197,29 @@ def _checked_text(config: TrainConfig) -> Text:
     return text
 
 
+def _with_folders(config: TrainConfig) -> TrainConfig:
+    """The config with the folders that it leaves open; for checkpoints all processes take that of process 0."""
+    new = f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    chosen = allgather_text(config.checkpoint_dir or config.out or new, "choose the folder of the run")[0]
+    out = config.out or (str(Path(config.checkpoint_dir, METRICS)) if config.checkpoint_dir else chosen)
+    return dataclasses.replace(config, out=out, checkpoint_dir=chosen if config.checkpoint_every else None)
+
+
 def _check_checkpoints(config: TrainConfig) -> None:
-    if config.resume and config.checkpoint_dir is None:
-        raise ValueError("--resume: from which checkpoints? Give --checkpoint-dir.")
-    if config.checkpoint_dir is None or config.resume:
+    folders = {"--checkpoint-dir": config.checkpoint_dir, "--out": config.out}
+    for option, folder in folders.items():
+        if "://" in (folder or ""):
+            raise ValueError(f"{option} {folder}: is a URL. Give a folder of a file system that mounts it.")
+    option, folder = next(((name, at) for name, at in folders.items() if at is not None), ("", None))
+    if config.resume and not config.checkpoint_every:
+        raise ValueError("--resume: needs checkpoints, and --checkpoint-every 0 keeps none. Leave one of them out.")
+    if config.resume and folder is None:
+        raise ValueError("--resume: from which checkpoints? Give --checkpoint-dir, or --out, as the run that stopped.")
+    if folder is None or config.resume:
         return
-    if any(Path(config.checkpoint_dir, CHECKPOINTS).glob("[0-9]*")):
+    if any(Path(folder, CHECKPOINTS).glob("[0-9]*")):
         raise ValueError(
-            f"--checkpoint-dir {config.checkpoint_dir}: holds the checkpoints of a run. Go on with it by --resume, or "
-            "take another folder."
+            f"{option} {folder}: holds the checkpoints of a run. Go on with it by --resume, or take another folder."
         )
 
 

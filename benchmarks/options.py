@@ -16,6 +16,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """A positive integer, or 0.
+
+    Raises:
+      argparse.ArgumentTypeError: the text is none.
+    """
+    return 0 if text.isdecimal() and int(text) == 0 else positive(text)
+
+
 def add_forecast_options(
     parser: argparse.ArgumentParser,
     *,

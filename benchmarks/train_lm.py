@@ -10,8 +10,9 @@ Before training the bytes that each kind of state takes on one device are read o
 model is compared with one that knows only the frequency of bytes, and writes some text of its own.
 
 ``--processes N`` starts N processes on this machine, which share its devices; a cluster's own launcher starts the same
-program without it. With ``--checkpoint-dir`` and ``--resume`` the same command, given again after whatever happened,
-goes on where the newest good checkpoint is, with the losses that an undisturbed run would have.
+program without it. Checkpoints go to the run's folder, or to ``--checkpoint-dir``. With ``--resume`` the same command,
+given again after whatever happened, goes on where the newest good one is, with the losses that an undisturbed run would
+have.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -44,7 +46,7 @@ from rich.text import Text as RichText
 from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys
 from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS
-from benchmarks.options import positive
+from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss
 from xlstm_jax.distributed import LoopGuard, NonFiniteError
@@ -84,7 +86,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
 
 def run(job: Job, console: Console) -> Result | None:
     """Trains from the start, or from the newest checkpoint; None where SIGTERM has ended it before its last step."""
-    config, out = job.config, _out_folder(job.config)
+    config, out = job.config, Path(str(job.config.out))
     console = console if jax.process_index() == 0 else Console(quiet=True)
     with checkpointer_of(job) as checkpointer, LoopGuard(step_timeout_s=config.step_timeout) as guard:
         start = begin(job, checkpointer)
@@ -97,7 +99,7 @@ def run(job: Job, console: Console) -> Result | None:
         with MetricLogger(out, resume_step=resume_step) as logger:
             end, rows = fit(job, start, guard, checkpointer, logger, console)
             if end.position < config.steps:
-                console.print(f"stopped after step {end.position} by SIGTERM; go on with --resume", highlight=False)
+                console.print(how_to_go_on(config, int(end.position)), highlight=False, markup=False, soft_wrap=True)
                 return None
         with guard.paused(SAMPLING_S), console.status("sampling"):
             sample = generate(job, end.state.params, SAMPLE_PROMPT, keys(job)[2])
@@ -113,12 +115,18 @@ def run(job: Job, console: Console) -> Result | None:
     return result
 
 
-def _out_folder(config: TrainConfig) -> Path:
-    if config.out is not None:
-        return Path(config.out)
-    if config.checkpoint_dir is not None:
-        return Path(config.checkpoint_dir, METRICS)
-    return Path(f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+def how_to_go_on(config: TrainConfig, step: int) -> str:
+    """What SIGTERM has left of a run, and the options that go on with it."""
+    stopped = f"stopped after step {step} by SIGTERM"
+    if config.checkpoint_dir is None:
+        return (
+            f"{stopped}, and with --checkpoint-every 0 these {step} steps are lost. Leave that option out: checkpoints "
+            "then go to the run's folder."
+        )
+    options = [] if config.checkpoint_dir == config.out else ["--checkpoint-dir", config.checkpoint_dir]
+    own_out = config.out != str(Path(config.checkpoint_dir, METRICS))
+    options += ["--out", str(config.out)] if own_out else []
+    return f"{stopped}; go on with {shlex.join(options)} --resume"
 
 
 def read_rows(out: Path) -> list[dict[str, float]]:
@@ -254,9 +262,9 @@ def parser() -> argparse.ArgumentParser:
     option("--out", "folder for what the run leaves; by default a new one in runs/", str, metavar="FOLDER")
     option("--sample-bytes", "length of the sample at the end; 0 for none", int)
     option(
-        "--checkpoint-dir", "folder for checkpoints, which all processes see; by default none", str, metavar="FOLDER"
+        "--checkpoint-dir", "folder for checkpoints, which all processes see; by default --out", str, metavar="FOLDER"
     )
-    option("--checkpoint-every", "steps between checkpoints")
+    option("--checkpoint-every", "steps between checkpoints; 0 for none", not_negative)
     new.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint, if there is one")
     option("--step-timeout", "seconds after which a step that hangs ends the process; the first may take an hour")
     option("--start-timeout", "seconds to wait for the other processes at the start")
@@ -283,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if run(job, Console()) is not None else EXIT_STOPPED
     except FileExistsError as error:
         return _fail(error, 2)
+    except ImportError as error:  # of what checkpoints are made with
+        return _fail(f"{error} (or give --checkpoint-every 0)", 2)
     except (CheckpointError, NonFiniteError) as error:
         return _fail(error, 1)
 
@@ -334,7 +344,7 @@ def _wait(children: list[subprocess.Popen]) -> int:
     return failed if failed >= 0 else 128 - failed
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print(f"train_lm: error: {error}", file=sys.stderr)
     return code
 

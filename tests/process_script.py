@@ -6,26 +6,31 @@ It prints one JSON object at the end: for every step by its name what it returne
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import (
+    Checkpointer,
     DeviceMeshManager,
     assert_same_everywhere,
     initialize_distributed,
     shard_batch,
     simulate_cpu_devices,
 )
+from xlstm_jax.distributed.checkpoint import checkpointer as checkpoint
 from xlstm_jax.distributed.device_mesh import batches
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -76,6 +81,11 @@ def agreement():
     step("array", assert_same_everywhere, {**config, "data": np.arange(1000) + (np.arange(1000) == 900) * RANK})
     step("absent", assert_same_everywhere, config | ({"dropout": 0.1} if RANK else {}))
     step("code", assert_same_everywhere, {"code": own_code(f"SCALE = {1 + RANK}")})
+    with jax.default_prng_impl("rbg" if RANK else "threefry2x32"):
+        step("jax.config", assert_same_everywhere, config)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math" * RANK
+    with mock.patch.dict(os.environ, {"XLA_FLAGS": flags}):
+        step("XLA_FLAGS", assert_same_everywhere, config)
     step("order", assert_same_everywhere, 1, "plan" if RANK else "seed")
     for _ in range(20):
         step("same again", assert_same_everywhere, config)
@@ -147,11 +157,45 @@ def four():
     step("shared, but different", lambda: bool(shard_batch({"x": rows.repeat(2, 1) + (RANK == 3)}, mesh, "dp")))
 
 
+def restores():
+    """What one of two processes does wrong as they restore, or does not do at all: process 1, each time."""
+    simulate_cpu_devices(1)
+    initialize_distributed(ADDRESS, COUNT, RANK)
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2})
+    split = jax.jit(lambda: jnp.arange(4.0), out_shardings=NamedSharding(mesh, P("fsdp")))()
+    like = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=split.sharding), "n": 0}
+    folder = tempfile.gettempdir() + f"/restores-{PORT}"
+    with Checkpointer(folder) as checkpointer:
+        for number in (1, 2):
+            checkpointer.save(number, {"w": split, "n": number})
+        checkpointer.wait()
+        step("fits", lambda: checkpointer.restore(like)["n"])
+        step("extra leaf", checkpointer.restore, like | ({"b": np.zeros(1)} if RANK else {}))
+        step("no leaf", checkpointer.restore, {} if RANK else like)
+        step("text", checkpointer.restore, like | {"n": "many" if RANK else 0})
+        step("other step", checkpointer.restore, like, 1 + RANK)
+        step("other method", checkpointer.latest_step if RANK else lambda: checkpointer.restore(like))
+    with Checkpointer(folder, peer_timeout_s=1) as checkpointer:
+        time.sleep(3 * RANK)  # alive, and stuck
+        step("latest_step without it", checkpointer.latest_step)
+        multihost_utils.sync_global_devices("both are here")
+        stuck = mock.patch.object(checkpoint, "read_arrays", lambda *_: time.sleep(3))
+        with stuck if RANK else nullcontext():
+            step("restore without it", checkpointer.restore, like)
+        multihost_utils.sync_global_devices("both are here again")
+        step("fits again", lambda: checkpointer.restore(like)["n"])
+        time.sleep(3 * RANK)
+        step("save without it", checkpointer.save, 3, {"w": split, "n": 3})
+    if RANK == 0:
+        shutil.rmtree(folder)
+
+
 def slurm():
     """The environment that srun makes; no argument at all."""
     simulate_cpu_devices(1)
     initialize_distributed()
     OUT["joined"] = [jax.process_index(), jax.process_count(), jax.device_count()]
+    OUT["listening"] = listening_addresses()
 
 
 def join():
@@ -161,7 +205,7 @@ def join():
 
 if __name__ == "__main__":
     try:
-        {"two": two, "four": four, "slurm": slurm, "join": join}[PART]()
+        {"two": two, "four": four, "slurm": slurm, "join": join, "restores": restores}[PART]()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # without waiting for the others

@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 import time
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +40,26 @@ def go_wrong(step):
     if not LAST or step != FAULT_STEP:
         return
     say("FAULT", time.time())
-    if MODE == "stuck":
+    if MODE in ("stuck", "stuck, full pipe"):
         time.sleep(600)
-    elif MODE == "stuck in C":
+    elif MODE in ("stuck in C", "stuck in C, full pipe"):
         ctypes.PyDLL(None).sleep(600)  # holds the lock of the interpreter
     elif MODE == "exception":
         raise OSError("the data are gone")
     elif MODE == "sys.exit":
         sys.exit(7)
+
+
+def fill_stderr():
+    """Makes stderr a pipe that nobody reads, and that is full."""
+    _, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.set_blocking(2, False)
+    for size in (4096, 1):
+        with suppress(BlockingIOError):
+            while True:
+                os.write(2, b"x" * size)
+    os.set_blocking(2, True)
 
 
 def place(values, spec):
@@ -123,6 +136,8 @@ elif MODE == "unguarded":
     say("STEP 1")
     time.sleep(60)
 else:
+    if MODE.endswith("full pipe"):
+        fill_stderr()
     with LoopGuard(step_timeout_s=STEP_TIMEOUT_S, max_skipped_in_a_row=2) as guard:
         stopped, state = train(guard)
     say("STOPPED", stopped, int(state.step), float(state.params["w"][0]), os.getpid())

@@ -5,14 +5,29 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import jax
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_batch,
+    create_train_state,
+    init_sharded,
+    make_train_step,
+    shard_batch,
+    simulate_cpu_devices,
+)
+from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes, filled_sizes
+from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+from xlstm_jax.distributed.processes import simulation
 
 create = DeviceMeshManager.create_device_mesh
 
@@ -55,13 +70,92 @@ def test_devices_lie_in_the_order_given():
         ({"dp": -1, "fsdp": -1}, r"at most one of them -1"),
         ({"fsdp": 0}, r"a size is a positive integer"),
         ({}, r"names no mesh axis"),
+        ({"fsdp": True}, r"a size is a positive integer"),
         (8, r"mesh_shape=8 has no axis names; write {'fsdp': 8}, say"),
+        ((2, 4), r"mesh_shape=\(2, 4\) has no axis names; write {'dp': 2, 'fsdp': 4}, say"),
+        (None, r"mesh_shape=None has no axis names; write {'dp': 2, 'fsdp': 4}, say"),
+        ("fsdp", r"mesh_shape='fsdp' has no axis names; write {'dp'"),
     ],
     ids=str,
 )
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers(shape, message):
     with pytest.raises(ValueError, match=message):
         create(shape)
+
+
+@pytest.mark.parametrize(
+    "devices, error, message",
+    [
+        (
+            [],
+            ValueError,
+            r"devices: 0, of which 0 differ\. Name at least one, each once, as jax\.devices\(\)\[:4\]; or leave",
+        ),
+        ([0, 1], TypeError, r"devices holds 0, a int; pass devices, as jax\.devices\(\)\[:4\]"),
+        (2, TypeError, r"devices holds 2, a int"),
+        (jax.devices()[:1] * 2, ValueError, r"devices: 2, of which 1 differ"),
+    ],
+    ids=["none", "numbers", "a number", "one twice"],
+)
+def test_what_are_no_devices_are_refused(devices, error, message):
+    with pytest.raises(error, match=message):
+        create({"fsdp": 2}, devices)
+    assert create({"fsdp": 4}, np.array(jax.devices()[:4]).reshape(2, 2)).size == 4  # guard: an array of them is fine
+
+
+def test_sizes_of_an_abstract_mesh_have_names():
+    with pytest.raises(ValueError, match=r"mesh_shape=\(4, 64\) has no axis names; write {'dp': 4, 'fsdp': 64}, say"):
+        DeviceMeshManager.create_abstract_mesh((4, 64))
+    with pytest.raises(ValueError, match=r"num_devices='4' for the axis 'data': there are 8 devices"):
+        DeviceMeshManager.create_data_parallel_mesh("4")
+
+
+def takes_a_mesh():
+    model, x = nn.Dense(2), np.ones((8, 3), np.float32)
+    state = (model, optax.sgd(0.1))
+    where = {"batch_axes": "fsdp"}
+    return {
+        "auto_mesh": auto_mesh,
+        "mesh_axes": lambda mesh: mesh_axes(mesh, "fsdp", "batch_axes"),
+        "shard_batch": lambda mesh: shard_batch({"x": x}, mesh, "fsdp"),
+        "abstract_batch": lambda mesh: abstract_batch({"x": x}, mesh, "fsdp"),
+        "get_mesh_info": DeviceMeshManager.get_mesh_info,
+        "init_sharded": lambda mesh: init_sharded(model, mesh, jax.random.key(0), x, **where),
+        "create_train_state": lambda mesh: create_train_state(*state, mesh, jax.random.key(0), x, **where),
+        "make_train_step": lambda mesh: make_train_step(lambda *_: 0.0, mesh, "fsdp"),
+        "make_log_step": lambda mesh: make_log_step(WeightedMean(), mesh, "fsdp"),
+    }
+
+
+@pytest.mark.parametrize("function", takes_a_mesh())
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (None, r"mesh is None; a mesh is a .*create_device_mesh\({'fsdp': -1}\)"),
+        ((2, 4), r"mesh=\(2, 4\) is a tuple; a mesh is .*: devices .*create_device_mesh\({'dp': 2, 'fsdp': 4}\)"),
+        ({"fsdp": 8}, r"mesh={'fsdp': 8} is a dict; .*create_device_mesh\({'fsdp': 8}\)"),
+        (8, r"mesh=8 is a int; .*create_device_mesh\({'fsdp': 8}\)"),
+        (jax.devices(), r"is a list; .*create_device_mesh\({'fsdp': 8}, devices\)"),
+        (DeviceMeshManager, r"is a DeviceMeshManager; .*create_device_mesh\({'fsdp': -1}\)"),
+        (
+            NamedSharding(create({"fsdp": 8}), P()),
+            r"is a NamedSharding; .*Pass the mesh of this sharding, as sharding\.m",
+        ),
+    ],
+    ids=["None", "sizes", "dict", "number", "devices", "class", "sharding"],
+)
+def test_what_is_no_mesh_is_refused_with_the_call_that_makes_one(function, mesh, message):
+    with pytest.raises(TypeError, match=message):
+        takes_a_mesh()[function](mesh)
+
+
+def test_a_mesh_without_devices_takes_no_batch():
+    abstract = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
+    assert abstract_batch({"x": np.ones(8)}, abstract, "fsdp")["x"].shape == (8,)  # guard: it is a mesh
+    with pytest.raises(
+        TypeError, match=r"is an AbstractMesh, which has no devices; .*create_device_mesh\({'fsdp': 8}\)"
+    ):
+        shard_batch({"x": np.ones(8)}, abstract, "fsdp")
 
 
 @pytest.mark.parametrize("count, sizes", [(8, (3, 3)), (12, (5, 1, 2)), (7, (2, -1)), (64, (3, 5, 7))], ids=str)
@@ -177,6 +271,28 @@ def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, np
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout == f"3 {nproc}\n"
+
+
+def test_libtpu_does_not_complain_where_there_is_no_accelerator():
+    pytest.importorskip("libtpu")
+    if not simulation._has_cpus_alone():
+        pytest.skip("this machine may have one")
+    code = "from xlstm_jax.distributed import available_devices as a; print(len(a(3)))"
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.stderr) == ("3\n", "")
+
+
+@pytest.mark.parametrize("file", ["/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd"])
+def test_with_an_accelerator_or_a_plugin_jax_looks_for_itself(monkeypatch, file):
+    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
+    assert simulation._has_cpus_alone()  # guard
+    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
+    assert not simulation._has_cpus_alone()
+    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(simulation, "find_spec", lambda name: object() if name == "jax_plugins" else None)
+    assert not simulation._has_cpus_alone()
 
 
 def test_no_devices_are_refused():

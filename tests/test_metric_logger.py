@@ -332,6 +332,16 @@ def test_files_of_a_run_are_not_overwritten(tmp_path, name):
         ("metrics.jsonl", "5\n", r"line '5', which no MetricLogger wrote there"),
         ("metrics.jsonl", "[1]\n", r"line '\[1\]', which no MetricLogger wrote there"),
         ("metrics.jsonl", '{"loss": 1}\n', r"which no MetricLogger wrote there \('step'\)"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "a\\nb": 2}\n',
+            r"wrote there \(metrics has the key 'a\\nb': a name is printable",
+        ),
+        (
+            "metrics.jsonl",
+            f'{{"step": 1, "{"n" * 1001}": 2}}\n',
+            r"of 1001 characters: a name has at most 1000\. Short",
+        ),
     ],
     ids=str,
 )
@@ -343,7 +353,39 @@ def test_lines_that_no_logger_wrote_are_refused_and_left(tmp_path, name, text, m
     assert (tmp_path / name).read_text() == text
 
 
+@pytest.mark.parametrize("name", ["metrics.csv.tmp", "metrics.jsonl.tmp"])
+def test_nothing_is_written_through_a_link_that_somebody_put_there(tmp_path, name):
+    (precious := tmp_path / "precious").write_text("keep me")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    log_range(folder, 1, 2)
+    assert precious.read_text() == "keep me" and steps(folder) == [1, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_names_that_a_spreadsheet_would_compute_are_text_in_the_table_and_go_on(tmp_path):
+    names = ["=1+1", "+a", "-a", "@SUM(A1)", "'=1+1", "'a", "n" * 1000]
+    with open_logger(tmp_path) as logger:
+        logger.log(1, {name: number for number, name in enumerate(names)})
+    with open_logger(tmp_path, resume_step=1) as logger:
+        logger.log(2, dict.fromkeys(names, -1.0))
+    header = ["step", "'=1+1", "'+a", "'-a", "'@SUM(A1)", "''=1+1", "'a", "n" * 1000]
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [header, ["1", *map(str, range(7))], ["2", *["-1.0"] * 7]]
+    assert [list(row) for row in json_rows(tmp_path)] == [["step", *names]] * 2
+
+
 # What is refused.
+
+
+@pytest.mark.parametrize("folder", ["gs://bucket/run", "file:///run", Path("s3://bucket")], ids=str)
+def test_a_url_is_no_folder(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"folder='(gs://bucket/run|file:///run|s3:/bucket)' is a URL: .* copy it"):
+        open_logger(folder)
+    open_logger("a:b").close()  # guard: a folder may have a colon in its name
+    assert [path.name for path in tmp_path.iterdir()] == ["a:b"]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +415,7 @@ def test_values_of_another_kind_are_refused(tmp_path, metrics, message):
         ({"a": {"": 1.0}}, r"key 'a/': a name is printable"),
         ({"/a": 1.0}, r"key '/a'"),
         ({"a\nb": 1.0}, r"key 'a\\nb'"),
+        ({"n" * 900: {"m" * 100: 1.0}}, r"key 'n{40} ... m{40}' of 1001 characters: a name has at most 1000\. Shorten"),
         ({"a/b": 1.0, "a": {"b": 2.0}}, r"gives 'a/b' a second meaning: .* Rename one"),
         ({"a": np.ones(2), "a/1": 2.0}, r"gives 'a/1' a second meaning"),
         ({"step": 1.0}, r"gives 'step' a second meaning: the step has the column 'step'"),

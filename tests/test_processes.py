@@ -25,6 +25,8 @@ import xlstm_jax
 from tests.support import mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
 from xlstm_jax.distributed.processes.agreement import entries_of
+from xlstm_jax.distributed.processes.jax_config import COMPARED_OPTIONS, jax_settings
+from xlstm_jax.distributed.processes.joining import _own_address
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120  # of a run on a busy machine; the promises about time are asserted one by one
@@ -49,7 +51,8 @@ def start(part, rank, count, port, **environment):
     )
 
 
-def finished(running):
+def ended(running):
+    """The last line that each process printed, after all have ended well."""
     try:
         done = [process.communicate(timeout=LIMIT_S) for process in running]
     finally:
@@ -57,7 +60,11 @@ def finished(running):
             process.kill()
             process.wait()
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(err[-3000:] for _, err in done)
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return [output.splitlines()[-1] for output, _ in done]
+
+
+def finished(running):
+    return [json.loads(line) for line in ended(running)]
 
 
 def run(part, count):
@@ -132,22 +139,82 @@ def test_joining_again_is_fine_if_it_is_the_same(two):
         assert f"cannot become process {1 - rank} of 2" in process["join as another"]["result"]
 
 
+def check_listens_on_loopback_only(listening):
+    assert all(re.fullmatch(r"(0{16}FFFF0000)?0100007F:[0-9A-F]{4}", address) for address in listening)
+    assert listening  # guard: it was seen at all
+
+
 def test_the_coordinator_listens_on_its_own_address_only(two):
-    assert all(re.fullmatch(r"(0{16}FFFF0000)?0100007F:[0-9A-F]{4}", address) for address in two[0]["listening"])
-    assert two[0]["listening"]  # guard: it was seen at all
+    check_listens_on_loopback_only(two[0]["listening"])
 
 
-def test_under_slurm_no_argument_is_needed():
-    def as_srun(rank):
-        return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"} | {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "JAX_COORDINATOR_PORT": str(port),
-        }
+def as_srun(rank, port):
+    """The environment that ``srun --ntasks=2`` makes."""
+    return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"} | {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "JAX_COORDINATOR_PORT": str(port),
+    }
 
+
+def test_under_slurm_no_argument_is_needed_and_the_coordinator_listens_on_its_own_address():
     port = free_port()
-    printed = finished([start("slurm", rank, 2, port, **as_srun(rank)) for rank in range(2)])
+    printed = finished([start("slurm", rank, 2, port, **as_srun(rank, port)) for rank in range(2)])
     assert [process["joined"] for process in printed] == [[0, 2, 2], [1, 2, 2]]
+    check_listens_on_loopback_only(printed[0]["listening"])
+
+
+@pytest.mark.parametrize(
+    "resolved, bind",
+    [
+        (["127.0.0.1"], "127.0.0.1:7"),  # a host that has no other address than this, as the name says
+        (["127.0.1.1"], None),  # Debian's /etc/hosts for the host's own name: the others find another address
+        (["192.0.2.1"], None),  # of another host
+        (["127.0.1.1", "0.0.0.0"], "0.0.0.0:7"),  # stands for an address of this host
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_coordinator_listens_where_its_name_leads_the_others(monkeypatch, resolved, bind):
+    def lookup(*_, **__):
+        if not resolved:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    name = resolved[0] if resolved == ["127.0.0.1"] else "node7"
+    assert _own_address(f"{name}:7") == bind
+
+
+def page_blocks(language):
+    text = (ROOT / "docs" / "processes.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
+    (program,) = page_blocks("python")
+    (tmp_path / "page.py").write_text(program + "print(jax.process_count(), dict(mesh.shape), metrics['loss'])\n")
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", tmp_path / "page.py"],
+            env={**os.environ, **as_srun(rank, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = ended(running)
+    assert first == second and first.startswith("2 {'dp': 4, 'fsdp': 4} ")
+
+
+def test_the_commands_of_the_page_start_two_processes(tmp_path):
+    (commands,) = page_blocks("bash")
+    commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
+    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("process "))
+    assert lines == ["process 0 sees 8 devices", "process 1 sees 8 devices"], done.stderr[-3000:]
 
 
 def test_waiting_for_a_process_that_never_comes_is_bounded():
@@ -188,6 +255,8 @@ def test_processes_that_agree_go_on_at_once(two):
         ("array", r"'data' is int64\[1000\] \(0, 1, .*\), sha256 \w+ on process 0, but .*, sha256 \w+ on process 1$"),
         ("absent", r"'dropout' is absent on process 0, but 0.1 on process 1$"),
         ("code", r"'code/model.py' is 'sha256 \w+' on process 0, but 'sha256 \w+' on process 1$"),
+        ("jax.config", r"'jax_default_prng_impl' is threefry2x32 on process 0, but rbg on process 1$"),
+        ("XLA_FLAGS", r"'XLA_FLAGS --xla_cpu_enable_fast_math' is absent on process 0, but true on process 1$"),
         ("order", r"'compared' is seed on process 0, but plan on process 1$"),
     ],
 )
@@ -207,11 +276,57 @@ def test_a_process_that_does_not_come_is_named(two):
     raised(two, "late", r"^TimeoutError: plan: process 1 did not come to compare it within 0.5 s")
 
 
+# ------------------------------------------------------------------------------------------------ restoring, together
+
+
+@pytest.fixture(scope="module")
+def restoring():
+    return run("restores", 2)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("extra leaf", r"^ValueError: process 1: step 2 in .* does not fit the abstract state: it has no 'b'"),
+        ("no leaf", r"^ValueError: process 1: the state has no leaves"),
+        ("text", r"^TypeError: process 1: 'n' is str; a checkpoint holds numbers"),
+        ("other step", r"^ValueError: processes do .*: restore step 1 on process 0, but restore step 2 on process 1\."),
+        ("other method", r"but list the steps of a checkpoint on process 1\. Let all do the same in order\.$"),
+    ],
+)
+def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
+    assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: it can be read
+    assert len(set(raised(restoring, name, message))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("latest_step without it", "list the steps of a checkpoint"),
+        ("restore without it", "read step 2"),
+        ("save without it", "save step 3"),
+    ],
+)
+def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
+    message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"
+    raised(restoring, name, message)
+    assert [process["fits again"]["result"] for process in restoring] == [2, 2]
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
 @dataclass
 class Config:
     lr: float = 0.1
     layers: list = field(default_factory=lambda: [1, 2])
     act: object = nn.gelu
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Rows:
+    x: object
 
 
 class Kind(Enum):
@@ -247,6 +362,44 @@ def test_every_leaf_of_a_configuration_has_its_path():
     assert want.items() <= got.items()
     assert got["config/act"].endswith(".gelu") and got["key"].startswith("key<fry>[] (0, 0), sha256")
     assert entries_of(value) == got  # nothing in it depends on where things lie in memory
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("jax_enable_x64", True),
+        ("jax_default_matmul_precision", "float32"),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_threefry_partitionable", False),
+        ("jax_debug_nans", True),
+        ("jax_random_seed_offset", 1),
+    ],
+)
+def test_what_changes_values_or_programs_is_compared(option, value):
+    before, old = jax_settings(), getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        changed = {name: text for name, text in jax_settings().items() if before.get(name) != text}
+    finally:
+        jax.config.update(option, old)
+    assert changed == {option: str(value)} and jax_settings() == before
+
+
+def test_flags_are_compared_but_for_what_a_process_has_for_itself(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b --xla_dump_to=/tmp/0 --xla_gpu_cuda_data_dir=/cuda --xla_a=2")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_c=true --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    found = {name: text for name, text in jax_settings().items() if " " in name or "NVIDIA" in name}
+    assert found == {
+        "XLA_FLAGS --xla_a": "2",
+        "XLA_FLAGS --xla_b": "true",
+        "LIBTPU_INIT_ARGS --xla_tpu_c": "true",
+        "NVIDIA_TF32_OVERRIDE": "0",
+    }
+
+
+def test_the_options_that_are_compared_exist():
+    assert len(COMPARED_OPTIONS & jax.config.values.keys()) > len(COMPARED_OPTIONS) - 5  # some are of one release only
 
 
 @pytest.mark.parametrize(
@@ -381,6 +534,20 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
         ),
         ({"x": np.ones(16)}, {"pad": 8}, ValueError, r"pad=8 rows for 16 rows"),
         ({"n": 3}, {}, ValueError, r"no leaf with rows"),
+        (
+            {"x": np.ones(8), "y": [1, 2, 3, 4, 5, 6, 7, 8]},
+            {},
+            TypeError,
+            r"batch\['y'\] is a list of 8 Python numbers, .* Pass np\.asarray\(batch\['y'\]\)",
+        ),
+        ((np.ones(8), [[1.0, 2.0]] * 8), {}, TypeError, r"batch\[1\]\[0\] is a list of 2 Python numbers"),
+        (Config(), {}, TypeError, r"^batch is a Config, a dataclass that JAX does not know; .* pass vars\(batch\)"),
+        (
+            {"c": [Config()]},
+            {},
+            TypeError,
+            r"^batch\['c'\]\[0\] is a Config, a dataclass .*register_dataclass above Con",
+        ),
         ({"x": np.ones(8), "id": "abc"}, {}, TypeError, r"batch\['id'\] has the dtype <U3, not of numbers"),
         ({"x": np.array(["a"] * 8)}, {}, TypeError, r"batch\['x'\] has the dtype <U1, not of numbers"),
         (
@@ -395,6 +562,12 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
 def test_rows_that_do_not_fit_are_refused(batch, options, error, message):
     with pytest.raises(error, match=message):
         shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"), **options)
+
+
+def test_a_batch_may_be_of_any_containers_that_jax_knows():
+    batch = (np.ones(8), [np.zeros((8, 2)), 0.5], {"betas": (0.9, 0.99)}, Rows(np.ones(8)))
+    sharded = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
+    assert jax.tree.structure(sharded) == jax.tree.structure(batch)
 
 
 def test_an_axis_that_is_not_there_is_named():

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -31,7 +32,9 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.boxes import Sharded
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
-from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG
+from xlstm_jax.distributed.resilience import watchdog
+from xlstm_jax.distributed.resilience.loop_guard import _failure_of
+from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S
 
 ROOT = Path(__file__).parent.parent
 STEP_TIMEOUT_S, FAULT_STEP = 3.0, 5  # of tests/resilience_process.py
@@ -125,6 +128,14 @@ def test_a_c_call_that_holds_the_interpreter_is_ended_too(start):
     assert process.end() == 1  # of Python's faulthandler, which can do no better
     assert STEP_TIMEOUT_S < seconds_from(time_of_fault(process), [process]) < STEP_TIMEOUT_S + 2
     assert "in go_wrong" in process.errors()
+
+
+@pytest.mark.parametrize("mode, code", [("stuck, full pipe", EXIT_HUNG), ("stuck in C, full pipe", 1)])
+def test_a_full_pipe_that_nobody_reads_keeps_no_stuck_process_alive(start, mode, code):
+    (process,) = start(mode, processes=1)
+    assert process.end() == code
+    # Some seconds are for the stacks, which a reader would have been given time to take.
+    assert STEP_TIMEOUT_S < seconds_from(time_of_fault(process), [process]) < STEP_TIMEOUT_S + 10
 
 
 def test_a_paused_section_may_take_longer_than_a_step(start):
@@ -266,6 +277,7 @@ def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
     [
         ({"step_timeout_s": 0}, "step_timeout_s=0: a number of seconds"),
         ({"first_step_timeout_s": float("nan")}, "first_step_timeout_s=nan"),
+        ({"step_timeout_s": 1e10}, r"step_timeout_s=1e\+10 s is longer than the 9.22.*e\+09 s that a timer can take"),
         ({"max_skipped_in_a_row": -1}, "max_skipped_in_a_row=-1"),
     ],
     ids=str,
@@ -273,6 +285,68 @@ def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
 def test_limits_that_are_none_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         LoopGuard(**options)
+
+
+def test_the_longest_limit_is_one_that_the_timer_takes():
+    with LoopGuard(step_timeout_s=MAX_TIMEOUT_S, first_step_timeout_s=MAX_TIMEOUT_S) as guard:
+        guard.step_done(1)
+        time.sleep(2 * LOOK_EVERY_S)
+        assert any(thread.name == "watchdog" for thread in threading.enumerate())  # it has set the timer
+
+
+class Loss:
+    """What the watchdog reads of a loss: one shard, whose computation has failed, or that is donated as it looks."""
+
+    def __init__(self, donated):
+        self.is_deleted = lambda: donated == "loss"
+        data = SimpleNamespace(
+            is_ready=lambda: True, block_until_ready=self.fail, is_deleted=lambda: donated == "shard"
+        )
+        self.shards = [SimpleNamespace(data=data, device=jax.devices()[0])]
+
+    def fail(self):
+        raise RuntimeError("Gloo: connection closed")
+
+    @property
+    def addressable_shards(self):
+        return self.fail() if self.is_deleted() else self.shards
+
+
+def test_a_donated_loss_is_no_failure_of_a_device():
+    assert _failure_of(Loss(donated="loss")) is None and _failure_of(Loss(donated="shard")) is None
+    assert _failure_of(Loss(donated=None)) == "device 0 failed (Gloo: connection closed)"
+    assert _failure_of(jnp.ones(())) is None
+
+
+def test_a_failure_ends_the_process_only_if_it_is_still_there_at_the_next_look(monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.01)
+    ended, looks = [], []
+
+    def find_failure():
+        looks.append("look")
+        return "device 0 failed" if len(looks) in (3, 5, 7, 8) else None
+
+    def end(self, reason, code):
+        ended.append((len(looks), reason, code))
+        self._stopped.set()
+
+    monkeypatch.setattr(watchdog.Watchdog, "_end", end)
+    dog = watchdog.Watchdog("process 0 of 2", find_failure)
+    dog.start()
+    dog.watch("step 4", 60)
+    dog._thread.join(20)
+    dog.stop()
+    assert ended == [(8, "device 0 failed, and step 4 did not end", EXIT_FAILED)]
+
+
+def test_a_loss_that_was_donated_before_it_was_looked_at_is_named():
+    loss = jnp.float32(1)
+    with LoopGuard() as guard:
+        guard.step_done(7, {"loss": loss})
+        jax.jit(lambda x: x + 1, donate_argnums=0)(loss)
+        assert loss.is_deleted()
+        with pytest.raises(ValueError, match="the loss of step 7 was donated before it could be looked at"):
+            guard.step_done(8, {"loss": 1.0})
 
 
 def test_wrong_calls_say_what_is_right():

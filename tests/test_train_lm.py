@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from benchmarks import models, text, train_lm
+from benchmarks import fitting, models, text, train_lm
+from benchmarks.job import _with_folders
 from benchmarks.models import LanguageModel, chunkwise_mlstm
 from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed.resilience.watchdog import Watchdog
 
 TINY = train_lm.TrainConfig(
     steps=6,
@@ -28,6 +31,7 @@ TINY = train_lm.TrainConfig(
     log_every=1,
     eval_every=3,
     sample_bytes=0,
+    checkpoint_every=0,
 )
 
 
@@ -267,6 +271,48 @@ def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(runs, corpus, tmp_path
     assert again.losses == resumed.losses
 
 
+SMALLEST = "--batch-size 2 --mesh fsdp=1 --context 8 --d-model 8 --layers 1 --heads 1 --model transformer"
+
+
+def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printed(
+    monkeypatch, corpus, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_lm.LoopGuard, "should_stop", lambda self, step: step == 2)
+    limits, of_saves = [], []
+    watch, check = Watchdog.watch, fitting.check_replicas
+    monkeypatch.setattr(Watchdog, "watch", lambda self, what, s: (limits.append((what, s)), watch(self, what, s))[1])
+    monkeypatch.setattr(fitting, "check_replicas", lambda state: (of_saves.append(limits[-1][1]), check(state)))
+
+    given = f"{SMALLEST} --steps 3 --sample-bytes 0 --checkpoint-every 1 --step-timeout 60 --data {corpus}".split()
+    assert train_lm.main(given) == train_lm.EXIT_STOPPED
+    pattern = r"stopped after step 2 by SIGTERM; go on with (--out runs/transformer-\d+-\d+ --resume)$"
+    options = re.search(pattern, capsys.readouterr().out, re.MULTILINE)[1]
+    assert train_lm.main([*given, *options.split()]) == 0
+    assert "going on after step 2" in capsys.readouterr().out
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert [row["step"] for row in train_lm.read_rows(metrics.parent)] == [3]
+
+    # The first save compiles: it has a time of its own, and later ones that of a step.
+    assert of_saves == [fitting.FIRST_SAVE_S, 60, fitting.FIRST_SAVE_S]
+    assert ("step 2", 60) in limits and ("step 3", 60) in limits
+
+
+@pytest.mark.parametrize(
+    "folders, want",
+    [
+        ({"out": "a b"}, "go on with --out 'a b' --resume"),
+        ({"checkpoint_dir": "c"}, "go on with --checkpoint-dir c --resume"),
+        ({"checkpoint_dir": "c", "out": "o"}, "go on with --checkpoint-dir c --out o --resume"),
+        ({"checkpoint_every": 0}, "and with --checkpoint-every 0 these 7 steps are lost. Leave that option out"),
+    ],
+    ids=str,
+)
+def test_what_is_printed_after_sigterm_names_the_folders_or_says_what_is_lost(folders, want):
+    config = _with_folders(train_lm.TrainConfig(**folders))
+    assert want in train_lm.how_to_go_on(config, 7)
+
+
 def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overwritten(runs, corpus, tmp_path):
     one = runs(steps=4, mesh={"fsdp": 4})
     sizes = "--steps 4 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64"
@@ -298,13 +344,26 @@ def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overw
         (["--context", "4000", "--data", "{short}"], "context=4000 needs 4001 bytes, and this text has"),
         (["--batch-size", "12"], "8 devices . 1 minibatches = 8 do not divide it. Take 16"),
         (["--d-model", "100", "--heads", "8"], "--d-model 100: must be a multiple of 2 . --heads = 16"),
-        (["--resume"], "--resume: from which checkpoints. Give --checkpoint-dir"),
+        (["--resume"], "--resume: from which checkpoints. Give --checkpoint-dir, or --out"),
+        (
+            ["--resume", "--out", "x", "--checkpoint-every", "0"],
+            "--resume: needs checkpoints, and --checkpoint-every 0",
+        ),
+        (["--out", "{run}"], "--out .*run: holds the checkpoints of a run. Go on with it by --resume"),
+        (["--checkpoint-dir", "{run}"], "--checkpoint-dir .*run: holds the checkpoints of a run"),
+        (["--checkpoint-dir", "gs://bucket/run"], "--checkpoint-dir gs://bucket/run: is a URL. Give a folder"),
         (["--steps", "0"], "argument --steps: '0' is not a positive integer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(arguments, message, corpus, tmp_path, capsys):
-    paths = {"empty": tmp_path, "binary": corpus / "image.bin", "short": corpus / "01.txt"}
+    (tmp_path / "run" / "steps" / "100").mkdir(parents=True)
+    paths = {
+        "run": tmp_path / "run",
+        "empty": tmp_path / "run",
+        "binary": corpus / "image.bin",
+        "short": corpus / "01.txt",
+    }
     assert exit_code([a.format(**paths) for a in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

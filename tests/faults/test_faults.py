@@ -82,7 +82,7 @@ def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(process
         shown = (tmp_path / "stdout0").read_text()
     stopped = job.committed(tmp_path)
     assert before <= stopped < job.STEPS  # guard: it did not just run to its end
-    assert f"stopped after step {stopped} by SIGTERM; go on with --resume" in shown
+    assert f"stopped after step {stopped} by SIGTERM; go on with --checkpoint-dir {tmp_path / 'run'} --resume" in shown
     goes_on(tmp_path, processes, undisturbed_of(processes))
     assert f"going on after step {stopped}" in (tmp_path / "stdout0").read_text()
     record(f"SIGTERM to process {victim} of {processes}", 1, gone, "0 steps", "bit-equal")

@@ -18,9 +18,8 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 
@@ -37,12 +36,15 @@ from xlstm_jax.distributed.checkpoint.orbax_io import (
     save_args,
 )
 from xlstm_jax.distributed.checkpoint.writer import Writer
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
 from xlstm_jax.distributed.processes.together import allgather_text, fail_together
 from xlstm_jax.wording import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
 DEFAULT_ASYNC_TIMEOUT_S = 60
+_MISTAKES = ValueError, TypeError  # of the caller, perhaps in one process alone
+Result = TypeVar("Result")
 
 
 class Checkpointer:
@@ -56,6 +58,8 @@ class Checkpointer:
       save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
       max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
       async_timeout_s: how long a save may take in the background, before it fails on all processes; whole seconds.
+      peer_timeout_s: how long to wait, in each method, for a process that is alive but does not come; ``TimeoutError``
+        then says which. A process that reads its shards so much slower than another is taken for one.
     Raises:
       ValueError, TypeError: a number is below 1 or no whole number; or the directory is no place for folders.
 
@@ -73,10 +77,15 @@ class Checkpointer:
         save_interval_steps: int = DEFAULT_SAVE_INTERVAL_STEPS,
         max_to_keep: int | None = DEFAULT_MAX_TO_KEEP,
         async_timeout_s: int = DEFAULT_ASYNC_TIMEOUT_S,
+        *,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         self.save_interval_steps = _at_least_1("save_interval_steps", save_interval_steps)
         self.max_to_keep = None if max_to_keep is None else _at_least_1("max_to_keep", max_to_keep)
         self.async_timeout_s = _at_least_1("async_timeout_s", async_timeout_s)
+        if not peer_timeout_s >= 1:
+            raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
+        self.peer_timeout_s = peer_timeout_s
         self._steps_format = orbax().step.standard_name_format()
         self.directory: Any = directory_path(directory)
         self._writer: Writer | None = None  # made by the first save
@@ -95,7 +104,7 @@ class Checkpointer:
         Folders of steps that are all empty raise a ``CheckpointError``: their files are lost. So does a save that has
         failed in the background.
         """
-        fail_together(self._check, CheckpointError)
+        self._together(self._check, CheckpointError, "look for the newest step")
         folders = self._folders_of_process_0()
         if folders and not any(folders.values()):
             where = f"the steps {sorted(folders)} in {self.directory} are empty folders"
@@ -117,6 +126,7 @@ class Checkpointer:
             another object of this process, writes in the directory.
           ValueError: the directory holds a newer step; or processes hold different values of a local leaf.
           TypeError: a leaf is something else than numbers.
+          TimeoutError: a process did not come to save this step within ``peer_timeout_s``.
         """
         step = operator.index(step)
         if step < 0:
@@ -124,7 +134,8 @@ class Checkpointer:
         if not force and step % self.save_interval_steps:
             self._check()
             return False
-        fail_together(self.wait, CheckpointError)
+        # What follows waits for ever for a process that does not come.
+        self._together(self.wait, CheckpointError, f"save step {step}")
         writer = self._become_writer()
         if not self._is_new(step, writer):
             return False
@@ -167,7 +178,9 @@ class Checkpointer:
         local = {path: entries[path] for path, array in arrays.items() if not isinstance(array, jax.Array)}
         if jax.process_count() == 1 or not local:
             return
-        first, *others = [json.loads(text) for text in allgather_text(json.dumps(local))]
+        first, *others = [
+            json.loads(text) for text in allgather_text(json.dumps(local), "compare local leaves", self.peer_timeout_s)
+        ]
         for process, other in enumerate(others, start=1):
             unlike = sorted(path for path in other.keys() | first.keys() if other.get(path) != first.get(path))
             if unlike:
@@ -187,11 +200,12 @@ class Checkpointer:
           step: the step to restore; None: the newest that is sound, with a warning if that is not the newest.
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes.
+          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
+            restore different steps. (All of these are raised in all processes.)
           OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
+          TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
-        likes = record.bare_leaves(abstract_state)
-        restored, found = self._newest_sound(likes, step, lambda entries, where: "")
+        restored, found = self._newest_sound(abstract_state, step, lambda entries, where: "", "state")
         self._own_steps.add(found)
         return record.boxed_like(abstract_state, restored)
 
@@ -206,7 +220,7 @@ class Checkpointer:
           step: as for ``restore``.
           path: where they are in the state, as ``"train/params"``; None: the part called ``params``, or all of it.
         Raises:
-          CheckpointError, OSError: as ``restore``.
+          CheckpointError, OSError, TimeoutError: as ``restore``.
           ValueError: a step is sound but has other parameters, or more than one such part; names them.
 
         >>> import tempfile
@@ -216,16 +230,19 @@ class Checkpointer:
         True
         {'w': array([1., 1., 1.])}
         """
-        likes = record.bare_leaves(abstract_params)
-        find = partial(record.part_of, names=likes.keys(), path=path)
-        return record.boxed_like(abstract_params, self._newest_sound(likes, step, find)[0])
+
+        def part_of(entries: record.Record, where: str) -> str:
+            return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
+
+        return record.boxed_like(abstract_params, self._newest_sound(abstract_params, step, part_of, "parameters")[0])
 
     def _newest_sound(
-        self, likes: dict[str, Any], step: int | None, part_of: Callable[[record.Record, str], str]
+        self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], what: str
     ) -> tuple[dict[str, Any], int]:
         """The leaves of the step, or of the newest that is sound, and its number."""
-        fail_together(self.wait, CheckpointError)
-        record.check_placed(likes)
+        what = f"restore the {what} of {'the newest step' if step is None else f'step {step}'}"
+        self._together(self.wait, CheckpointError, what)
+        likes = self._together(lambda: _leaves_of_target(target), _MISTAKES, what)
         problems: dict[int, str] = {}
         for candidate in self._candidates(step):
             try:
@@ -264,14 +281,14 @@ class Checkpointer:
     def _read(self, step: int, likes: dict[str, Any], part_of: Callable[[record.Record, str], str]) -> dict[str, Any]:
         """The leaves of a part of one step, checked; raises in all processes if it does in one."""
         folder, where = self.directory / str(step), f"step {step} in {self.directory}"
-        everything = read_together(lambda: read_record(folder / "leaves", step), where)
-        part = part_of(everything, where)
+        everything = self._read_together(lambda: read_record(folder / "leaves", step), where)
+        part = self._together(lambda: part_of(everything, where), _MISTAKES, f"read {where}")
         stored = {path: f"{part}{path}" for path in likes}
         entries = {path: entry for path, entry in everything.items() if path.startswith(part)}
         wanted = {stored[path]: like for path, like in likes.items()}
-        record.check_fits(entries, wanted, where)
-        arrays = read_together(lambda: read_arrays(folder / "state", entries, wanted), where)
-        read_together(lambda: record.check_sound(entries, arrays), where)
+        self._together(lambda: record.check_fits(entries, wanted, where), _MISTAKES, f"read {where}")
+        arrays = self._read_together(lambda: read_arrays(folder / "state", entries, wanted), where)
+        self._read_together(lambda: record.check_sound(entries, arrays), where)
         return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
 
     def _folders_of_process_0(self) -> dict[int, bool]:
@@ -280,7 +297,16 @@ class Checkpointer:
         def listing() -> str:
             return json.dumps([*self._folders().items()] if jax.process_index() == 0 else [])
 
-        return dict(json.loads(allgather_text(read_together(listing, str(self.directory)))[0]))
+        texts = self._read_together(listing, str(self.directory))
+        return dict(json.loads(allgather_text(texts, "list the steps of a checkpoint", self.peer_timeout_s)[0]))
+
+    def _together(
+        self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
+    ) -> Result:
+        return fail_together(work, failure, what, self.peer_timeout_s)
+
+    def _read_together(self, work: Callable[[], Result], where: str) -> Result:
+        return read_together(work, where, self.peer_timeout_s)
 
     def _folders(self) -> dict[int, bool]:
         """The folders that are called like a committed step, by its number; and whether they hold anything."""
@@ -296,7 +322,7 @@ class Checkpointer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.manager is not None and not self._damaged:
             return self._writer
-        writer = fail_together(self._open_and_clear, CheckpointError)
+        writer = self._together(self._open_and_clear, CheckpointError, f"open {self.directory} for writing")
         self._damaged.clear()
         if writer.manager is not None:
             writer.manager.reload()
@@ -317,6 +343,12 @@ class Checkpointer:
             elif step in self._damaged:
                 folder.rename(_free_name(self.directory / f"{step}.damaged"))
         return self._writer
+
+
+def _leaves_of_target(target: PyTree) -> dict[str, Any]:
+    likes = record.bare_leaves(target)
+    record.check_placed(likes)
+    return likes
 
 
 def _at_least_1(name: str, value: int) -> int:

@@ -55,12 +55,13 @@ def _is_of_the_system(error: BaseException) -> bool:
     return bool(_STATUS_OF_SYSTEM.match(text))
 
 
-def read_together(work: Callable[[], Result], where: str) -> Result:
+def read_together(work: Callable[[], Result], where: str, timeout_s: float) -> Result:
     """``work``, which reads files, in all processes: if it fails in one, all raise.
 
     Raises:
       OSError: an error of the system in one of them; names ``where``.
       CheckpointError: else, damage in one of them.
+      TimeoutError: a process has not done its work within ``timeout_s`` of this one; says which.
     """
     damage: list[Exception] = []
 
@@ -78,11 +79,13 @@ def read_together(work: Callable[[], Result], where: str) -> Result:
             raise damage[0]
 
     try:
-        results = fail_together(read, OSError)
+        results = fail_together(read, OSError, f"read {where}", timeout_s)
+    except TimeoutError:  # of waiting for another process: what the work raises comes as a plain OSError
+        raise
     except OSError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "
             "tried. Try again when the system is well; or restore an older step by its number."
         ) from error
-    fail_together(tell, CheckpointError)
+    fail_together(tell, CheckpointError, f"read {where}", timeout_s)
     return results[0]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
 from xlstm_jax.distributed.processes.agreement import compare, entries_of
 from xlstm_jax.distributed.processes.simulation import Device
 
@@ -45,7 +45,8 @@ def shard_batch(
       ValueError: devices do not divide the rows, or leaves differ in them, on this process; or processes differ in
         shapes, dtypes, scalars, or rows that must be the same, and all of them raise.
       TimeoutError: this process brings a new shape, others do not.
-      TypeError: a leaf is a global array already, or has a dtype that devices do not have.
+      TypeError: a leaf is a global array already, or has a dtype that devices do not have; a list of numbers, which JAX
+        takes for scalars; a dataclass that JAX does not know; or ``mesh`` is none.
 
     >>> batch = shard_batch({"x": np.ones((16, 3)), "lr": 0.1}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
@@ -54,6 +55,7 @@ def shard_batch(
     >>> batch["x"].shape, weight.sum()
     ((16, 3), Array(14., dtype=float32))
     """
+    check_mesh(mesh, devices=True)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
     shards_of = _shards_of_processes(mesh, axes)
     here = len(shards_of.get(jax.process_index(), ()))
@@ -87,6 +89,7 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNam
       batch_axes: the axes that the batch is split over, outermost first.
     Raises:
       ValueError: the axes do not divide a leaf's rows; names the leaf and both numbers.
+      TypeError: as ``shard_batch``, for what is no array.
 
     >>> batch = abstract_batch({"x": np.ones((16, 3))}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3))
@@ -94,6 +97,7 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNam
     """
     axes, mesh = mesh_axes(mesh, batch_axes, "batch_axes"), auto_mesh(mesh)
     shards = _num_shards(mesh, axes)
+    _check_containers(batch)
 
     def abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         shape, rows = np.shape(leaf), np.shape(leaf)[:1]
@@ -130,8 +134,34 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
     return held
 
 
+def _check_containers(value: Any, path: str = "batch") -> None:
+    """Refuses containers that JAX takes for something else than people mean by them."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            _check_containers(child, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        if isinstance(value, list) and value and all(map(_is_number, value)):
+            raise TypeError(
+                f"{path} is a list of {len(value)} Python numbers, which JAX takes for {len(value)} scalars; rows are "
+                f"the entries of an array. Pass np.asarray({path})."
+            )
+        for index, child in enumerate(value):
+            _check_containers(child, f"{path}[{index}]")
+    elif is_dataclass(value) and any(leaf is value for leaf in jax.tree.leaves(value)):
+        name = type(value).__name__
+        raise TypeError(
+            f"{path} is a {name}, a dataclass that JAX does not know; a batch is made of arrays in dicts, tuples and "
+            f"registered dataclasses. Write @jax.tree_util.register_dataclass above {name}, or pass vars({path})."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex | np.generic)
+
+
 def _common_rows(batch: PyTree) -> int:
     """The number of rows, which all leaves but scalars have."""
+    _check_containers(batch)
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in leaves_with_path(batch):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

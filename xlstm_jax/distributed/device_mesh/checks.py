@@ -1,13 +1,19 @@
-"""What functions ask of a mesh that they are given: axes of type ``Auto``, and the axes that they are told to use."""
+"""What functions ask of a mesh that they are given: that it is one, its axes of type ``Auto``, and the axes that they
+are told to use."""
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.wording import shortened
+
+SHOWN_CHARS = 100  # of what was passed for a mesh, in an error
+USUAL_AXES = {1: ("fsdp",), 2: ("dp", "fsdp")}
 
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
@@ -23,8 +29,50 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     >>> explicit = jax.make_mesh((2, 4), ("dp", "fsdp"))
     >>> explicit == mesh, auto_mesh(explicit) == mesh  # which is Auto
     (False, True)
+
+    Raises:
+      TypeError: it is no mesh; says what it is, and how to make one of it.
     """
+    check_mesh(mesh)
     return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
+
+
+def check_mesh(mesh: Any, *, devices: bool = False) -> None:
+    """Raises a ``TypeError`` for what is no mesh, or has no devices and should: what it is, and how to make one of it.
+
+    >>> check_mesh(mesh)
+    """
+    if isinstance(mesh, Mesh) or (isinstance(mesh, AbstractMesh) and not devices):
+        return
+    rule = "a mesh is a jax.sharding.Mesh: devices in an array whose dims have names"
+    if isinstance(mesh, AbstractMesh):
+        kind = "an AbstractMesh, which has no devices"
+    else:
+        kind = "None" if mesh is None else f"a {getattr(mesh, '__name__', type(mesh).__name__)}"
+    shown = "" if mesh is None else f"={shortened(str(mesh), SHOWN_CHARS)}"
+    raise TypeError(f"mesh{shown} is {kind}; {rule}. {_how_to_make(mesh)}")
+
+
+def _how_to_make(mesh: Any) -> str:
+    """The call that makes the mesh that somebody may have meant."""
+    if isinstance(mesh, jax.sharding.NamedSharding):
+        return "Pass the mesh of this sharding, as sharding.mesh."
+    shape, rest = "{'fsdp': -1}", ""
+    if isinstance(mesh, AbstractMesh | Mapping):
+        shape = str(dict(mesh.shape if isinstance(mesh, AbstractMesh) else mesh))
+    elif isinstance(mesh, np.ndarray | Sequence) and np.size(mesh) and isinstance(np.ravel(mesh)[0], jax.Device):
+        shape, rest = f"{{'fsdp': {np.size(mesh)}}}", ", devices"
+    elif (named := with_usual_names(mesh)) is not None:
+        shape = str(named)
+    return f"Make one by DeviceMeshManager.create_device_mesh({shape}{rest})."
+
+
+def with_usual_names(sizes: Any) -> dict[str, int] | None:
+    """Sizes without names under those that meshes mostly have, as (2, 4) -> {"dp": 2, "fsdp": 4}; None for others."""
+    values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+    if not values or not all(type(size) is int for size in values):
+        return None
+    return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
 
 
 def check_no_explicit_mesh() -> None:
@@ -47,7 +95,12 @@ def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -
 
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)
+
+    Raises:
+      TypeError: ``mesh`` is no mesh.
+      ValueError: it has no such axis.
     """
+    check_mesh(mesh)
     axes = as_axis_names(axis_names)
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_types
-from xlstm_jax.distributed.device_mesh.sizes import filled_sizes
+from xlstm_jax.distributed.device_mesh.checks import auto_types, check_mesh, with_usual_names
+from xlstm_jax.distributed.device_mesh.sizes import filled_sizes, is_size
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes.agreement import assert_same_everywhere
 from xlstm_jax.distributed.processes.joining import initialize_distributed
@@ -44,16 +44,16 @@ class DeviceMeshManager:
           devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
             several slices (or processes, where these are the units that slow links connect) the first axes cross them.
         Raises:
-          ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do.
+          ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do. Or
+            ``mesh_shape`` has no names, or ``devices`` are none, or one of them is there twice.
+          TypeError: ``devices`` holds something else.
         """
-        if isinstance(mesh_shape, int):
-            raise ValueError(f"mesh_shape={mesh_shape} has no axis names; write {{'fsdp': {mesh_shape}}}, say.")
-        pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
+        pairs = _named_sizes(mesh_shape)
         names = as_axis_names(tuple(name for name, _ in pairs))
-        sizes = filled_sizes(dict(pairs), jax.device_count() if devices is None else len(devices))
         if devices is None:
-            return mesh_by_topology(sizes, names, jax.devices())
-        return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=auto_types(names))
+            return mesh_by_topology(filled_sizes(dict(pairs), jax.device_count()), names, jax.devices())
+        array = _array_of(devices)
+        return Mesh(array.reshape(filled_sizes(dict(pairs), array.size)), names, axis_types=auto_types(names))
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
@@ -99,9 +99,10 @@ class DeviceMeshManager:
     @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
         """A mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for machines that are not there."""
-        if not mesh_shape or any(not isinstance(size, int | np.integer) or size < 1 for size in mesh_shape.values()):
-            raise ValueError(f"mesh_shape={dict(mesh_shape)}: name axes with positive sizes, as {{'fsdp': 8}}.")
-        return AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=auto_types(tuple(mesh_shape)))
+        shape = dict(_named_sizes(mesh_shape))
+        if not shape or any(not is_size(size) for size in shape.values()):
+            raise ValueError(f"mesh_shape={shape}: name axes with positive sizes, as {{'fsdp': 8}}.")
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto_types(tuple(shape)))
 
     @staticmethod
     def get_mesh_info(mesh: Mesh) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class DeviceMeshManager:
           ``total_devices``; ``axes``, a dict of sizes; ``processes``, how many have devices in it; ``platform``;
           ``device_kind``; and ``axes_across_processes``, those axes along which collectives leave a process.
         """
+        check_mesh(mesh, devices=True)
         processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         crossing = [(processes != processes.take([0], axis=dim)).any() for dim in range(processes.ndim)]
         return {
@@ -123,13 +125,35 @@ class DeviceMeshManager:
         }
 
 
+def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
+    """The axes with their sizes; refuses what has no names."""
+    pairs = list(mesh_shape.items()) if isinstance(mesh_shape, Mapping) else mesh_shape
+    if isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return [(name, size) for name, size in pairs]
+    example = with_usual_names(pairs) or {"dp": 2, "fsdp": 4}
+    raise ValueError(f"mesh_shape={mesh_shape!r} has no axis names; write {example}, say.")
+
+
+def _array_of(devices: Any) -> np.ndarray:
+    """The devices as an array of one dim, each of them once."""
+    array = np.asarray(devices, object).ravel()
+    if wrong := [device for device in array if not (hasattr(device, "id") and hasattr(device, "process_index"))]:
+        raise TypeError(f"devices holds {wrong[0]!r}, a {type(wrong[0]).__name__}; pass devices, as jax.devices()[:4].")
+    if not array.size or len(set(array)) < array.size:
+        raise ValueError(
+            f"devices: {array.size}, of which {len(set(array))} differ. Name at least one, each once, as "
+            "jax.devices()[:4]; or leave devices out, for all."
+        )
+    return array
+
+
 def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
     count = jax.device_count()
     if num_devices is None or num_devices == count:
         return DeviceMeshManager.create_device_mesh({name: count})
-    if not 1 <= num_devices <= count:
+    if not (is_size(num_devices) and num_devices <= count):
         raise ValueError(
-            f"num_devices={num_devices} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
+            f"num_devices={num_devices!r} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
         )
     devices = jax.devices()[:num_devices]
     left_out = set(range(jax.process_count())) - {device.process_index for device in devices}

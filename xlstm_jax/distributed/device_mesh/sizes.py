@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,12 +11,15 @@ SHAPES_SHOWN = 3
 SHAPES_TRIED = 100_000  # to find the nearest
 
 
+def is_size(size: Any) -> bool:
+    """Whether it is a positive integer, which a bool is not."""
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 1
+
+
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
     """The sizes with -1 replaced; an error names the nearest shapes if they do not multiply to ``count``."""
     wild = [name for name, size in shape.items() if size == -1]
-    if len(wild) > 1 or not all(
-        isinstance(size, int | np.integer) and (size >= 1 or size == -1) for size in shape.values()
-    ):
+    if len(wild) > 1 or not all(is_size(size) or size == -1 for size in shape.values()):
         raise ValueError(f"mesh_shape={shape}: a size is a positive integer, and at most one of them -1.")
     known = math.prod(size for size in shape.values() if size != -1)
     if count % known or (not wild and known != count):

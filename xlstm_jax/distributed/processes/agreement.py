@@ -5,15 +5,11 @@
   every process   reads the groups. One group: it goes on. Several: it reads the entries of one process of each group,
                   and raises: which entry, on which process, with which value
 
-Processes post to the key-value store of JAX's coordination service, which ``jax.distributed.initialize`` starts. They
-use no collective (``multihost_utils.assert_equal``): a collective waits for ever for a process that does not come,
-needs the same number of devices in every process, and starts the devices. JAX has no public name for the store, nor for
-the number of this process before devices are started; other libraries take both from ``jax._src.distributed`` too.
+Processes post to the store of ``processes/store.py``, so it works before devices are started, and ends.
 """
 
 import dataclasses
 import functools
-import hashlib
 import json
 import platform
 import time
@@ -32,10 +28,11 @@ from jax._src import distributed
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.processes.jax_config import jax_settings
+from xlstm_jax.distributed.processes.store import GRACE_S, Store, digest, named
 
 AGREEMENT_TIMEOUT_S = 60.0
 COMPARED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-GRACE_S = 1.0  # for the groups, which process 0 may post as late as at the deadline
 REPORT_TIMEOUT_S = 10.0
 GROUPS_SHOWN = 8
 LINES_SHOWN = 12
@@ -56,7 +53,8 @@ def assert_same_everywhere(
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
         and the like. Functions and classes are compared by their names, modules and packages by their source files:
         pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The versions of Python and of the
-        packages that computations depend on are compared in any case.
+        packages that computations depend on are compared in any case, and so is how JAX is set as far as that decides
+        what is computed: options of ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (``processes/jax_config.py``).
       what: what the error calls it.
       timeout_s: how long to wait for a process that does not come.
     Raises:
@@ -67,7 +65,7 @@ def assert_same_everywhere(
     >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
     """
     versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
-    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()}
+    entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()} | jax_settings()
     if jax.distributed.is_initialized():
         state = distributed.global_state
         compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
@@ -75,24 +73,24 @@ def assert_same_everywhere(
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
     """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``."""
-    store = _ComparisonStore(distributed.global_state.client, me, processes)
+    store = Store("agreement", me, processes)
     deadline = time.monotonic() + timeout_s
-    store.post(f"digest/{me}", _digest(f"{what} {json.dumps(sorted(entries.items()))}"))
+    store.post(f"digest/{me}", digest(f"{what} {json.dumps(sorted(entries.items()))}"))
     if me == processes[0]:
         _post_groups(store, processes, deadline)
     answer = json.loads(store.read("groups", deadline + GRACE_S) or "{}")
     groups = answer.get("groups", [])
     if not groups:
-        missing = answer.get("missing") or sorted(set(processes) - store.posted("digest/")) or processes[:1]
+        missing = answer.get("missing") or store.missing("digest")
         raise TimeoutError(
-            f"{what}: {_named(missing)} did not come to compare it within {timeout_s:g} s; this is {_named([me])}. See "
+            f"{what}: {named(missing)} did not come to compare it within {timeout_s:g} s; this is {named([me])}. See "
             f"the log of process {missing[0]}: it may have died, hang, be late, or run other code."
         )
     if len(groups) > 1:
         raise ValueError(_difference(what, _reports(store, groups[:GROUPS_SHOWN], {"compared": what, **entries}, me)))
 
 
-def _post_groups(store: "_ComparisonStore", processes: Sequence[int], deadline: float) -> None:
+def _post_groups(store: Store, processes: Sequence[int], deadline: float) -> None:
     """Posts the groups of processes with equal digests, the largest first; or the processes that did not come."""
     groups = defaultdict(list)
     for process in processes:
@@ -105,7 +103,7 @@ def _post_groups(store: "_ComparisonStore", processes: Sequence[int], deadline: 
 
 
 def _reports(
-    store: "_ComparisonStore", groups: list[list[int]], entries: Mapping[str, str], me: int
+    store: Store, groups: list[list[int]], entries: Mapping[str, str], me: int
 ) -> list[tuple[list[int], dict[str, str]]]:
     """Each group with the entries of its first process. A process that is the first of a group posts its own here."""
     if me in [group[0] for group in groups]:
@@ -158,14 +156,14 @@ def _source_files(module: ModuleType) -> dict[str, str]:
     files = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.py"))}
     if not roots and (file := getattr(module, "__file__", None)):
         files = {Path(file).name: Path(file)}
-    return {name: f"sha256 {_digest(file.read_bytes())}" for name, file in files.items()} or {"name": module.__name__}
+    return {name: f"sha256 {digest(file.read_bytes())}" for name, file in files.items()} or {"name": module.__name__}
 
 
 def _text(leaf: Any, path: str) -> str:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _array_text(leaf, path)
     if isinstance(leaf, bytes | bytearray):
-        return f"{len(leaf)} bytes, sha256 {_digest(bytes(leaf))}"
+        return f"{len(leaf)} bytes, sha256 {digest(bytes(leaf))}"
     if callable(leaf) and hasattr(leaf, "__qualname__"):
         return f"{getattr(leaf, '__module__', '')}.{leaf.__qualname__}"
     text = repr(leaf)
@@ -185,17 +183,13 @@ def _array_text(leaf: Any, path: str) -> str:
         )
     values = np.asarray(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     first = ", ".join(map(str, values.ravel()[:VALUES_SHOWN])) + (", ..." if values.size > VALUES_SHOWN else "")
-    return f"{leaf.dtype}{list(leaf.shape)} ({first}), sha256 {_digest(values.tobytes())}"
+    return f"{leaf.dtype}{list(leaf.shape)} ({first}), sha256 {digest(values.tobytes())}"
 
 
 def _short(text: str) -> str:
     if len(text) <= TEXT_SHOWN:
         return text
-    return f"{text[:TEXT_SHOWN]}... ({len(text)} characters, sha256 {_digest(text)})"
-
-
-def _digest(data: str | bytes) -> str:
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]
+    return f"{text[:TEXT_SHOWN]}... ({len(text)} characters, sha256 {digest(text)})"
 
 
 def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
@@ -205,44 +199,7 @@ def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]
         for group, entries in reports:
             processes_by_text[entries.get(path, "absent")].extend(group)
         if len(processes_by_text) > 1:
-            texts = [f"{text} on {_named(processes)}" for text, processes in processes_by_text.items()]
+            texts = [f"{text} on {named(processes)}" for text, processes in processes_by_text.items()]
             lines.append(f"'{path}' is {', but '.join(texts)}")
     hidden = f"\n  and {len(lines) - LINES_SHOWN} more" if len(lines) > LINES_SHOWN else ""
     return f"the {what} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
-
-
-def _named(processes: Sequence[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
-
-
-class _ComparisonStore:
-    """A folder of the coordination service's key-value store, for one comparison among ``processes``.
-
-    Comparisons among the same processes are numbered. Each process counts in the store, so the count ends with the job.
-    """
-
-    def __init__(self, client: Any, me: int, processes: Sequence[int]) -> None:
-        self._client = client
-        self._folder = f"xlstm_jax/agreement/{_digest(str(list(processes)))}"
-        self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)
-
-    def post(self, name: str, text: str) -> None:
-        self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
-
-    def read(self, name: str, deadline: float) -> str | None:
-        """Waits for the text; None after the deadline."""
-        wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        try:
-            return self._client.blocking_key_value_get(f"{self._folder}/{self._number}/{name}", wait_ms)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return None
-
-    def posted(self, folder: str) -> set[int]:
-        """The processes that have posted in the folder."""
-        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/{folder}")
-        return {int(key.rsplit("/", 1)[1]) for key, _ in found}
-
-    def delete_previous(self) -> None:
-        self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")

@@ -7,6 +7,8 @@ All waits are bounded, and far shorter than JAX's own (300, 100 and 300 s): a jo
 other, or lose one, should end at once, so that the scheduler starts it again.
 """
 
+import contextlib
+import ipaddress
 import math
 import os
 import socket
@@ -27,7 +29,10 @@ RETRY_S = 0.2  # between attempts to reach the coordinator
 
 
 class Membership(NamedTuple):
-    """Which process of a job this is, of how many, and where process 0 listens. ``bind`` None: on all interfaces."""
+    """Which process of a job this is, of how many, and where process 0 listens.
+
+    ``bind`` is the address that process 0 listens on; None: on all interfaces.
+    """
 
     coordinator_address: str
     num_processes: int
@@ -54,7 +59,8 @@ def initialize_distributed(
 
     Args:
       coordinator_address: "host:port" of process 0, as the other processes reach it. Process 0 listens on this address
-        only (set JAX_COORDINATOR_BIND_ADDRESS where it has another name there).
+        only (set JAX_COORDINATOR_BIND_ADDRESS where it has another name there), as on one that was found. Where that
+        is a name that stands for no address of its host but loopback, it listens on all.
       num_processes, process_id: how many there are, and which one this is, from 0.
       local_device_ids: the accelerators of this host that this process uses. By default all of them, or, under SLURM
         and Open MPI, the one with the number of the process on its host: start one process for each, or pass the list.
@@ -123,12 +129,34 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
     found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
     address, num_processes, process_id, device_ids = found
     if address is not None and num_processes is not None and process_id is not None:
-        return Membership(address, num_processes, process_id, device_ids, bind=None)
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_own_address(address) if process_id == 0 else None)
+        return Membership(address, num_processes, process_id, device_ids, bind)
     if variable is not None:
         raise ValueError(
             f"JAX_COORDINATOR_ADDRESS={variable!r} is set, but JAX finds no cluster that would say which process this "
             "is. Pass coordinator_address, num_processes and process_id, or unset the variable."
         )
+    return None
+
+
+def _own_address(address: str) -> str | None:
+    """The address of this host that the name in "name:port" stands for; None if it stands for none that others reach.
+
+    The others look the name up themselves. So an address of another host (behind a translation of addresses), and a
+    loopback address that stands for this host's own name (as Debian has it in /etc/hosts), tell nothing.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = {str(info[4][0]): info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None
+    for own, family in found.items():
+        if own != host and ipaddress.ip_address(own.partition("%")[0]).is_loopback and host != "localhost":
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((own, 0))
+            return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
     return None
 
 

@@ -1,12 +1,16 @@
 """Devices that are simulated on the CPU, with or without other processes."""
 
 import contextlib
+import glob
 import os
 from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Protocol
 
 import jax
 
+ACCELERATOR_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # TPU, NVIDIA, AMD, WSL
 THREADS_PER_DEVICE = 4  # of XLA's CPU client; as many programs can be in flight
 
 
@@ -56,7 +60,9 @@ def available_devices(simulated: int = 8) -> list[Device]:
     """The accelerators; where there are none, ``simulated`` CPU devices, or those with which JAX runs already.
 
     For programs that take what there is; ``simulate_cpu_devices`` is for those that want CPUs in any case. Only JAX can
-    say whether there is an accelerator, and asking starts the devices, so the number of CPU devices is set first.
+    say which accelerators there are, and asking starts the devices, so the number of CPU devices is set first. Where
+    the machine can have none JAX is told so (``jax_platforms`` is "cpu"): libtpu, if it is installed to compile for
+    TPUs that are not there, would look for one and complain.
 
     >>> len(available_devices())
     8
@@ -64,10 +70,19 @@ def available_devices(simulated: int = 8) -> list[Device]:
     nproc = os.environ.get("NPROC")
     with contextlib.suppress(RuntimeError):  # JAX runs already
         _set_cpu_devices(simulated)
+        if not jax.config.jax_platforms and _has_cpus_alone():
+            jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     if nproc is None:
         os.environ.pop("NPROC", None)  # the client has read it
     return devices
+
+
+def _has_cpus_alone() -> bool:
+    """Whether there is no file of an accelerator, and no plugin for JAX, which may reach one elsewhere."""
+    files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
+    plugins = find_spec("jax_plugins") is not None or metadata.entry_points(group="jax_plugins")
+    return not (files or plugins)
 
 
 def _set_cpu_devices(count: int) -> None:

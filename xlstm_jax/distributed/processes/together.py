@@ -1,53 +1,67 @@
 """Processes fail together: when a piece of work fails in one process, all of them raise.
 
 A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
-the text of its error, empty where it had none, to all others.
+the text of its error, empty where it had none, to all others. It waits for theirs no longer than it is told to.
 """
 
+import json
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, exchange, named
 from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
 Result = TypeVar("Result")
 
 
-def fail_together(work: Callable[[], Result], failure: type[Exception]) -> Result:
+def fail_together(
+    work: Callable[[], Result],
+    failure: type[Exception] | tuple[type[Exception], ...],
+    what: str = "what all processes do together",
+    timeout_s: float = PEER_TIMEOUT_S,
+) -> Result:
     """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
 
-    All processes must call it. The error says in which processes ``work`` raised, and what.
+    All processes must call it. The error says in which processes ``work`` raised, and what. Of several kinds of
+    ``failure`` it is the one that was raised; the first, where something else was.
+
+    Raises:
+      TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this one; says which, and ``what``.
     """
+    kinds = failure if isinstance(failure, tuple) else (failure,)
     results: list[Result] = []
-    caught, problem = None, ""
+    caught, problem = None, None
     try:
         results.append(work())
-    except failure as error:
-        caught, problem = error, str(error)
+    except kinds as error:
+        caught, problem = error, [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), str(error)]
     except Exception as error:  # file systems and storage libraries raise whatever they like
-        caught, problem = error, cause_of(error)
-    problems = allgather_text(problem)
-    if not any(problems):
+        caught, problem = error, [0, cause_of(error)]
+    problems = [json.loads(text) for text in allgather_text(json.dumps(problem), what, timeout_s)]
+    failed = defaultdict(list)
+    for process, found in enumerate(problems):
+        if found:
+            failed[tuple(found)].append(process)
+    if not failed:
         return results[0]
-    several = jax.process_count() > 1
-    failed = [f"process {i}: {text}" if several else text for i, text in enumerate(problems) if text]
-    raise failure("; ".join(failed)) from caught
+    texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for (_, text), same in failed.items()]
+    raise kinds[next(iter(failed))[0]]("; ".join(texts)) from caught
 
 
-def allgather_text(text: str) -> list[str]:
-    """The texts of all processes, by process. All must call it."""
-    if jax.process_count() == 1:
-        return [text]
-    data = text.encode()
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
+    """The texts of all processes, by process. All must call it; ``what`` is what for, as "restore step 3".
+
+    Raises:
+      TimeoutError: a process did not call it within ``timeout_s``; says which, and ``what``.
+      ValueError: processes call it for different things.
+    """
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
+    return exchange(text, what, timeout_s)
 
 
 def cause_of(error: BaseException) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, SKIPPED_STEPS
-from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, Watchdog, leave
+from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, MAX_TIMEOUT_S, Watchdog, leave
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 DEFAULT_STEP_TIMEOUT_S = 600.0
@@ -62,8 +62,8 @@ class LoopGuard:
       max_skipped_in_a_row: with ``skip_nonfinite`` around the optimizer: more skipped steps than this, one after the
         other, raise ``NonFiniteError``. 0 stops at the first.
     Raises:
-      ValueError: a limit that is no positive number; or a single process enters it in another thread than the main one,
-        which alone hears SIGTERM.
+      ValueError: a limit that is no positive number, or longer than 292 years; or a single process enters it in another
+        thread than the main one, which alone hears SIGTERM.
 
     >>> with LoopGuard(step_timeout_s=60) as guard:
     ...     for step in range(1, 4):
@@ -170,6 +170,11 @@ class LoopGuard:
         if self._pending is None:
             return
         (step, held), self._pending = self._pending, None
+        if isinstance(decisive := _decisive(held), jax.Array) and decisive.is_deleted():
+            raise ValueError(
+                f"the loss of step {step} was donated before it could be looked at, one step later, most likely to a "
+                "running mean. Hand the guard a copy of it (jnp.copy), or donate the mean alone."
+            )
         self._entered("step_done").rename(f"the wait for the loss of step {step}")
         if SKIPPED_IN_A_ROW in held:
             _check_skipped(step, held, self._max_skipped_in_a_row)
@@ -185,14 +190,8 @@ class LoopGuard:
         """The error of a device of this process that could not compute a loss; None with a single process."""
         if jax.process_count() == 1:
             return None
-        losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array) and not loss.is_deleted()]
-        for shard in (shard for loss in losses for shard in loss.addressable_shards):
-            try:
-                if shard.data.is_ready():
-                    shard.data.block_until_ready()
-            except Exception as error:
-                return f"device {shard.device.id} failed ({error})"
-        return None
+        losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array)]
+        return next(filter(None, map(_failure_of, losses)), None)
 
     def _listen_for_sigterm(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -215,9 +214,28 @@ class LoopGuard:
             signal.signal(signal.SIGTERM, self._previous_handler)
 
 
+def _failure_of(loss: jax.Array) -> str | None:
+    """The error of a device that could not compute a loss; None for a loss that was donated, at whatever moment."""
+    shard = None
+    try:
+        for shard in loss.addressable_shards:
+            if shard.data.is_ready():
+                shard.data.block_until_ready()
+    except Exception as error:
+        if shard is None or loss.is_deleted() or shard.data.is_deleted():
+            return None
+        return f"device {shard.device.id} failed ({error})"
+    return None
+
+
 def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
     if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise ValueError(f"{name}={timeout_s}: a number of seconds, or None to wait for ever.")
+    if timeout_s is not None and timeout_s > MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{name}={timeout_s:g} s is longer than the {MAX_TIMEOUT_S:g} s that a timer can take. Pass None to wait "
+            "for ever."
+        )
     return timeout_s
 
 
@@ -229,10 +247,14 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
             "or no metrics at all; then no loss is checked."
         )
     held = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
-    decisive = held.get(SKIPPED_IN_A_ROW, held[LOSS])
-    if isinstance(decisive, jax.Array):
+    if isinstance(decisive := _decisive(held), jax.Array):
         decisive.copy_to_host_async()
     return held
+
+
+def _decisive(held: Mapping[str, Any]) -> Any:
+    """What is waited for: the counter of skipped steps, and where there is none the loss."""
+    return held.get(SKIPPED_IN_A_ROW, held[LOSS])
 
 
 def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:

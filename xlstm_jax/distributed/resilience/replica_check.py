@@ -24,6 +24,7 @@ from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
 from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.together import allgather_text
 
 NAMED_AT_MOST = 5
 _DEVICE = "device"
@@ -60,6 +61,7 @@ def check_replicas(tree: PyTree) -> None:
       tree: arrays, in boxes or not, as a ``TrainState``; leaves that are no ``jax.Array`` are passed over.
     Raises:
       ReplicaError: names the leaves, and which devices of which processes agree with each other.
+      TimeoutError: a process did not come within ``PEER_TIMEOUT_S``, 600 s; says which.
 
     >>> check_replicas({"w": jax.device_put(np.ones(3), NamedSharding(mesh, PartitionSpec()))})
     """
@@ -128,6 +130,7 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
     """Each device's row of the table, those of other processes included."""
+    allgather_text("", "check_replicas")  # The next line waits for ever for a process that does not come.
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]
     return {
         device: row

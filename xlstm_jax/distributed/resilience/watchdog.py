@@ -8,11 +8,16 @@ their main threads runs any more. Two clocks run beside the main thread:
   faulthandler      a timer in C that the thread restarts each time it looks. Where a C call holds the lock of the
                     interpreter the thread cannot run; the timer then writes the stacks and ends the process with code 1
 
-Both write to file descriptor 2, without Python's ``sys.stderr``, whose lock the stuck thread may hold.
+Both write to file descriptor 2, without Python's ``sys.stderr``, whose lock the stuck thread may hold. Neither waits
+for whoever reads it: a pipe that nobody reads (a launcher that hangs) is full after 64 KiB, and a write to it never
+returns. So the thread leaves its text to another one, for which it does not wait long, and the timer writes to a
+descriptor of its own that does not block. What does not fit is lost; the exit code is not.
 """
 
+import contextlib
 import faulthandler
 import os
+import stat
 import sys
 import threading
 import time
@@ -23,7 +28,9 @@ EXIT_FAILED = 13
 EXIT_HUNG = 14
 LOOK_EVERY_S = 0.25
 TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, which has more to say
+MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # that the timer can take; 292 years
 FLUSH_TIMEOUT_S = 0.5
+WRITE_TIMEOUT_S = 2.0  # that a reader of stderr is given to take the stacks
 _STDERR = 2
 
 
@@ -45,11 +52,13 @@ class Watchdog:
         self._find_failure = find_failure
         self._watched = _Watched("", time.monotonic(), None)
         self._timer_lock = threading.Lock()
+        self._timer_stderr = _STDERR
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Starts the thread; nothing is watched yet."""
+        self._timer_stderr = _stderr_that_does_not_block()
         self._thread.start()
 
     def watch(self, what: str, timeout_s: float | None) -> None:
@@ -67,20 +76,23 @@ class Watchdog:
         self._stopped.set()
         self._thread.join()
         self._restart_timer()
+        if self._timer_stderr != _STDERR:
+            os.close(self._timer_stderr)
 
     def _look(self) -> None:
+        failure = None
         while not self._stopped.is_set():
             watched = self._watched
             left = float("inf") if watched.timeout_s is None else watched.since + watched.timeout_s - time.monotonic()
             if left <= 0:
                 took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
                 self._end(f"{watched.what} {took}", EXIT_HUNG)
-            failure = self._find_failure()
+            # By now the main thread has raised the failure of the look before itself, if it is not stuck.
+            failed, failure = failure, self._find_failure()
+            if failed and failure and not self._stopped.is_set():
+                self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
             self._restart_timer()
             self._stopped.wait(min(left, LOOK_EVERY_S))
-            # By now the main thread has raised the failure itself, if it is not stuck.
-            if failure and not self._stopped.is_set():
-                self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
 
     def _restart_timer(self) -> None:
         with self._timer_lock:
@@ -88,19 +100,51 @@ class Watchdog:
             if timeout_s is None or self._stopped.is_set():
                 faulthandler.cancel_dump_traceback_later()
             else:
-                faulthandler.dump_traceback_later(timeout_s + TIMER_GRACE_S, exit=True, file=_STDERR)
+                faulthandler.dump_traceback_later(timeout_s + TIMER_GRACE_S, exit=True, file=self._timer_stderr)
 
     def _end(self, reason: str, code: int) -> None:
         text = f"\n{self._name}: {reason}. The process ends with exit code {code}; the stacks of its threads:\n"
-        os.write(_STDERR, text.encode())
-        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        _in_time(lambda: _write_all(text.encode() + _stacks()), WRITE_TIMEOUT_S)
         leave(code)
+
+
+def _stderr_that_does_not_block() -> int:
+    """A descriptor of its own for stderr where that is a pipe or a terminal, on Linux; else descriptor 2.
+
+    It is opened anew, since a copy would share its flags with the processes that have the other copies. Files never
+    block. Sockets cannot be opened anew, nor can the pipe of another user: there the timer may block, as Python's does.
+    """
+    mode = os.fstat(_STDERR).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with contextlib.suppress(OSError):
+            return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return _STDERR
+
+
+def _stacks() -> bytes:
+    """The stacks of all threads, as faulthandler writes them; to a pipe, whose 64 KiB are enough."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    faulthandler.dump_traceback(file=writer, all_threads=True)
+    os.close(writer)
+    with open(reader, "rb") as stacks:
+        return stacks.read()
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        data = data[os.write(_STDERR, data) :]
+
+
+def _in_time(work: Callable[[], object], timeout_s: float) -> None:
+    """Does the work in a thread that is left behind if it takes longer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def leave(code: int) -> None:
     """Ends the process at once: no ``atexit``, no barrier. What was printed is flushed, where that does not block."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-    flush = threading.Thread(target=lambda: [stream.flush() for stream in streams], daemon=True)
-    flush.start()
-    flush.join(FLUSH_TIMEOUT_S)
+    _in_time(lambda: [stream.flush() for stream in streams], FLUSH_TIMEOUT_S)
     os._exit(code)

@@ -43,7 +43,8 @@ def init_sharded(
       model: a module with ``shard_module_params`` around it or its parts. Parts that are not wrapped stay whole.
       mesh: the mesh, with the axes that the wrappers name.
       rng: a key, or a dict of keys, as ``model.init`` takes it.
-      *inputs: example inputs with global shapes; split over ``batch_axes`` where their leading dim divides.
+      *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where their
+        leading dim divides.
       batch_axes: the axes that the batch is split over.
       **kwargs: passed to ``model.init`` as they are, as ``train=False``.
     Returns:
@@ -51,7 +52,13 @@ def init_sharded(
     Raises:
       ValueError: a wrapper or a box names an axis that the mesh does not have.
     """
-    return jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)(rng, inputs)
+    init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
+    return init(rng, jax.tree.map(_on_device, inputs))
+
+
+def _on_device(x: Any) -> Any:
+    """A NumPy array as one of JAX: ``jit`` splits no NumPy array over the devices of several processes."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def jitted_init(

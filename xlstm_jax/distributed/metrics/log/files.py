@@ -12,17 +12,25 @@ import json
 import math
 import operator
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from xlstm_jax.wording import shortened
+
 CSV_NAME = "metrics.csv"
 JSONL_NAME = "metrics.jsonl"
 STEP = "step"
+
+MAX_NAME_CHARS = 1000  # Readers of CSV take no more than 131,072 in a cell, and TensorBoard shows a name on a line.
+LINE_SHOWN = 500  # characters of a line in an error
+FORMULA = re.compile(r"'*[=+@-]")  # what a spreadsheet computes, behind the apostrophes that already keep one from that
 
 Number = int | float
 Row = Mapping[str, Number | list[Number]]  # what is not finite is read back as a string
@@ -39,6 +47,20 @@ class Sink(Protocol):
 def columns_of(name: str, value: Any) -> list[str]:
     """One column for a scalar; one for each entry of a 1-D array or list."""
     return [f"{name}/{index}" for index in range(len(value))] if np.ndim(value) else [name]
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that would break the files' lines, or that their readers would not take."""
+    # TensorBoard drops a slash that nothing stands before.
+    if not all(part and part.isprintable() for part in name.split("/")):
+        raise ValueError(
+            f"metrics has the key {shortened(name, 80)!r}: a name is printable and no part of it is empty."
+        )
+    if len(name) > MAX_NAME_CHARS:
+        raise ValueError(
+            f"metrics has the key {shortened(name, 80)!r} of {len(name)} characters: a name has at most "
+            f"{MAX_NAME_CHARS}. Shorten it."
+        )
 
 
 def open_sinks(folder: Path, tensorboard: bool | None, resume_step: int | None) -> list[Sink]:
@@ -86,7 +108,10 @@ class _JsonLines(_TextFile):
 
 
 class _Csv(_TextFile):
-    """A table whose columns stand in the order in which they came up; what a step does not have is left empty."""
+    """A table whose columns stand in the order in which they came up; what a step does not have is left empty.
+
+    A name that a spreadsheet would compute, as "=1+1", has an apostrophe before it in the header.
+    """
 
     def __init__(self, path: Path, record: Path) -> None:
         self._path, self._record = path, record
@@ -97,7 +122,7 @@ class _Csv(_TextFile):
         rows = [{STEP: step} | _by_column(row) for step, row in _read_rows(self._record).items()]
         self._columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
         text = io.StringIO()
-        self._writer(text).writeheader()
+        self._writer(text).writerow({name: "'" * bool(FORMULA.match(name)) + name for name in self._columns})
         self._writer(text).writerows(rows)
         self._file = _replace(self._path, text.getvalue())
 
@@ -178,14 +203,20 @@ def _json_value(value: Any) -> Any:
 
 
 def _replace(path: Path, text: str) -> TextIO:
-    """Puts a file with ``text`` in the place of the old one, at one stroke, and opens it to append."""
+    """Puts a file with ``text`` in the place of the old one, at one stroke, and leaves it open to append."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)  # of a process that was killed here
+    # A new file, or an error: nothing is written through a link that somebody has put there.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+    file = open(descriptor, "a", newline="", encoding="utf-8")
+    with ExitStack() as at_failure:
+        at_failure.callback(file.close)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())  # some file systems order the new name before the new bytes
-    os.replace(temporary, path)
-    return path.open("a", newline="", encoding="utf-8")
+        os.replace(temporary, path)
+        at_failure.pop_all()
+    return file
 
 
 def _read_rows(path: Path) -> dict[int, Row]:
@@ -198,10 +229,12 @@ def _read_rows(path: Path) -> dict[int, Row]:
             step = operator.index(row.pop(STEP))
             if step <= next(reversed(rows), -math.inf):
                 raise ValueError(f"step {step} after step {next(reversed(rows))}")
+            for name in row:
+                check_name(name)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} has the line {line!r}, which no MetricLogger wrote there ({error}). Mend or remove the line, "
-                "or choose another folder."
+                f"{path} has the line {shortened(line, LINE_SHOWN)!r}, which no MetricLogger wrote there ({error}). "
+                "Mend or remove the line, or choose another folder."
             ) from error
         rows[step] = row
     return rows

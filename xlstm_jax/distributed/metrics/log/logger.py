@@ -14,6 +14,7 @@ A float becomes the shortest decimal that reads back to it in its own dtype: 0.1
 
 import operator
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.metrics.log.files import STEP, Number, Sink, columns_of, open_sinks
+from xlstm_jax.distributed.metrics.log.files import STEP, Number, Sink, check_name, columns_of, open_sinks
 
 Held = jax.Array | Number | list[Number]
 
@@ -46,7 +47,7 @@ class MetricLogger:
     '{"step": 10, "loss": 0.1, "eval/recall": 0.9}'
 
     Args:
-      folder: where the files go; made if it is not there.
+      folder: where the files go, on a file system; made if it is not there.
       tensorboard: None writes event files where tensorboardX or clu (with tensorflow) can be imported; True demands
         it; False never does. That package buffers event files: they are finished after ``close``, not after a kill.
       resume_step: goes on with the files that are there. It is the last step whose row stays: later ones are dropped,
@@ -55,12 +56,14 @@ class MetricLogger:
     Raises:
       FileExistsError: the folder holds metrics, and ``resume_step`` is not given.
       ImportError: ``tensorboard=True`` without a package that writes event files.
-      ValueError: ``metrics.jsonl`` has a line, not its last, that no logger wrote; or only ``metrics.csv`` is there.
+      ValueError: ``metrics.jsonl`` has a line, not its last, that no logger wrote; or only ``metrics.csv`` is there; or
+        ``folder`` is a URL.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], *, tensorboard: bool | None = None, resume_step: int | None = None
     ) -> None:
+        _check_local(folder)
         self._last_step = None if resume_step is None else _checked_step("resume_step", resume_step)
         self._pending: tuple[int, dict[str, Held]] | None = None
         self._closed = False
@@ -143,6 +146,15 @@ class MetricLogger:
             sink.write(step, values)
 
 
+def _check_local(folder: str | os.PathLike[str]) -> None:
+    """Refuses a URL, which ``Path`` would take for a folder called "gs:" in the working directory."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(folder)):  # Path("gs://bucket") has one slash left
+        raise ValueError(
+            f"folder={os.fspath(folder)!r} is a URL: rows are appended to files, which an object store does not have. "
+            "Log to a folder of this machine, or of a file system that mounts the store, and copy it as the run ends."
+        )
+
+
 def _checked_step(argument: str, step: Any) -> int:
     if isinstance(step, jax.Array | bool | np.bool_):
         raise TypeError(
@@ -177,9 +189,7 @@ def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[st
     for key, value in metrics.items():
         if not isinstance(key, str):
             raise TypeError(f"metrics has the key {prefix}{key!r}, a {type(key).__name__}; keys are strings.")
-        # A line break in a name would break the files' lines; TensorBoard drops a slash that nothing stands before.
-        if not all(part and part.isprintable() for part in key.split("/")):
-            raise ValueError(f"metrics has the key {prefix + key!r}: a name is printable and no part of it is empty.")
+        check_name(prefix + key)
         if isinstance(value, Mapping):
             yield from _named(value, f"{prefix}{key}/")
         else:

@@ -1,0 +1,116 @@
+"""The key-value store of a job, through which processes tell each other texts, and wait no longer than a deadline.
+
+  every process   posts its text
+  process 0       waits for all texts, and posts what follows from them
+  every process   reads that
+
+It is the store of JAX's coordination service, which ``jax.distributed.initialize`` starts. A collective
+(``multihost_utils.process_allgather``) would wait for ever for a process that does not come, needs the same number of
+devices in every process, and starts the devices. JAX has no public name for the store, nor for the number of this
+process before devices are started; other libraries take both from ``jax._src.distributed`` too.
+"""
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+PEER_TIMEOUT_S = 600.0  # as long as a step may take by default: the slowest process may read its shards so much longer
+GRACE_S = 1.0  # for the answer, which process 0 may post as late as at the deadline
+
+
+class Store:
+    """A folder of the store, for one exchange among ``processes``, of which this one is ``me``.
+
+    Exchanges of one ``kind`` among the same processes are numbered. Each process counts in the store, so the count ends
+    with the job.
+    """
+
+    def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
+        self.me, self.processes = me, processes
+        state: Any = distributed.global_state
+        self._client = state.client
+        self._folder = f"xlstm_jax/{kind}/{digest(str(list(processes)))}"
+        self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)
+
+    def post(self, name: str, text: str) -> None:
+        self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
+
+    def read(self, name: str, deadline: float) -> str | None:
+        """Waits for the text; None after the deadline."""
+        wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
+        try:
+            return self._client.blocking_key_value_get(f"{self._folder}/{self._number}/{name}", wait_ms)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    def missing(self, folder: str) -> list[int]:
+        """The processes that have not posted in the folder; the first where all have, and it has not answered."""
+        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/{folder}/")
+        return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
+
+    def delete_previous(self) -> None:
+        self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")
+
+
+def exchange(text: str, what: str, timeout_s: float) -> list[str]:
+    """The texts of all processes, by process. All call it, with the same ``what``, as "restore step 3".
+
+    Raises:
+      TimeoutError: processes did not come in time; says which.
+      ValueError: processes do different things; says which of them does what.
+    """
+    state = distributed.global_state
+    if not jax.distributed.is_initialized() or state.num_processes == 1:
+        return [text]
+    store = Store("exchange", state.process_id, range(state.num_processes))
+    deadline = time.monotonic() + timeout_s
+    store.post(f"texts/{store.me}", json.dumps([what, text]))
+    if store.me == 0:
+        _answer(store, deadline)
+    answer = json.loads(store.read("answer", deadline + GRACE_S) or "{}")
+    if "posted" not in answer:
+        missing = answer.get("missing") or store.missing("texts")
+        raise TimeoutError(
+            f"{named(missing)} did not come to {what} within {timeout_s:g} s, for which {named([store.me])} waits. See "
+            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Then start the job "
+            "again; where it is only slow, wait longer."
+        )
+    whats, texts = zip(*answer["posted"], strict=True)
+    if len(set(whats)) > 1:
+        raise ValueError(f"processes do different things at once: {_by_process(whats)}. Let all do the same in order.")
+    return list(texts)
+
+
+def _answer(store: Store, deadline: float) -> None:
+    """Posts what all processes have posted; or the processes that did not come."""
+    posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
+    missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]
+    if missing:
+        store.post("answer", json.dumps({"missing": missing}))
+        return
+    store.delete_previous()  # All processes have come here, so none still reads it.
+    store.post("answer", json.dumps({"posted": [json.loads(text) for text in posted if text]}))
+
+
+def _by_process(texts: Sequence[str]) -> str:
+    groups = defaultdict(list)
+    for process, text in enumerate(texts):
+        groups[text].append(process)
+    return ", but ".join(f"{text} on {named(group)}" for text, group in groups.items())
+
+
+def named(processes: Sequence[int]) -> str:
+    """As "process 3", or "processes 0, 1"."""
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
+
+
+def digest(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]
