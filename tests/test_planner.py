@@ -6,6 +6,8 @@ of ten seconds each, and what it should do next is known only where the figures 
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from flax import linen as nn
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
 from xlstm_jax.distributed.forecast.fitting.search import (
     MAX_MINIBATCHES,
     MAX_PROBLEM,
@@ -97,9 +99,30 @@ def by_formula(options):
     return Figures(state + weights + activations, slow)
 
 
+@dataclasses.dataclass
+class Job:
+    """A compilation that is done at once, or when ``steps`` have been asked for."""
+
+    result: Callable
+    log: list | None = None
+    steps: int = 0
+    seconds: float | None = None
+
+    def start(self):
+        if self.log is not None:
+            self.log.append(self)
+
+    def is_done(self):
+        self.steps -= 1
+        return self.steps < 0
+
+    def close(self):
+        self.closed = True
+
+
 def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID)):
     """The search, and what it has tried, in order."""
-    search = Search(build, forecast_of, budget)
+    search = Search(build, lambda options: Job(partial(forecast_of, options)), budget)
     return Fit("v5e:4x8", budget, search.run(meshes)), [trial.options for trial in search.trials]
 
 

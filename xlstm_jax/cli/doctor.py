@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.compile import CompileError, compile_for_topology
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.wording import one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
