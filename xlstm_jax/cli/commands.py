@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from xlstm_jax.cli.doctor import Diagnosis, examine
 from xlstm_jax.cli.factory import Factory, load_factory
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, Trial, default_meshes, fit
@@ -331,7 +332,9 @@ def _said(options: Options) -> str:
     kept = "kept" if options.keep_gathered else "gathered again"
     remat = ", remat" if options.remat else ""
     minibatches = f", {options.num_minibatches} minibatches" if options.num_minibatches > 1 else ""
-    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}"
+    other = options.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE
+    threshold = f", threshold {options.min_weight_size:,}" if other else ""
+    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}{threshold}"
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:

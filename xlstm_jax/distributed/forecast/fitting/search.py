@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.compile import trace
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.compiling.side_by_side import room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
