@@ -308,9 +308,9 @@ def _draw_scales(axes: Any, rows: list[dict[str, Any]]) -> None:
             xs, ys = [row["scale"] for row in finite], [row["error"] for row in finite]
             axes.plot(xs, ys, style, color=COLORS[dtype], ms=4, lw=1.5, label=f"{dtype}, divided {divide}")
             if len(finite) < len(there):
-                lift = 8 if divide == "before" else 20
+                shift = (2, 8) if divide == "before" else (20, 20)
                 text = f"{divide}: overflow ▸"
-                axes.annotate(text, (xs[-1], ys[-1]), (2, lift), textcoords="offset points", ha="right", fontsize=8)
+                axes.annotate(text, (xs[-1], ys[-1]), shift, textcoords="offset points", ha="right", fontsize=8)
     axes.set_xscale("log")
     _axes(
         axes, f"Mean over {DEVICES} devices by size of gradients", "standard deviation of a gradient", "relative error"
