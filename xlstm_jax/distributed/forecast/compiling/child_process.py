@@ -26,7 +26,8 @@ from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 
 # Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
-# topology decides. And a program that comes from JAX's own cache is not compiled, so that there would be no texts.
+# topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
+# came from there would leave no texts.
 CHILD_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
