@@ -116,7 +116,7 @@ def panels(path: Path, title: str, words: str, cases: int, blocks: Mapping[str, 
     """
     lines = textwrap.wrap(words, LETTERS_IN_A_LINE)
     beside = max(map(len, blocks.values())) == 1
-    high = [1.1 + 0.21 * cases] * (1 if beside else len(blocks))
+    high = [1.4 + 0.21 * cases] if beside else [1.1 + 0.21 * cases] * len(blocks)
     heights = [0.3, *high, 0.12 + 0.18 * len(lines)]
     figure = Figure(figsize=(PAGE_WIDTH, sum(heights)), dpi=PAGE_DPI, layout="constrained")
     head, *middle, foot = figure.subfigures(len(heights), 1, height_ratios=heights)
@@ -124,11 +124,11 @@ def panels(path: Path, title: str, words: str, cases: int, blocks: Mapping[str, 
     foot.text(0.01, 0.95, "\n".join(lines), fontsize=LETTERS, va="top", color="#444444", linespacing=1.3)
     parts = middle[0].subfigures(1, len(blocks)) if beside else middle
     for part, (quantity, plots) in zip(np.atleast_1d(parts), blocks.items(), strict=True):
-        _draw_block(part, quantity, plots)
+        _draw_block(part, quantity, plots, beside)
     save(figure, path)
 
 
-def _draw_block(part: Any, quantity: str, plots: Plots) -> None:
+def _draw_block(part: Any, quantity: str, plots: Plots, beside: bool) -> None:
     """One quantity: plots with the names of the cases at the first, and one legend below."""
     row = part.subplots(1, len(plots), sharey=True, squeeze=False)[0]
     for axes, (topology, draw) in zip(row, plots.items(), strict=True):
@@ -137,7 +137,8 @@ def _draw_block(part: Any, quantity: str, plots: Plots) -> None:
     row[0].invert_yaxis()
     part.suptitle(quantity, x=0.01, ha="left", fontsize=11)
     handles, labels = row[0].get_legend_handles_labels()
-    part.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=LETTERS, frameon=False)
+    columns = 3 if beside and len(labels) > 4 else len(labels)  # half a page has room for four
+    part.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=LETTERS, frameon=False)
 
 
 def clean(axes: Any, largest: float) -> None:
