@@ -94,10 +94,14 @@ def _programs() -> dict[str, Any]:
     library = os.environ.get("TPU_LIBRARY_PATH")
     status = os.stat(library) if library and os.path.exists(library) else None
     return {
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "libtpu")},
+        "versions": _versions(),
         "library": (library, status.st_size, status.st_mtime_ns) if status else None,
         "child": Path(compile_child.__file__).read_text(),
     }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
 
 
 @dataclass
@@ -211,6 +215,10 @@ def _dumped(folder: Path, name: str) -> str | None:
 
 
 def _is_final(texts: Texts) -> bool:
-    """Whether the same compiler would say the same again: it took the program, or found that it does not fit."""
-    error = json.loads(texts[RESULT])["error"]
+    """Whether the compiler of the key has said it, and would again: it took the program, or found that it does not fit.
+
+    It is another where one was installed while the child started.
+    """
+    result = json.loads(texts[RESULT])
+    error = result["error"] if result["versions"] == _versions() else "compiled by another version"
     return error is None or OUT_OF_HBM in error
