@@ -7,6 +7,9 @@ from pathlib import Path
 # time goes into compiling programs that run once, so LLVM is told not to optimize: a third less in all.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0")
 
+# No test reads what another has compiled, nor what the user has.
+os.environ["XLSTM_JAX_CACHE_DIR"] = ""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

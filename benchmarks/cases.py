@@ -20,7 +20,7 @@ and the meshes, on a torus of dims (x, y, ...):
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,30 @@ CASES: dict[str, Case] = {
     "ours, HSDP": Case("ours", "hybrid", options=OURS | {"replicas": COPIES}),
     "ours, ZeRO-1": Case("ours", "hybrid", options=OURS | {"replicas": ZERO_1}),
 }
+
+# What the names of cases say, word for word, for those who see a picture and not this file.
+WORDS = {
+    "replicated": "everything whole on every device",
+    "jit": "jit with shardings",
+    "flat": "FSDP by hand over one axis of all devices, scattered in float32",
+    "ours": "this library, one axis for each dim of the torus",
+    "options": "with XLA's options that hide collectives",
+    "remat": "activations computed again",
+    "no remat": "activations and gathered weights kept",
+    "one order": "all leaves gathered in one order of the axes, not rotated",
+    "float32": "gradients scattered in float32, not bfloat16",
+    "chunked head": "the loss by chunks of the vocabulary",
+    "dots": "results of matrix products kept",
+    "gathered again": "activations kept, weights gathered again",
+    "HSDP": "copies along the first dim",
+    "ZeRO-1": "copies, optimizer state split over them",
+}
+
+
+def names_in_words(names: Iterable[str], words: Mapping[str, str] = WORDS) -> str:
+    """What each word of these names of cases means."""
+    used = dict.fromkeys(word for name in names for word in name.split(", "))
+    return "; ".join(f"{word}: {words[word]}" for word in used) + "."
 
 
 # ------------------------------------------------------------------------------------------------------------- building

@@ -19,20 +19,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import CASES, SIZES, Case, build, options_of
+from benchmarks.cases import CASES, SIZES, Case, build, names_in_words, options_of
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options
-from benchmarks.report import clean, key_below, save
+from benchmarks.report import clean, number, panels
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
 from xlstm_jax.distributed.forecast.cost.memory import Memory
 from xlstm_jax.wording import format_bytes, rich_table
@@ -235,38 +235,39 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, name: str, topologies: dict[str, dict[str, Any]]) -> None:
-    """Bytes per device and bytes sent per step: a row of two plots for each topology."""
-    figure = Figure(figsize=(11, 3.1 * len(topologies)), dpi=130, layout="constrained")
-    rows = figure.subplots(len(topologies), 2, squeeze=False)
-    for (memory, wire), (topology, cases) in zip(rows, topologies.items(), strict=True):
-        _draw_memory(memory, topology, compiled(cases))
-        _draw_wire(wire, topology, compiled(cases))
-    figure.suptitle(f"{name}, 2048 tokens per device: forecast per device", x=0.01, ha="left", fontweight="bold")
-    save(figure, path)
+    """Bytes per device, and bytes sent per step: for each topology."""
+    there = {topology: compiled(cases) for topology, cases in topologies.items()}
+    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    blocks = {
+        what: {topology: partial(draw_one, cases=cases) for topology, cases in there.items()}
+        for what, draw_one in {"memory at the peak, GiB": _draw_memory, "sent per step, GiB": _draw_wire}.items()
+    }
+    title = f"{name}, 2048 tokens per device: forecast of one device"
+    panels(path, title, names_in_words(names), len(names), blocks)
 
 
-def _draw_memory(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+def _draw_memory(axes: Any, cases: dict[str, Any]) -> None:
     parts = {"arguments": "#1f4e79", "outputs": "#5b9bd5", "temporaries": "#f2a65a", "constants and program": "#b9b9b9"}
     left = np.zeros(len(cases))
     for part, color in parts.items():
         width = np.array([found["bytes"][part] / GIB for found in cases.values()])
-        bars = axes.barh(list(cases), width, left=left, color=color, label=part)
+        axes.barh(list(cases), width, left=left, color=color, label=part)
         left += width
-    axes.bar_label(bars, [f"{total:.3g}" for total in left], padding=3, fontsize=8)
     available = next(iter(cases.values()))["available_bytes"] / GIB
     axes.axvline(available, color="#d1495b", linestyle="--", linewidth=1.2, label="available")
-    clean(axes, f"{topology}: memory at the peak, GiB", max(available, *left))
-    key_below(axes)
+    for place, total in enumerate(left):
+        number(axes, place, total, f"{total:.3g}")
+    clean(axes, max(1.05 * available, *1.2 * left))
 
 
-def _draw_wire(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+def _draw_wire(axes: Any, cases: dict[str, Any]) -> None:
     total = np.array([found["wire_bytes"]["total"] / GIB for found in cases.values()])
     hidden = np.array([found["wire_bytes"]["asynchronous"] / GIB for found in cases.values()])
     axes.barh(list(cases), hidden, color="#5b9bd5", label="asynchronous")
-    bars = axes.barh(list(cases), total - hidden, left=hidden, color="#d1495b", label="waited for")
-    axes.bar_label(bars, [f"{sent:.3g}" for sent in total], padding=3, fontsize=8)
-    clean(axes, f"{topology}: sent per step, GiB", max(total))
-    key_below(axes)
+    axes.barh(list(cases), total - hidden, left=hidden, color="#d1495b", label="waited for")
+    for place, sent in enumerate(total):
+        number(axes, place, sent, f"{sent:.3g}")
+    clean(axes, 1.2 * max(total))
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -24,21 +24,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks import forecasts
-from benchmarks.cases import CASES, SIZES, build, counts, device_shape
+from benchmarks.cases import CASES, SIZES, build, counts, device_shape, names_in_words
 from benchmarks.forecasts import GIB, compiled, installed_versions
 from benchmarks.limits import persistent_bytes, temporary_bytes
 from benchmarks.options import add_forecast_options
-from benchmarks.report import ACCENT, clean, key_below, ratio, save
+from benchmarks.report import ACCENT, clean, number, number_within, panels, ratio
 from xlstm_jax.distributed.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
@@ -172,19 +172,20 @@ def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
-    """A row for each topology: all bytes on the left, temporaries by phase beside their floor on the right."""
-    cases = max(len(found["cases"]) for found in topologies.values())
-    figure = Figure(figsize=(12, (0.8 + 0.28 * cases) * len(topologies)), dpi=130, layout="constrained")
-    rows = figure.subplots(len(topologies), 2, squeeze=False)
-    for (left, right), (topology, found) in zip(rows, topologies.items(), strict=True):
-        there = compiled(found["cases"])
-        _draw_total(left, topology, there)
-        _draw_phases(right, topology, there, found["limit_bytes"]["temporaries"] / GIB)
-    figure.suptitle(f"{name}: memory of one device in a step, GiB", x=0.01, ha="left", fontweight="bold")
-    save(figure, path)
+    """All bytes, and temporaries by phase beside their floor: for each topology."""
+    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
+    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    floors = {topology: found["limit_bytes"]["temporaries"] / GIB for topology, found in topologies.items()}
+    blocks = {
+        "all, GiB": {topology: partial(_draw_total, cases=cases) for topology, cases in there.items()},
+        "temporaries in use at most, by phase, GiB": {
+            topology: partial(_draw_phases, cases=cases, floor=floors[topology]) for topology, cases in there.items()
+        },
+    }
+    panels(path, f"{name}: memory of one device in a step", names_in_words(names), len(names), blocks)
 
 
-def _draw_total(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+def _draw_total(axes: Any, cases: dict[str, Any]) -> None:
     parts = {"arguments": "#1f4e79", "temporaries": "#f2a65a"}
     rest = [(f["bytes"]["total"] - sum(f["bytes"][p] for p in parts)) / GIB for f in cases.values()]
     series = {part: [f["bytes"][part] / GIB for f in cases.values()] for part in parts} | {"outputs, program": rest}
@@ -193,25 +194,21 @@ def _draw_total(axes: Any, topology: str, cases: dict[str, Any]) -> None:
         axes.barh(list(cases), widths, left=left, color=color, label=part)
         left += widths
     _number(axes, left, limit)
-    clean(axes, f"{topology}: all", limit)
     available = next(iter(cases.values()))["available_bytes"] / GIB
     if available < limit:
         axes.axvline(available, color=ACCENT, linestyle="--", linewidth=1.2, label="available")
-    key_below(axes)
 
 
-def _draw_phases(axes: Any, topology: str, cases: dict[str, Any], floor: float) -> None:
+def _draw_phases(axes: Any, cases: dict[str, Any], floor: float) -> None:
     height = 0.8 / len(PHASES)
-    limit = _cut([max(f["live_temporary_bytes"].values()) / GIB for f in cases.values()])
-    for number, (phase, color) in enumerate(PHASES.items()):
+    largest = [max(f["live_temporary_bytes"].values()) / GIB for f in cases.values()]
+    for position, (phase, color) in enumerate(PHASES.items()):
         widths = [f["live_temporary_bytes"][phase] / GIB for f in cases.values()]
-        places = np.arange(len(cases)) + (number - 1) * height
+        places = np.arange(len(cases)) + (position - 1) * height
         axes.barh(places, widths, height, color=color, label=phase)
     axes.set_yticks(range(len(cases)), list(cases))
-    _number(axes, [max(f["live_temporary_bytes"].values()) / GIB for f in cases.values()], limit)
-    clean(axes, f"{topology}: temporaries in use at most, by phase", limit)
     axes.axvline(floor, color=ACCENT, linestyle="--", linewidth=1.2, label="floor")
-    key_below(axes)
+    _number(axes, largest, _cut(largest))
 
 
 def _cut(values: Sequence[float]) -> float:
@@ -220,12 +217,9 @@ def _cut(values: Sequence[float]) -> float:
 
 
 def _number(axes: Any, values: Sequence[float], limit: float) -> None:
+    clean(axes, 1.28 * limit)
     for place, value in enumerate(values):
-        beyond = value > limit
-        text = f"{value:.3g} ▸" if beyond else f"{value:.3g}"
-        options = {"color": "white", "ha": "right"} if beyond else {"ha": "left"}
-        x, shift = (1.16 * limit, -4) if beyond else (value, 3)
-        axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", va="center", fontsize=8, **options)
+        (number if value <= limit else number_within)(axes, place, value, f"{value:.3g}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

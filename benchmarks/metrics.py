@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks.metrics_variants import NAIVE_BUDGET, OURS, Measurement, measure
 from benchmarks.options import positive
-from benchmarks.report import ACCENT, QUIET, STRONG
+from benchmarks.report import ACCENT, LETTERS, PAGE_DPI, PAGE_WIDTH, QUIET, STRONG, number
 from xlstm_jax.wording import rich_table
 
 SYNC_EVERY = 100  # steps, for the amortised row
@@ -107,23 +107,24 @@ def _met(condition: bool) -> str:
 
 def draw(path: Path, result: Measurement) -> None:
     """Left: microseconds that a step has more. Right: one reduction, in and out of the step, beside the budget."""
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     rows = step_rows(result)
     names = [f"{label}\n{_plural(lowered)} more" for label, _, (lowered, _) in rows]
     colors = [STRONG if "pmean" not in label and "clu" not in label else ACCENT for label, *_ in rows]
     _bars(left, names, [("", [added for _, added, _ in rows], colors)])
     bare = result.steps["bare"].microseconds
-    left.set_title(f"{result.metrics} metrics: µs added to a step of {bare:,.0f} µs", loc="left", fontsize=11)
+    left.set_title(f"{result.metrics} metrics: µs added to a step of {bare:,.0f} µs", loc="left", fontsize=10)
 
     here, alone = {k: float(np.median(v)) for k, v in result.in_step().items()}, result.alone
     labels = list(here)
     series = [("in the step", list(here.values()), STRONG)]
     series += [("called alone, waited for", [alone[label].microseconds for label in labels], QUIET)]
     _bars(right, [f"{label}\n{_plural(alone[label].lowered)}" for label in labels], series)
-    right.axvline(here[f"{NAIVE_BUDGET} pmeans"], color=ACCENT, ls="--", lw=1.2, zorder=0)
-    right.legend(frameon=False)
-    right.set_title(f"one reduction: µs; dashed: {NAIVE_BUDGET} pmeans in the step", loc="left", fontsize=11)
+    budget = f"{NAIVE_BUDGET} pmeans"
+    right.axvline(here[budget], color=ACCENT, ls="--", lw=1.2, label=f"{budget} in the step")
+    right.legend(frameon=False, fontsize=LETTERS, loc="upper right", bbox_to_anchor=(1, 0.97))
+    right.set_title("one reduction, µs", loc="left", fontsize=10)
     figure.suptitle(f"What metrics cost, {result.devices}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(path)
@@ -132,11 +133,13 @@ def draw(path: Path, result: Measurement) -> None:
 def _bars(axes: Any, names: list[str], series: list[tuple[str, list[float], Any]]) -> None:
     """Horizontal bars, the first name at the top, each with its number."""
     height = 0.75 / len(series)
-    for number, (label, values, color) in enumerate(series):
-        places = np.arange(len(names)) + (number - (len(series) - 1) / 2) * height
-        bars = axes.barh(places, values, height, color=color, label=label)
-        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    for position, (label, values, color) in enumerate(series):
+        places = np.arange(len(names)) + (position - (len(series) - 1) / 2) * height
+        axes.barh(places, values, height, color=color, label=label)
+        for place, value in zip(places, values, strict=True):
+            number(axes, place, value, f"{value:,.0f}")
+    axes.set_yticks(range(len(names)), names, fontsize=LETTERS)
+    axes.tick_params(axis="x", labelsize=LETTERS)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)

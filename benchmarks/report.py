@@ -4,10 +4,12 @@ Everything here is a plain function of numbers; nothing knows how they came abou
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -86,19 +88,70 @@ def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
 
 # ------------------------------------------------------------------------------------------------ bars of several cases
 
+# A page shows a picture some 830 pixels wide: of these, it makes two thirds.
+PAGE_WIDTH, PAGE_DPI = 10.4, 120
+LETTERS, LETTERS_IN_A_LINE = 9, 155
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # of a number, so that no line strikes it through
+NUMBER = {"va": "center", "fontsize": LETTERS, "zorder": 5}
 
-def clean(axes: Any, title: str, largest: float) -> None:
-    """Horizontal bars, the first at the top, with room for the number behind the longest; no frame."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.16 * largest)
+Plots = Mapping[str, Callable[[Any], None]]  # by their titles what draws into each
+
+
+def panels(path: Path, title: str, words: str, cases: int, blocks: Mapping[str, Plots]) -> None:
+    """A picture of horizontal bars of cases: a block for each quantity, in it a plot for each topology.
+
+    Args:
+      path: of the PNG.
+      title: above all.
+      words: what the names of the cases mean, below all.
+      cases: how many there are.
+      blocks: by quantity its plots. Where each has one plot alone, the blocks stand side by side.
+    """
+    lines = textwrap.wrap(words, LETTERS_IN_A_LINE)
+    beside = max(map(len, blocks.values())) == 1
+    high = [1.4 + 0.21 * cases] if beside else [1.1 + 0.21 * cases] * len(blocks)
+    heights = [0.3, *high, 0.12 + 0.18 * len(lines)]
+    figure = Figure(figsize=(PAGE_WIDTH, sum(heights)), dpi=PAGE_DPI, layout="constrained")
+    head, *middle, foot = figure.subfigures(len(heights), 1, height_ratios=heights)
+    head.text(0.01, 0.3, title, fontsize=12, fontweight="bold")
+    foot.text(0.01, 0.95, "\n".join(lines), fontsize=LETTERS, va="top", color="#444444", linespacing=1.3)
+    parts = middle[0].subfigures(1, len(blocks)) if beside else middle
+    for part, (quantity, plots) in zip(np.atleast_1d(parts), blocks.items(), strict=True):
+        _draw_block(part, quantity, plots, beside)
+    save(figure, path)
+
+
+def _draw_block(part: Any, quantity: str, plots: Plots, beside: bool) -> None:
+    """One quantity: plots with the names of the cases at the first, and one legend below."""
+    row = part.subplots(1, len(plots), sharey=True, squeeze=False)[0]
+    for axes, (topology, draw) in zip(row, plots.items(), strict=True):
+        draw(axes)
+        axes.set_title(topology, loc="left", fontsize=LETTERS)
+    row[0].invert_yaxis()
+    part.suptitle(quantity, x=0.01, ha="left", fontsize=11)
+    handles, labels = row[0].get_legend_handles_labels()
+    columns = 3 if beside and len(labels) > 4 else len(labels)  # half a page has room for four
+    part.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=LETTERS, frameon=False)
+
+
+def clean(axes: Any, largest: float) -> None:
+    """Room for the number behind the longest bar; no frame."""
+    axes.set_xlim(0, largest)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=LETTERS)
 
 
-def key_below(axes: Any) -> None:
-    """The legend in a row under the plot, where no bar is."""
-    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5, columnspacing=1.2)
+def number(axes: Any, place: float, value: float, text: str) -> None:
+    """The number behind a bar."""
+    axes.annotate(text, (value, place), (4, 0), textcoords="offset points", bbox=BEHIND, **NUMBER)
+
+
+def number_within(axes: Any, place: float, value: float, text: str) -> None:
+    """The number at the end of a bar that leaves no room behind it, or goes on beyond the plot."""
+    end = axes.get_xlim()[1]
+    text, x = (f"{text} ▸", end) if value > end else (text, value)
+    style = {"color": "white", "ha": "right", "bbox": BEHIND | {"facecolor": "#404040"}}
+    axes.annotate(text, (x, place), (-4, 0), textcoords="offset points", **style, **NUMBER)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -32,7 +32,7 @@ from benchmarks.forecasts import installed_versions
 from benchmarks.large_models import CONTEXT
 from benchmarks.limits import NETWORKS, Bounds, Counts, Network, persistent_bytes, step_bounds, temporary_bytes
 from benchmarks.options import positive
-from benchmarks.report import save
+from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "scaling"
@@ -126,13 +126,13 @@ def _milliseconds(seconds: float) -> str:
 
 def draw(path: Path, name: str, chips: dict[str, Any]) -> None:
     """A column for each chip, a row for each way to grow: the bounds as lines, the step's time as the topmost."""
-    figure = Figure(figsize=(3.1 * len(chips) + 0.6, 6.4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 6.4), dpi=PAGE_DPI, layout="constrained")
     grid = figure.subplots(2, len(chips), squeeze=False, sharex=True)
     for column, (chip, ways) in enumerate(chips.items()):
         for row, (way, rows) in enumerate(ways.items()):
             _draw_bounds(grid[row][column], chip, way, rows)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=LETTERS)
     figure.suptitle(f"{name}: the least time of a step, by formula", x=0.01, ha="left", fontweight="bold")
     save(figure, path)
 
@@ -149,7 +149,7 @@ def _draw_bounds(axes: Any, chip: str, way: str, rows: Sequence[dict[str, Any]])
     if at:
         axes.axvline(at, color="#54a24b", lw=0.8, ls=":")
         place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(f"HSDP from {at:,}", (at, 0.93), (-4, 0), fontsize=7, color="#54a24b", **place)
+        axes.annotate(f"HSDP from {at:,}", (at, 0.93), (-4, 0), fontsize=8, color="#54a24b", **place)
     batch = rows[0]["tokens_per_chip"] * rows[0]["chips"]
     tokens = (
         f"{rows[0]['tokens_per_chip']:,.0f} tokens per chip" if way == "weak" else f"{batch / 1e6:.3g}M tokens in all"
@@ -161,11 +161,11 @@ def _draw_bounds(axes: Any, chip: str, way: str, rows: Sequence[dict[str, Any]])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(min(min(filter(None, values)) for values in parts.values() if any(values)) / 2, None)
-    axes.tick_params(labelsize=7)
+    axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#eeeeee", lw=0.6)
-    axes.set_xlabel("chips" if way == "strong" else "", fontsize=8)
-    axes.set_ylabel("ms", fontsize=8)
+    axes.set_xlabel("chips" if way == "strong" else "", fontsize=LETTERS)
+    axes.set_ylabel("ms", fontsize=LETTERS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

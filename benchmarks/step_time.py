@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -33,9 +34,21 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.cases import WORDS, names_in_words
 from benchmarks.forecasts import installed_versions
 from benchmarks.options import positive
-from benchmarks.report import ACCENT, QUIET, STRONG, save
+from benchmarks.report import (
+    ACCENT,
+    BEHIND,
+    LETTERS,
+    LETTERS_IN_A_LINE,
+    NUMBER,
+    PAGE_DPI,
+    PAGE_WIDTH,
+    QUIET,
+    STRONG,
+    save,
+)
 from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
 from xlstm_jax.distributed import available_devices
@@ -44,6 +57,11 @@ from xlstm_jax.wording import rich_table
 OUT = Path(__file__).parent / "results" / "step_time"
 SIMULATED_DEVICES = 8
 TORCH_CASES = ("FSDP2", "FSDP2, weights kept")
+STEP_WORDS = WORDS | {
+    "ours": "this library, over one axis",
+    "FSDP2": "PyTorch's, between processes on the same cores",
+    "weights kept": "from forward to backward",
+}
 BASES = ("jit", "replicated", "FSDP2")  # what the others are measured by
 SHORT = {"replicated": "repl."}  # for 80 columns
 AIM, AIM_OF = 0.9, "jit"
@@ -220,7 +238,10 @@ def remarks(found: dict[str, Any]) -> list[str]:
 def draw(path: Path, name: str, found: dict[str, Any]) -> None:
     """Left: time over that of jit with its quartiles. Right: tokens per second."""
     cases = found["cases"]
-    figure = Figure(figsize=(11, 1.3 + 0.36 * len(cases)), dpi=130, layout="constrained")
+    words = textwrap.wrap(names_in_words(cases, STEP_WORDS), LETTERS_IN_A_LINE)
+    figure = Figure(
+        figsize=(PAGE_WIDTH, 1.6 + 0.3 * len(cases) + 0.18 * len(words)), dpi=PAGE_DPI, layout="constrained"
+    )
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.3, 1))
     base = next((base for base in BASES if base in cases), None)
     if base:
@@ -229,12 +250,13 @@ def draw(path: Path, name: str, found: dict[str, Any]) -> None:
         left.set_title(f"time of a step, over that of {base}", loc="left", fontsize=10)
     if base == AIM_OF:
         left.axvline(AIM, color=ACCENT, ls="--", lw=1.2, label=f"aim {AIM}")
-        left.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.08))
+        left.legend(frameon=False, fontsize=LETTERS, loc="upper left", bbox_to_anchor=(0, -0.06))
     tokens = [{"median": one["tokens_per_second"]} for one in cases.values()]
     _bars(right, cases, tokens, "{:,.0f}")
     right.set_title("tokens per second", loc="left", fontsize=10)
     left.invert_yaxis()
     figure.suptitle(title_of(name, found), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.supxlabel("\n".join(words), x=0.01, ha="left", fontsize=LETTERS, color="#444444")
     save(figure, path)
 
 
@@ -246,13 +268,13 @@ def _bars(axes: Any, cases: dict[str, Any], values: Sequence[dict[str, float]], 
     limit = min(max(middle), CUT * float(np.median(middle)))
     for place, (value, low, high) in enumerate(zip(middle, middle - around[0], middle + around[1], strict=True)):
         beyond = low > limit
-        options = {"color": "white", "ha": "right"} if beyond else {"ha": "left"}
+        options = {"color": "white", "ha": "right"} if beyond else {"ha": "left", "bbox": BEHIND}
         x, shift = (1.2 * limit, -4) if beyond else (min(high, 1.08 * limit), 4)
         text = form.format(value) + (" ▸" if beyond else "")
-        axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", va="center", fontsize=8, **options)
+        axes.annotate(text, (x, place), (shift, 0), textcoords="offset points", **NUMBER, **options)
     axes.set_xlim(0, 1.2 * limit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=LETTERS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -21,18 +21,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks import forecasts
-from benchmarks.cases import CASES, SIZES, limit
+from benchmarks.cases import CASES, SIZES, limit, names_in_words
 from benchmarks.forecasts import GIB, compiled
 from benchmarks.options import add_forecast_options
-from benchmarks.report import ACCENT, clean, key_below, save
+from benchmarks.report import ACCENT, clean, number, panels
 from xlstm_jax.distributed.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
@@ -151,44 +151,40 @@ def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> 
 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
-    """A row for each topology: bytes by kind beside the limit on the left, how much is asynchronous on the right."""
-    cases = max(len(found["cases"]) for found in topologies.values())
-    figure = Figure(figsize=(12, (0.9 + 0.26 * cases) * len(topologies)), dpi=130, layout="constrained")
-    rows = figure.subplots(len(topologies), 2, squeeze=False, width_ratios=(3, 2))
-    for (left, right), (topology, found) in zip(rows, topologies.items(), strict=True):
-        there = compiled(found["cases"])
-        _draw_kinds(left, topology, there, found["limit_bytes"]["total"] / GIB)
-        _draw_asynchronous(right, topology, there)
-    figure.suptitle(f"{name}: what each device sends in a step", x=0.01, ha="left", fontweight="bold")
-    save(figure, path)
+    """Bytes by kind beside the limit, and how much is asynchronous: for each topology."""
+    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
+    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    limits = {topology: found["limit_bytes"]["total"] / GIB for topology, found in topologies.items()}
+    blocks = {
+        "GiB, and in units of the limit": {
+            topology: partial(_draw_kinds, cases=cases, least=limits[topology]) for topology, cases in there.items()
+        },
+        "how much of it while the schedule goes on, %": {
+            topology: partial(_draw_asynchronous, cases=cases) for topology, cases in there.items()
+        },
+    }
+    panels(path, f"{name}: what each device sends in a step", names_in_words(names), len(names), blocks)
 
 
-def _draw_kinds(axes: Any, topology: str, cases: dict[str, Any], least: float) -> None:
+def _draw_kinds(axes: Any, cases: dict[str, Any], least: float) -> None:
     left = np.zeros(len(cases))
     for kind, color in KINDS.items():
         widths = np.array([by_kind(found)[kind] / GIB for found in cases.values()])
-        if widths.any():
-            axes.barh(list(cases), widths, left=left, color=color, label=kind)
+        axes.barh(list(cases), widths, left=left, color=color, label=kind)
         left += widths
-    texts = [
-        f"{total:.3g} = {found['ratios']['sent over the limit']:.2f} x"
-        for total, found in zip(left, cases.values(), strict=True)
-    ]
-    for place, (total, text) in enumerate(zip(left, texts, strict=True)):
-        axes.annotate(text, (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.axvline(least, color="black", linestyle="--", linewidth=1, label="limit")
-    clean(axes, f"{topology}: GiB, and in units of the limit", max(left))
-    key_below(axes)
+    for place, (total, found) in enumerate(zip(left, cases.values(), strict=True)):
+        number(axes, place, total, f"{total:.3g} = {found['ratios']['sent over the limit']:.2f} ×")
+    clean(axes, 1.6 * max(left))
 
 
-def _draw_asynchronous(axes: Any, topology: str, cases: dict[str, Any]) -> None:
+def _draw_asynchronous(axes: Any, cases: dict[str, Any]) -> None:
     shares = np.array([100 * found["asynchronous_share"] for found in cases.values()])
     axes.barh(list(cases), shares, color="#5b9bd5", label="asynchronous")
-    bars = axes.barh(list(cases), 100 - shares, left=shares, color=ACCENT, alpha=0.35, label="waited for")
-    axes.bar_label(bars, [f"{value:.0f}" for value in shares], padding=3, fontsize=8)
-    clean(axes, f"{topology}: % of the bytes", 100)
-    axes.set_yticklabels([])
-    key_below(axes)
+    axes.barh(list(cases), 100 - shares, left=shares, color=ACCENT, alpha=0.35, label="waited for")
+    for place, share in enumerate(shares):
+        number(axes, place, 100, f"{share:.0f}")
+    clean(axes, 116)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -48,7 +48,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from benchmarks import fitting
 from benchmarks.forecasts import installed_versions
 from benchmarks.job import Job, TrainConfig, prepare
-from benchmarks.report import save
+from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
 from benchmarks.ring_sums import DEVICES, KINDS, SHAPES, WIRE, gradients, reduced_mean, relative_error, sums
 from xlstm_jax.distributed import DeviceMeshManager, available_devices, make_train_step
 from xlstm_jax.distributed.data_parallel import collectives
@@ -277,7 +277,7 @@ def _training_row(row: dict[str, Any], spread: float) -> list[str]:
 
 def draw(path: Path, found: dict[str, Any]) -> None:
     """Errors by number of devices, by scale, and the loss curves' distance from float32."""
-    figure = Figure(figsize=(13, 4.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
     by_devices, by_scale, curves = figure.subplots(1, 3)
     _draw_devices(by_devices, found["sums"]["by devices"])
     _draw_scales(by_scale, found["sums"]["by scale"])
@@ -297,9 +297,7 @@ def _draw_devices(axes: Any, rows: list[dict[str, Any]]) -> None:
         label = "sqrt(hops + 1) u, one ring" if dtype == "float16" else None
         axes.plot([row["devices"] for row in flat], expected, ":", color="#888888", lw=1, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=1e-12)  # room for the legend
     _axes(axes, "Error of the mean of noisy gradients", "devices", "relative error")
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def _draw_scales(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -310,7 +308,9 @@ def _draw_scales(axes: Any, rows: list[dict[str, Any]]) -> None:
             xs, ys = [row["scale"] for row in finite], [row["error"] for row in finite]
             axes.plot(xs, ys, style, color=COLORS[dtype], ms=4, lw=1.5, label=f"{dtype}, divided {divide}")
             if len(finite) < len(there):
-                axes.annotate("overflow", (xs[-1], ys[-1]), (6, 6), textcoords="offset points", fontsize=8)
+                shift = (2, 8) if divide == "before" else (20, 20)
+                text = f"{divide}: overflow ▸"
+                axes.annotate(text, (xs[-1], ys[-1]), shift, textcoords="offset points", ha="right", fontsize=8)
     axes.set_xscale("log")
     _axes(
         axes, f"Mean over {DEVICES} devices by size of gradients", "standard deviation of a gradient", "relative error"
@@ -337,11 +337,13 @@ def _smooth(values: np.ndarray, width: int = 10) -> np.ndarray:
 
 def _axes(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_yscale("log")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left", fontsize=LETTERS)
+    axes.set_xlabel(x, fontsize=LETTERS)
+    axes.set_ylabel(y, fontsize=LETTERS)
+    axes.tick_params(labelsize=LETTERS)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e5e5e5", lw=0.8)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=LETTERS, frameon=False, loc="upper left", bbox_to_anchor=(-0.05, -0.14))  # beside no line
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -11,8 +11,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose
 
+from benchmarks.cases import CASES, WORDS, names_in_words
 from benchmarks.large_models import Size, language_model
 from benchmarks.models import LanguageModel, causal_attention
+from benchmarks.step_time import STEP_WORDS, TORCH_CASES
+from benchmarks.step_time_variants import CASES as STEP_CASES
 from tests.support import AXES, fsdp, mesh_of, on_mesh
 
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
@@ -112,3 +115,9 @@ def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, r
     assert_allclose(got, want, rtol=2e-3)  # the logits of the plain loss are rounded to bfloat16
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         close(g, w, 5e-2)
+
+
+def test_pictures_say_what_the_names_of_cases_mean():
+    assert names_in_words(["flat, HSDP", "flat"]) == f"flat: {WORDS['flat']}; HSDP: {WORDS['HSDP']}."
+    told = names_in_words(CASES), names_in_words([*STEP_CASES, *TORCH_CASES], STEP_WORDS)
+    assert all("over one axis" in text for text in told)  # and each word has an entry, or there was a KeyError

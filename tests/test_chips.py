@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.compiling.compile import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
 from xlstm_jax.distributed.hardware.links import Links

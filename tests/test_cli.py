@@ -25,11 +25,13 @@ import jax.numpy as jnp
 import pytest
 
 import xlstm_jax
+from tests.test_planner import Job
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import load_factory
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Workload
+from xlstm_jax.distributed.forecast.compiling import child_process
 from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -445,15 +447,36 @@ def test_a_forecast_for_a_topology(command):
     assert found.axis_sizes == {"fsdp_x": 2, "fsdp_y": 4} and found.wire_bytes > 0 and found.step_seconds > 0
 
 
+@NEEDS_LIBTPU
+@pytest.mark.libtpu
+def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLSTM_JAX_CACHE_DIR", str(tmp_path / "kept"))
+    line = "forecast --topology v5e:2x2 --json"
+    _, compiled, err = command(line)
+    assert f"what was compiled is kept in {tmp_path / 'kept'}; --no-cache keeps nothing." in err
+    # There is no compiler now, for those that have none to ask; the next is a process of its own.
+    monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
+    code, _, err = command("lint --topology v5e:2x2")
+    assert code != 2 and f"the program had been compiled before and came from {tmp_path / 'kept'}; --no-cache" in err
+    words = [SCRIPT, *shlex.split(f"{line} --factory tiny_training:training")]
+    environment = dict(os.environ) | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == compiled and "had been compiled before" in done.stderr
+    for other in (f"{line} --no-cache", f"{line} --minibatches 2", f"{line} --set width=512"):
+        code, _, err = command(other)
+        assert code == 2 and "the compiler's process ended with exit code 1" in err, other
+
+
 def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(command, monkeypatch):
     """Steps are built and traced, but their bytes are a formula: with real ones see test_planner.py, which is slow."""
     asked = []
 
-    def by_formula(step, *args, topology):
+    def by_formula(step, *args, topology, cache):
         asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
-        return SimpleNamespace(total_bytes=2**20, step_seconds=1.0)
+        figures = SimpleNamespace(total_bytes=2**20, step_seconds=1.0)
+        return Job(lambda: figures, seconds=None if len(asked) == 2 else 12.3)
 
-    monkeypatch.setattr(search, "forecast", by_formula)
+    monkeypatch.setattr(search, "begin_forecast", by_formula)
     line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
     code, out, err = command(f"{line} 900KiB")
     found = json.loads(out)
@@ -462,6 +485,12 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
         "as before: tiny_training:training has no option for this"
     }
     assert set(map(str, asked)) == {str(("v5e:2x2", {"dp": 2, "fsdp": 2}))}
+    # No terminal is here, so what stays is a plain line, and nothing else is said.
+    lines = [line for line in err.splitlines() if "trial" in line]
+    assert lines[0] == "xlstm-jax: trial 1: dp=2,fsdp=2, weights kept: 1 MiB, compiled in 12 s"
+    assert lines[1].startswith("xlstm-jax: trial 2: dp=2,fsdp=2, weights gathered again: as before: tiny_training")
+    assert lines[2] == "xlstm-jax: trial 3: dp=2,fsdp=2, weights gathered again, remat: 1 MiB, from the cache"
+    assert len(lines) == len(found["trials"])
     code, out, err = command(f"{line} 1MiB")
     assert code == 0 and json.loads(out)["trials"][0]["fits"] and "nothing fits" not in err
     code, out, _ = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1MiB --set width=512")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from xlstm_jax.distributed.forecast import CHIPS
-from xlstm_jax.distributed.forecast.compiling.compile import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,16 @@ def test_no_line_installs_the_library_from_an_index_which_does_not_have_it():
 def test_every_page_is_linked_from_the_readme():
     linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
     assert {name_of(page) for page in PAGES} - {"README.md"} <= linked
+
+
+PICTURES = sorted([*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmarks" / "results").rglob("*.png")])
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=name_of)
+def test_a_picture_is_read_on_a_page_of_830_pixels(picture):
+    """Wider, it is shown at less than 0.6 of its size, and its letters with it; taller, it is not seen at once."""
+    width, height = struct.unpack(">2I", picture.read_bytes()[16:24])
+    assert 800 <= width <= 1400 and height <= 1400, f"{width} x {height}"
 
 
 def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():

@@ -4,8 +4,11 @@ The order is tested on steps whose bytes and seconds are a formula of their opti
 of ten seconds each, and what it should do next is known only where the figures are. One search is done with real ones.
 """
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,9 @@ from flax import linen as nn
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.compiling import several
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.fitting.search import (
     MAX_MINIBATCHES,
@@ -99,9 +104,31 @@ def by_formula(options):
     return Figures(state + weights + activations, slow)
 
 
-def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID)):
+@dataclasses.dataclass
+class Job:
+    """A compilation that is done at once, or when ``steps`` have been asked for."""
+
+    result: Callable
+    log: list | None = None
+    steps: int = 0
+    closed: bool = False
+    seconds: float | None = None
+
+    def start(self):
+        if self.log is not None:
+            self.log.append(self)
+
+    def is_done(self):
+        self.steps -= 1
+        return self.steps < 0
+
+    def close(self):
+        self.closed = True
+
+
+def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID), at_once=1):
     """The search, and what it has tried, in order."""
-    search = Search(build, forecast_of, budget)
+    search = Search(build, lambda options: Job(partial(forecast_of, options)), budget, limit=lambda: at_once)
     return Fit("v5e:4x8", budget, search.run(meshes)), [trial.options for trial in search.trials]
 
 
@@ -270,8 +297,71 @@ def test_what_is_no_place_to_fit_into_is_refused():
     for budget in (0, -1):
         with pytest.raises(ValueError, match=rf"budget_bytes={budget}: nothing fits.*None for all that v5e has, \d+"):
             fit(unused, "v5e:2x2", budget)
+    with pytest.raises(ValueError, match="jobs=0: at least 1 must run at once"):
+        fit(unused, "v5e:2x2", jobs=0)
     with pytest.raises(ValueError, match="meshes is empty"):
         fit(unused, "v5e:2x2", meshes=[])
+
+
+# -------------------------------------------------------------------------------------------------------- side by side
+
+
+def jobs_of(steps, log):
+    return [(Job(lambda: None, log, count), number) for number, count in enumerate(steps)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_jobs_run_side_by_side_up_to_the_limit_and_come_in_their_order(limit, monkeypatch):
+    log, most = [], []
+    jobs = jobs_of([90, 30, 10, 50, 20], log)
+
+    def sleep(_):
+        most.append(sum(job.steps >= 0 for job in log))
+
+    monkeypatch.setattr(several.time, "sleep", sleep)
+    done = [number for _, number in side_by_side(iter([*jobs[:2], (None, "nothing"), *jobs[2:]]), lambda: limit)]
+    assert done == [0, 1, "nothing", 2, 3, 4] and log == [job for job, _ in jobs]
+    assert max(most) == min(limit, 5)
+
+
+def test_what_still_runs_is_ended_when_the_caller_stops():
+    log = []
+    jobs = jobs_of([9, 99, 99], log)
+
+    def made():  # the user's code, from which anything may come
+        yield from jobs[:2]
+        raise KeyError("the third")
+
+    with pytest.raises(KeyError, match="the third"):
+        next(side_by_side(made(), lambda: 9))
+    with contextlib.closing(side_by_side(iter(jobs), lambda: 9)) as done:
+        assert next(done) == jobs[0]
+    assert log == [job for job, _ in jobs[:2] + jobs] and all(job.closed for job in log)
+
+
+def test_how_many_run_at_once_does_not_change_what_is_tried_or_told():
+    for budget in (1300, 455, 300, 100):
+        alone, beside = (searched(budget, at_once=count) for count in (1, 8))
+        assert alone == beside and len(alone[1]) > 5
+
+
+def test_a_machine_has_room_by_its_cores_and_its_memory(monkeypatch):
+    monkeypatch.setattr(several.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    largest = several.resource.getrusage(several.resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    child = max(CHILD_BYTES, largest)
+    for free, room in {10**6: 1, 3 * child: 3, 1000 * child: 64, None: 64}.items():
+        monkeypatch.setattr(several, "free_bytes", lambda free=free: free)
+        assert room_for_jobs() == room
+
+
+def test_free_memory_is_that_of_the_system_or_of_the_group_whichever_is_less(monkeypatch):
+    texts = {"meminfo": "MemTotal: 9 kB\nMemAvailable:     4000 kB\n", "memory.max": "max\n", "memory.current": "7\n"}
+    monkeypatch.setattr(several, "_text", lambda path: texts.get(path.name, ""))
+    assert several.free_bytes() == 4000 * 1024
+    texts |= {"memory.max": "1000000\n", "memory.current": "900000\n", "memory.stat": "anon 1\ninactive_file 5000\n"}
+    assert several.free_bytes() == 105_000
+    texts.clear()
+    assert several.free_bytes() is None
 
 
 # ---------------------------------------------------------------------------------------------------- with real figures

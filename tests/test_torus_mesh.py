@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.compile import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 
 create = DeviceMeshManager.create_fsdp_mesh
 ROOT = Path(__file__).parent.parent

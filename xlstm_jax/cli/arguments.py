@@ -153,6 +153,14 @@ def _add_minibatches(command: Parser) -> None:
     )
 
 
+def _add_cache(command: Parser) -> None:
+    command.add_argument(
+        "--no-cache", action="store_true",
+        help="compile anew, and keep nothing. Without it what was compiled for a topology is kept, in "
+        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there",
+    )  # fmt: skip
+
+
 def _add_plan(commands: Commands) -> None:
     text = "what is split, why not where it is not, and what each device keeps"
     command = _add(commands, "plan", text, "a check is not met, or --diff finds something")
@@ -173,6 +181,7 @@ def _add_forecast(commands: Commands) -> None:
     command = _add(commands, "forecast", text, "it does not fit")
     _add_training(command, topology="without it, simulated CPU devices: collectives alone")
     _add_minibatches(command)
+    _add_cache(command)
     command.add_argument("--out", metavar="picture.png", help="draw memory and time")
 
 
@@ -183,6 +192,11 @@ def _add_fit(commands: Commands) -> None:
     command.add_argument(
         "--budget", type=parse_bytes, metavar="size", help="of each device, as 14GiB; by default all that there is"
     )
+    command.add_argument(
+        "--jobs", type=parse_count, metavar="N",
+        help="compilations at once; by default as many as there are cores, and memory for",
+    )  # fmt: skip
+    _add_cache(command)
 
 
 def _add_lint(commands: Commands) -> None:
@@ -190,6 +204,7 @@ def _add_lint(commands: Commands) -> None:
     command = _add(commands, "lint", text, "there are findings")
     _add_training(command, topology="without it, simulated CPU devices, whose schedule is not that of TPUs")
     _add_minibatches(command)
+    _add_cache(command)
     command.add_argument(
         "--rules", type=lambda text: text.split(","), metavar="name,...", help="those that count; by default all"
     )

@@ -133,12 +133,24 @@ def show(parts: Sequence[object]) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Shows what the command does now, and for how long, if stderr is a terminal."""
+def progress() -> "Iterator[Say]":
+    """Shows what the command does now, and for how long, if stderr is a terminal; what stays is a line anywhere."""
+
+    def plain(text: str, *, stays: bool = False) -> None:
+        if stays:
+            sys.stderr.write(f"xlstm-jax: {text}\n")
+
     if not sys.stderr.isatty():
-        yield lambda text: None
+        yield plain
         return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
-        yield lambda text: bar.update(task, description=text)
+
+        def shown(text: str, *, stays: bool = False) -> None:
+            if stays:
+                bar.console.print(text)
+            else:
+                bar.update(task, description=text)
+
+        yield shown

@@ -14,19 +14,20 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from xlstm_jax.cli.doctor import Diagnosis, examine
 from xlstm_jax.cli.factory import Factory, load_factory
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting.applying import command_of
-from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, default_meshes, fit
+from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, Trial, default_meshes, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import lint, table
 from xlstm_jax.distributed.forecast.linting.rules import RULES
@@ -37,8 +38,15 @@ from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
 from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
-Say = Callable[[str], None]  # shows what the command does now
+
+class Say(Protocol):
+    """Shows what the command does now; what ``stays`` is a line of its own, on a terminal and elsewhere."""
+
+    def __call__(self, text: str, *, stays: bool = False) -> None: ...
+
+
 MAX_REASON = 200  # characters
+MAX_LINE = 100  # of a trial's outcome
 UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."
 
 
@@ -131,15 +139,33 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
     return plan_sharding(workload.model, mesh, *workload.init_inputs, tx=workload.tx)
 
 
-def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan]:
+def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
+    """The forecast, the plan, and what is to be said of the cache."""
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
     workload = _workload(factory, mesh, dict(args.set))
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
-    compiled = forecast(step, *abstract, topology=args.topology, tokens=workload.tokens)
-    return compiled, _plan(workload, mesh)
+    cache = _cache(args)
+    compiled = forecast(step, *abstract, topology=args.topology, tokens=workload.tokens, cache=cache or False)
+    return compiled, _plan(workload, mesh), _kept(cache) if args.topology else []
+
+
+def _cache(args: Namespace) -> ReportCache | None:
+    return None if args.no_cache else user_cache()
+
+
+def _kept(cache: ReportCache | None) -> list[str]:
+    """What was read from the cache and kept in it, with its folder; nothing without a cache."""
+    if cache is None or not cache.hits + cache.misses:
+        return []
+    if cache.problem:
+        return [f"what was compiled could not be kept: {cache.problem}. Set {FOLDER_VARIABLE} to another folder."]
+    of = f"{cache.hits} of {cache.hits + cache.misses} programs" if cache.hits + cache.misses > 1 else "the program"
+    if cache.hits:
+        return [f"{of} had been compiled before and came from {cache.folder}; --no-cache compiles anew."]
+    return [f"what was compiled is kept in {cache.folder}; --no-cache keeps nothing."]
 
 
 def _simulated(mesh: dict[str, int]) -> Mesh:
@@ -199,12 +225,12 @@ def _diff(before: ShardingPlan, after: ShardingPlan, path: str, refusals: tuple[
 
 def run_forecast(args: Namespace, say: Say) -> Report:
     """``xlstm-jax forecast``"""
-    compiled, planned = _forecast(args, say)
+    compiled, planned, notes = _forecast(args, say)
     if args.out:
         say("drawing")
         compiled.plot(args.out)
-    notes = (UNWRAPPED,) if planned.assumed else ()
-    return Report(lambda: [compiled.table()], compiled.to_json, _does_not_fit(compiled), notes)
+    notes += [UNWRAPPED] if planned.assumed else []
+    return Report(lambda: [compiled.table()], compiled.to_json, _does_not_fit(compiled), tuple(notes))
 
 
 def _does_not_fit(compiled: Forecast) -> tuple[str, ...]:
@@ -218,7 +244,7 @@ def _does_not_fit(compiled: Forecast) -> tuple[str, ...]:
 def run_lint(args: Namespace, say: Say) -> Report:
     """``xlstm-jax lint``"""
     rules = _rules(args.rules)
-    compiled, planned = _forecast(args, say)
+    compiled, planned, notes = _forecast(args, say)
     say("reading the compiled step")
     kept = bool(dict(args.set).get("keep_gathered"))  # given on the command line, so on purpose
     findings = lint(compiled, planned, num_minibatches=args.minibatches, keep_gathered=kept)
@@ -229,6 +255,7 @@ def run_lint(args: Namespace, say: Say) -> Report:
         lambda: [table(findings)] if findings else ["No findings."],
         lambda: json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1),
         tuple(refusals),
+        tuple(notes),
     )
 
 
@@ -243,16 +270,21 @@ def run_fit(args: Namespace, say: Say) -> Report:
     factory = load_factory(args.factory)
     shape = parse_topology(args.topology).shape
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(shape, factory)
-    build_step, numbers = _StepBuilder(factory, dict(args.set)), count(1)
-
-    def on_trial(options: Options) -> None:
-        say(f"trial {next(numbers)}: {_said(options)}")
-
-    found = fit(build_step, args.topology, args.budget, meshes=meshes, on_trial=on_trial)
+    build_step, cache, progress = _StepBuilder(factory, dict(args.set)), _cache(args), _FitProgress(say)
+    found = fit(
+        build_step,
+        args.topology,
+        args.budget,
+        meshes=meshes,
+        on_trial=progress.begins,
+        on_done=progress.ends,
+        jobs=args.jobs,
+        cache=cache or False,
+    )
     nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more chips, "
     refusals = () if found.best else (f"{nothing}larger ones, or a smaller batch per device.",)
     again = [_command_again(args, factory, found.best.options)] if found.best else []
-    return Report(lambda: [found.table(), *again], found.to_json, refusals)
+    return Report(lambda: [found.table(), *again], found.to_json, refusals, tuple(_kept(cache)))
 
 
 def _command_again(args: Namespace, factory: Factory, options: Options) -> str:
@@ -260,6 +292,28 @@ def _command_again(args: Namespace, factory: Factory, options: Options) -> str:
     found = {name: getattr(options, name) for name in ("min_weight_size", "remat", "keep_gathered")}
     settings = factory.arguments(found, dict(args.set))
     return f"and to see all of it:\n\n{indent(command_of(options, args.factory, args.topology, settings), '    ')}\n"
+
+
+class _FitProgress:
+    """Says what ``fit`` compiles now, and of each trial that is done what it found and how long it took."""
+
+    def __init__(self, say: Say) -> None:
+        self.say = say
+        self.begun, self.done, self.last = 0, 0, ""
+
+    def begins(self, options: Options) -> None:
+        """Called before each trial."""
+        self.begun += 1
+        several = f" ({self.begun - self.done} at once)" if self.begun - self.done > 1 else ""
+        self.say(f"trial {self.begun}{several}: {_said(options)}{self.last}")
+
+    def ends(self, trial: Trial) -> None:
+        """Called after each trial, in the order in which they began."""
+        self.done += 1
+        took = "from the cache" if trial.took_s is None else f"compiled in {trial.took_s:.0f} s"
+        what = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
+        self.last = f"; the last {took}" if trial.forecast else ""
+        self.say(f"trial {self.done}: {_said(trial.options)}: {shortened(what, MAX_LINE)}", stays=True)
 
 
 class _StepBuilder:
@@ -289,7 +343,9 @@ def _said(options: Options) -> str:
     kept = "kept" if options.keep_gathered else "gathered again"
     remat = ", remat" if options.remat else ""
     minibatches = f", {options.num_minibatches} minibatches" if options.num_minibatches > 1 else ""
-    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}"
+    other = options.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE
+    threshold = f", threshold {options.min_weight_size:,}" if other else ""
+    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}{threshold}"
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:

@@ -1,6 +1,7 @@
 """What a training step will cost on devices that are not there: memory, traffic, time; and what it wastes."""
 
-from xlstm_jax.distributed.forecast.compiling.compile import CompileError
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, fit
@@ -20,6 +21,7 @@ __all__ = [
     "Forecast",
     "LintError",
     "Options",
+    "ReportCache",
     "Roofline",
     "Topology",
     "Workload",

@@ -23,13 +23,15 @@ from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
+from xlstm_jax.distributed.forecast.compiling.child_process import Pending
 from xlstm_jax.distributed.forecast.compiling.compile import (
     Compiled,
-    compile_for_topology,
+    begin_for_topology,
     compile_here,
     step_mesh,
     trace,
 )
+from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
@@ -200,6 +202,7 @@ def forecast(
     kwargs: Mapping[str, PyTree] | None = None,
     tokens: int | None = None,
     compiler_options: dict[str, Any] | str | None = None,
+    cache: bool | ReportCache = True,
 ) -> Forecast:
     """Compiles a training step and reads what it will cost each device.
 
@@ -220,6 +223,8 @@ def forecast(
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of
         ``compiler_options(device_kind)``. (What the step itself asks for, with ``make_train_step(...,
         compiler_options=...)``, is for the devices of its own mesh and not taken.)
+      cache: whether a program that was compiled for a topology before is read from the user's folder instead of being
+        compiled again (docs/forecast.md has what tells programs apart); or a ``ReportCache``, which is another folder.
     Raises:
       ValueError: an unknown topology, or it has other than the mesh's number of devices; the arguments lie on no mesh
         or on several; a step for a topology calls back into Python (``jax.debug.print``).
@@ -227,15 +232,34 @@ def forecast(
       ImportError: what the compiler for TPUs needs is not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
     """
-    traced = trace(step, args, kwargs)
-    kind = parse_topology(topology).chip.device_kinds[0] if isinstance(topology, str) else jax.devices()[0].device_kind
-    options = resolved(compiler_options, kind)
     if isinstance(topology, str):
-        compiled = compile_for_topology(step, *args, topology=topology, kwargs=kwargs, compiler_options=options)
-    else:
-        _check_mesh(topology, step_mesh(traced, args, kwargs))
-        compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
-    return read(compiled, count_flops(traced.jaxpr, math.prod(compiled.axis_sizes.values())), tokens)
+        begun = begin_forecast(
+            step, *args, topology=topology, kwargs=kwargs, tokens=tokens, compiler_options=compiler_options, cache=cache
+        )
+        return begun.start().result()
+    traced = trace(step, args, kwargs)
+    _check_mesh(topology, step_mesh(traced, args, kwargs))
+    options = resolved(compiler_options, jax.devices()[0].device_kind)
+    compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
+    return read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens)
+
+
+def begin_forecast(
+    step: jax.stages.Wrapped,
+    *args: PyTree,
+    topology: str,
+    kwargs: Mapping[str, PyTree] | None = None,
+    tokens: int | None = None,
+    compiler_options: dict[str, Any] | str | None = None,
+    cache: bool | ReportCache = True,
+) -> Pending[Forecast]:
+    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
+    traced = trace(step, args, kwargs)
+    options = resolved(compiler_options, parse_topology(topology).chip.device_kinds[0])
+    begun = begin_for_topology(
+        step, *args, topology=topology, kwargs=kwargs, compiler_options=options, cache=chosen_cache(cache)
+    )
+    return begun.then(lambda compiled: read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens))
 
 
 def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax import export
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
@@ -32,7 +32,9 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:
     """Compiles the step for the mesh; returns the memory statistics."""
     step = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
-    inputs = step.in_shardings_jax(mesh)
+    # Without any sharding the step is for one device: that of the mesh, not the one that this process computes on.
+    alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
+    inputs = [sharding or alone for sharding in step.in_shardings_jax(mesh)]
     args = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(step.in_avals, inputs, strict=True)

@@ -1,6 +1,6 @@
 """From a training step to its compiled program: for accelerators that are not there, or for the devices at hand.
 
-  step, abstract args --trace, export--> StableHLO --child process, libtpu--> Compiled     compile_for_topology
+  step, abstract args --trace, export--> StableHLO --child process, or cache--> Compiled   compile_for_topology
   step, abstract args --lower, compile--> Compiled                                         compile_here
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
@@ -10,58 +10,36 @@ arguments' shardings, or of ``jax.jit(in_shardings=...)``.
 
 import dataclasses
 import json
-import os
+import math
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax._src.config import traceback_in_locations_limit
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
+from xlstm_jax.distributed.forecast.compiling.child_process import RESULT, CompileError, CompileRequest, Pending
+from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.wording import how_to_install
 
 COMPILE_TIMEOUT_S = 1800.0
-# Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
-# topology decides.
-CHILD_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "JAX_PLATFORMS": "cpu",
-}
-FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
-
 TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
 EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
 CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
 GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
-
-
-class CompileError(RuntimeError):
-    """The compiler refused the step, for another reason than memory. The message quotes the compiler.
-
-    >>> str(CompileError("v5e:2x4: the compiler refused the step: unsupported operation"))
-    'v5e:2x4: the compiler refused the step: unsupported operation'
-    """
 
 
 @dataclass(frozen=True)
@@ -97,6 +75,11 @@ class Compiled:
     coords: tuple[tuple[int, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     without_sharding: str | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axis_sizes.values())
 
 
 # ------------------------------------------------------------------------------------------- a step and its arguments
@@ -245,6 +228,7 @@ def compile_for_topology(
     kwargs: Mapping[str, PyTree] | None = None,
     compiler_options: dict[str, Any] | None = None,
     timeout_s: float = COMPILE_TIMEOUT_S,
+    cache: ReportCache | None = None,
 ) -> Compiled:
     """Compiles a step for TPUs that are not there, in a child process that loads libtpu.
 
@@ -256,12 +240,33 @@ def compile_for_topology(
       kwargs: what the step takes by keyword.
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile``. LIBTPU_INIT_ARGS reaches the child too.
       timeout_s: how long the compilation may take.
+      cache: where to look for the compiler's report first, and to keep it; None: compiled anew, and not kept.
     Raises:
       ImportError: libtpu is not installed, or flatbuffers.
       ValueError: an unknown topology; or the mesh has another number of devices: names both; or the step calls back
         into Python (``jax.debug.print``), which it can only on the devices of its process.
       CompileError: the compiler refuses the step, for another reason than memory.
       TimeoutError: it did not end in time.
+    """
+    begun = begin_for_topology(
+        step, *args, topology=topology, kwargs=kwargs, compiler_options=compiler_options, cache=cache
+    )
+    begun.timeout_s = timeout_s
+    return begun.start().result()
+
+
+def begin_for_topology(
+    step: Wrapped,
+    *args: PyTree,
+    topology: str,
+    kwargs: Mapping[str, PyTree] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    cache: ReportCache | None = None,
+) -> Pending[Compiled]:
+    """``compile_for_topology`` up to the compiler: what is left needs the step no more, and may run beside others.
+
+    Raises:
+      ImportError, ValueError: as ``compile_for_topology``.
     """
     slice_ = parse_topology(topology)
     traced = trace(step, args, kwargs)
@@ -274,20 +279,19 @@ def compile_for_topology(
             f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_sizes(mesh)}. "
             f"{GIVE_SHARDINGS}"
         )
-    request: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "axes": _sizes(mesh) or {"device": 1},
         "axis_types": [kind.name for kind in mesh.axis_types] if mesh is not None else ["Auto"],
         "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         "options": dict(compiler_options or {}),
         "topology": slice_.description(),
     }
-    with tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_") as name:
-        folder = Path(name)
-        (folder / "step.bin").write_bytes(exported.serialize())
-        (folder / "request.json").write_text(json.dumps(request))
-        _run_child(folder, timeout_s)
-        compiled = _read_result(folder, slice_, request["axes"], traced.jaxpr.jaxpr.debug_info.arg_names)
-    return dataclasses.replace(compiled, without_sharding=leaf_without_sharding(traced, args, kwargs))
+    names, missing = traced.jaxpr.jaxpr.debug_info.arg_names, leaf_without_sharding(traced, args, kwargs)
+
+    def finish(texts: Texts) -> Compiled:
+        return dataclasses.replace(_read_texts(texts, slice_, settings["axes"], names), without_sharding=missing)
+
+    return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, cache)
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
@@ -313,9 +317,13 @@ def _check_installed() -> None:
 
 
 def _export(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
-    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it."""
+    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it.
+
+    It names operations, but no lines of code: who asks for the step, and a comment above it, do not change the program.
+    """
     try:
-        exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
+        with traceback_in_locations_limit(0):
+            exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
     except ValueError as error:
         if CALLS_PYTHON not in str(error):
             raise
@@ -329,40 +337,18 @@ def _export(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] 
     return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
 
 
-def _run_child(folder: Path, timeout_s: float) -> None:
-    """Runs the child to its end, and kills it where it takes too long or this process is interrupted."""
-    environment = {key: value for key, value in os.environ.items() if key != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
-    command = [sys.executable, "-P", compile_child.__file__, str(folder)]
-    with open(folder / "log", "wb") as log:
-        try:
-            child = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"compiling for the topology took longer than timeout_s={timeout_s:.0f}. Scan the layers (nn.scan), "
-                "which compiles one of them, or give it more time."
-            ) from None
-    if not (folder / "result.json").exists():
-        end = (folder / "log").read_text(errors="replace")[-2000:]
-        raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
-
-
-def _read_result(folder: Path, topology: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
-    result = json.loads((folder / "result.json").read_text())
-    # The text after code generation has the compiler's cycles; a program that does not fit may not come so far.
-    hlo = _dumped(folder / "dump", "codegen") or _dumped(folder / "dump", "optimizations")
-    buffers = _dumped(folder / "dump", "optimizations-buffer-assignment")
-    if not (hlo and buffers):
+def _read_texts(texts: Texts, topology: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
+    result = json.loads(texts[RESULT])
+    if not (texts.get("hlo") and texts.get("buffers")):
         raise CompileError(f"the compiler refuses the step for {topology.name}: {result['error']}")
     return Compiled(
         platform="tpu",
         device_kind=result["device_kind"],
         topology=topology,
         axis_sizes=axes,
-        hlo=_with_own_names(hlo, arguments),
-        buffers=buffers,
-        live_ranges=_dumped(folder / "dump", "optimizations-live-range"),
+        hlo=_with_own_names(texts["hlo"], arguments),
+        buffers=texts["buffers"],
+        live_ranges=texts.get("live_ranges"),
         memory=result["memory"],
         seconds=result["seconds"],
         coords=tuple(map(tuple, result["coords"])),
@@ -377,9 +363,3 @@ def _with_own_names(hlo: str, arguments: Sequence[str]) -> str:
         return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
 
     return ARGUMENT.sub(named, hlo.replace(EXPORT_SCOPES, ""))
-
-
-def _dumped(folder: Path, name: str) -> str | None:
-    paths = list(folder.glob(f"*.after_{name}.txt"))
-    assert len(paths) <= 1, paths  # the child compiles one program
-    return paths[0].read_text() if paths else None

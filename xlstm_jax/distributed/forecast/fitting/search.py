@@ -8,10 +8,13 @@
 
 Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
 the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
-what is best here need not be the best of all. Options that fail (they do not divide the batch, the compiler refuses the
-step, the user's code raises) are a row of the result that says why; at the very first, that is an error.
+what is best here need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3 once
+something fits, as none of them waits for what another says; how many run at once does not change what is tried. Options
+that fail (they do not divide the batch, the compiler refuses the step, the user's code raises) are a row of the result
+that says why; at the very first, that is an error.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,9 +28,12 @@ from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
-from xlstm_jax.distributed.forecast.compiling.compile import CompileError, trace
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
+from xlstm_jax.distributed.forecast.compiling.compile import trace
+from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.fitting.applying import code_of
-from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
+from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.wording import format_bytes, format_mesh, rich_table, shortened
@@ -72,12 +78,21 @@ _WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathere
 
 @dataclass(frozen=True)
 class Trial:
-    """One forecast of the search; ``problem`` says in a line why there is none."""
+    """One forecast of the search.
+
+    Attributes:
+      options: of the step.
+      forecast: what it would cost; None where there is none.
+      fits: whether it is within the budget.
+      problem: why there is no forecast, in a line.
+      took_s: how long the compilation took; None where nothing was compiled, or the cache had it.
+    """
 
     options: Options
     forecast: Forecast | None
     fits: bool
     problem: str = ""
+    took_s: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -148,6 +163,9 @@ def fit(
     *,
     meshes: Sequence[dict[str, int]] | None = None,
     on_trial: Callable[[Options], None] | None = None,
+    on_done: Callable[[Trial], None] | None = None,
+    jobs: int | None = None,
+    cache: bool | ReportCache = True,
 ) -> Fit:
     """Searches for the fastest step that fits.
 
@@ -163,9 +181,12 @@ def fit(
       meshes: those to try, the first one first. By default one axis for each dim of the torus, one flat axis, and
         hybrid sharding (replicas over the first dim).
       on_trial: called before each forecast, to show progress.
+      on_done: called with each trial when its forecast is there.
+      jobs: how many may be compiled at once; None: as many as there are cores, and memory for.
+      cache: as for ``forecast``.
     Raises:
-      ValueError: an unknown topology; a budget that is not positive; no mesh; or there is no forecast of the very first
-        options, chained to the reason.
+      ValueError: an unknown topology; a budget or a number of jobs that is not positive; no mesh; or there is no
+        forecast of the very first options, chained to the reason.
       ImportError: libtpu is not installed, or flatbuffers.
     """
     parsed = parse_topology(topology)
@@ -182,13 +203,20 @@ def fit(
             "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
         )
 
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
+
     def build(options: Options) -> BuiltStep:
         step, args = build_step(options)
         trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
         return step, args
 
-    search = Search(build, lambda built: forecast(built[0], *built[1], topology=topology), budget, on_trial)
-    return Fit(topology, budget, search.run(meshes))
+    def begin(built: BuiltStep) -> Pending[Forecast]:
+        return begin_forecast(built[0], *built[1], topology=topology, cache=kept)
+
+    kept = chosen_cache(cache) or False  # one for all trials
+    limit = room_for_jobs if jobs is None else lambda: jobs
+    return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
 
 
 @dataclass
@@ -196,22 +224,27 @@ class Search:
     """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
 
     build: Callable[[Options], BuiltStep]
-    forecast_of: Callable[[BuiltStep], Forecast]
+    begin: Callable[[BuiltStep], Pending[Forecast]]
     budget_bytes: int
     on_trial: Callable[[Options], None] | None = None
+    on_done: Callable[[Trial], None] | None = None
+    limit: Callable[[], int] = room_for_jobs
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
         """All trials, sorted: what fits first, the fastest first."""
-        for way in _WAYS:
-            self.attempt(dataclasses.replace(way, mesh=meshes[0]))
+        self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
         smallest = min(
             (trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device or 0
         )
         self.try_minibatches(smallest.options)
-        for mesh in meshes[1:]:
-            self.try_mesh(mesh, smallest.options)
+        rest = list(meshes[1:])
+        while rest and self.best is None:
+            options = dataclasses.replace(smallest.options, mesh=rest.pop(0))
+            if self.attempt(options).forecast is not None:
+                self.try_minibatches(options)
         if self.best is not None:
+            self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
             self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
         return tuple(sorted(self.trials, key=lambda trial: (not trial.fits, trial.seconds)))
 
@@ -219,15 +252,6 @@ class Search:
     def best(self) -> Trial | None:
         """The fastest so far of what fits."""
         return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
-
-    def try_mesh(self, mesh: dict[str, int], smallest: Options) -> None:
-        """The mesh with the best options; where nothing fits yet, with the smallest, and its minibatches."""
-        if self.best is not None:
-            self.attempt(dataclasses.replace(self.best.options, mesh=mesh))
-            return
-        options = dataclasses.replace(smallest, mesh=mesh)
-        if self.attempt(options).forecast is not None:
-            self.try_minibatches(options)
 
     def try_minibatches(self, options: Options) -> None:
         """Twice as many each time, until something fits or no more can be made of the batch."""
@@ -237,25 +261,37 @@ class Search:
                 return
             count *= 2
 
-    def attempt(self, options: Options) -> Trial:
-        """One more trial; without a forecast of the very first, a ``ValueError``."""
-        if self.on_trial is not None:
-            self.on_trial(options)
-        self.trials.append(self._trial(options))
+    def attempt(self, *several: Options) -> Trial:
+        """More trials, side by side; returns the last. Without a forecast of the very first, a ``ValueError``."""
+        begun = (self._begun(options) for options in several)
+        with contextlib.closing(side_by_side(begun, self.limit)) as done:
+            for job, (options, error) in done:
+                self.trials.append(self._trial(job, options, error))
+                if self.on_done is not None:
+                    self.on_done(self.trials[-1])
         return self.trials[-1]
 
-    def _trial(self, options: Options) -> Trial:
+    def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
+        """The step on its way to the compiler; or why it is not."""
+        if self.on_trial is not None:
+            self.on_trial(options)
         try:
             step = self.build(options)
         except Exception as error:  # whatever the user's code raises
-            return self._failed(options, error)
+            return None, (options, error)
         try:
-            found = self.forecast_of(step)
-        except (ValueError, CompileError, TimeoutError) as error:  # others have nothing to do with these options
-            return self._failed(options, error)
-        return Trial(options, found, found.total_bytes <= self.budget_bytes)
+            return self.begin(step), (options, None)
+        except ValueError as error:  # others have nothing to do with these options
+            return None, (options, error)
 
-    def _failed(self, options: Options, error: Exception) -> Trial:
+    def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
+        try:
+            found = job.result() if job is not None else None
+        except (ValueError, CompileError, TimeoutError) as raised:  # others have nothing to do with these options
+            found, error = None, raised
+        if job is not None and found is not None:
+            return Trial(options, found, found.total_bytes <= self.budget_bytes, took_s=job.seconds)
+        assert error is not None
         problem = in_a_line(error)
         if not self.trials:
             raise ValueError(f"no forecast of the first options, {options}: {problem}") from error

@@ -1,0 +1,252 @@
+"""What was compiled is read again only where it is what the compiler would say: of the same request, and undamaged.
+
+The entries themselves are tested without a compiler; a request's key on steps that are not compiled; and one step is.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import CompileError, ReportCache, forecast
+from xlstm_jax.distributed.forecast.compiling import child_process, report_cache
+from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
+from xlstm_jax.distributed.forecast.compiling.report_cache import chosen_cache, user_cache
+
+KEY, OTHER = "0" * 64, "1" * 64
+TEXTS = {"hlo": "HloModule step\n" * 100, "buffers": "é"}
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return ReportCache(tmp_path / "kept")
+
+
+def entry(cache, key=KEY):
+    return cache.folder / f"{key}.report"
+
+
+# ---------------------------------------------------------------------------------------------------------- the entries
+
+
+def test_what_was_kept_is_read_and_nothing_else(cache):
+    assert cache.read(KEY) is None
+    cache.write(KEY, TEXTS)
+    assert cache.read(KEY) == TEXTS and cache.read(OTHER) is None
+    assert (cache.hits, cache.misses, cache.problem) == (1, 2, "")
+    assert cache.folder.stat().st_mode & 0o777 == 0o700 and os.listdir(cache.folder) == [entry(cache).name]
+
+
+def test_a_damaged_entry_is_none_and_is_replaced(cache):
+    cache.write(KEY, TEXTS)
+    sound = entry(cache).read_bytes()
+    places = [*range(0, len(sound), 9), len(sound) - 1]
+    flipped = [sound[:i] + bytes([sound[i] ^ 1]) + sound[i + 1 :] for i in places]
+    cut = [sound[:i] for i in places]
+    for damaged in (*flipped, *cut, sound + b"\0", b"\0" * len(sound)):
+        entry(cache).write_bytes(damaged)
+        assert cache.read(KEY) is None
+    cache.write(KEY, TEXTS)
+    assert cache.read(KEY) == TEXTS and len(flipped) > 9  # guard
+
+
+def test_an_entry_under_the_name_of_another_is_none(cache):
+    cache.write(KEY, TEXTS)
+    entry(cache).rename(entry(cache, OTHER))
+    assert cache.read(OTHER) is None and cache.read(KEY) is None
+
+
+def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_path, monkeypatch):
+    entry(cache).mkdir(parents=True)
+    assert cache.read(KEY) is None
+    cache.write(KEY, TEXTS)
+    assert "Is a directory" in cache.problem
+    beneath = ReportCache(tmp_path / "file" / "kept")
+    (tmp_path / "file").write_text("")
+    beneath.write(KEY, TEXTS)
+    assert beneath.problem == f"{tmp_path}/file/kept: Not a directory" and beneath.read(KEY) is None
+
+
+def test_a_writer_that_dies_leaves_the_old_entry_or_none(cache, monkeypatch):
+    cache.write(KEY, TEXTS)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report_cache.os, "replace", die)
+    for key in (KEY, OTHER):
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            cache.write(key, {"hlo": "half"})
+    assert cache.read(KEY) == TEXTS and cache.read(OTHER) is None
+    assert os.listdir(cache.folder) == [entry(cache).name]
+
+
+def test_beyond_its_size_what_was_not_read_for_longest_goes(cache):
+    for number in range(4):
+        cache.write(str(number) * 64, TEXTS)
+        os.utime(entry(cache, str(number) * 64), (number, number))
+    assert cache.read("0" * 64) == TEXTS  # so it is the newest now
+    cache.max_bytes = 3 * entry(cache).stat().st_size
+    cache.write("4" * 64, TEXTS)
+    assert sorted(path.name[0] for path in cache.folder.iterdir()) == ["0", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "variables, folder",
+    [
+        ({"XLSTM_JAX_CACHE_DIR": "/scratch/kept", "XDG_CACHE_HOME": "/elsewhere"}, "/scratch/kept"),
+        ({"XLSTM_JAX_CACHE_DIR": ""}, None),
+        ({"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere/xlstm_jax"),
+        ({"XDG_CACHE_HOME": "not/absolute"}, "/home/me/.cache/xlstm_jax"),
+        ({}, "/home/me/.cache/xlstm_jax"),
+    ],
+    ids=str,
+)
+def test_where_the_users_cache_is(variables, folder, monkeypatch):
+    assert user_cache() is None  # the suite has none
+    for name in ("XLSTM_JAX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | variables).items():
+        monkeypatch.setenv(name, value)
+    found = user_cache()
+    assert (found and str(found.folder)) == folder
+    own = ReportCache(Path("own"))
+    assert chosen_cache(True) == found and chosen_cache(False) is None and chosen_cache(own) is own
+
+
+# -------------------------------------------------------------------------------------------------------------- the key
+
+
+def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), shape=(256, 256), axes=None):
+    def step(x):
+        with jax.named_scope(name):
+            return jnp.tanh(x @ x) * scale
+
+    sharding = None
+    if axes:
+        mesh = DeviceMeshManager.create_abstract_mesh(axes)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(tuple(axes)))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    jitted = jax.jit(step, donate_argnums=donate)
+    return begin_for_topology(jitted, x, topology=topology, compiler_options=options).request
+
+
+@pytest.mark.libtpu
+def test_a_key_is_of_the_program_and_not_of_who_asks_for_it():
+    pytest.importorskip("libtpu")
+
+    def from_elsewhere():
+        return request()  # other lines are on the way to the step
+
+    assert len({request().key, from_elsewhere().key}) == 1
+    assert b"test_report_cache" not in request().step
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scale": 3.0},
+        {"name": "down"},  # a name alone: the report is told by modules
+        {"shape": (256, 128, 128)},
+        {"donate": (0,)},
+        {"options": {"xla_tpu_enable_ici_ag_pipelining": True}},
+        {"topology": "v6e:1x1"},
+        {"topology": "v5e:2x2", "axes": {"fsdp": 4}},
+        {"topology": "v5e:2x2", "axes": {"fsdp_x": 2, "fsdp_y": 2}},
+    ],
+    ids=str,
+)
+def test_another_program_topology_or_option_has_another_key(changed):
+    pytest.importorskip("libtpu")
+    base = {"topology": "v5e:2x2", "axes": {"dp": 4}} if "axes" in changed else {}
+    assert request(**base | changed).key != request(**base).key
+
+
+def bumped(name):
+    version = child_process.version
+    return lambda package: version(package) + (".1" if package == name else "")
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("package", ["jax", "jaxlib", "libtpu"])
+def test_another_version_has_another_key(package, monkeypatch):
+    pytest.importorskip("libtpu")
+    before = request().key
+    monkeypatch.setattr(child_process, "version", bumped(package))
+    assert request().key != before
+
+
+@pytest.mark.libtpu
+def test_what_the_compiler_reads_from_the_environment_is_in_the_key(monkeypatch, tmp_path):
+    pytest.importorskip("libtpu")
+    before = request().key
+    monkeypatch.setenv("LESS", "-R")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")  # of another backend: the child does not get it
+    assert request().key == before
+    with monkeypatch.context() as within:
+        within.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_latency_hiding_scheduler=false")
+        assert request().key != before
+    library = tmp_path / "libtpu.so"
+    library.write_bytes(b"one")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    one = request().key
+    library.write_bytes(b"another")
+    assert len({before, one, request().key}) == 3
+    # And the program that serves the request.
+    (tmp_path / "child.py").write_text(Path(child_process.compile_child.__file__).read_text() + "# changed")
+    monkeypatch.setattr(child_process.compile_child, "__file__", str(tmp_path / "child.py"))
+    assert request().key not in {before, one}
+
+
+# ------------------------------------------------------------------------------------------------------------- one step
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A step without any sharding, for one chip: compiled, and kept."""
+    pytest.importorskip("libtpu")
+    cache = ReportCache(tmp_path_factory.mktemp("cache"))
+    step, x = jax.jit(lambda x: jnp.tanh(x @ x)), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    return step, x, cache, forecast(step, x, topology="v5e:1x1", cache=cache)
+
+
+@pytest.mark.libtpu
+def test_a_step_without_shardings_is_compiled_for_one_chip(compiled):
+    *_, found = compiled
+    assert found.device_kind == "TPU v5 lite" and found.memory.argument_bytes == 512 * 512 * 4
+    assert found.flops.total == 2 * 512**3 and not found.collectives
+
+
+@pytest.mark.libtpu
+def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch):
+    step, x, cache, found = compiled
+    with monkeypatch.context() as within:
+        within.setattr(child_process.sys, "executable", "/bin/false")
+        assert forecast(step, x, topology="v5e:1x1", cache=cache) == found
+        # The tokens are no matter of the compiler, and the library of today reads what it said.
+        assert forecast(step, x, topology="v5e:1x1", cache=cache, tokens=512).tokens == 512
+        with pytest.raises(CompileError, match="process ended with exit code 1"):
+            forecast(step, x, topology="v5e:1x1", cache=False)
+    (path,) = cache.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    misses = cache.misses
+    again = forecast(step, x, topology="v5e:1x1", cache=cache)
+    assert dataclasses.replace(again, compile_seconds=found.compile_seconds) == found and cache.misses == misses + 1
+    assert forecast(step, x, topology="v5e:1x1", cache=cache) == again
+
+
+@pytest.mark.libtpu
+def test_what_another_attempt_may_answer_otherwise_is_not_kept(monkeypatch):
+    pytest.importorskip("libtpu")
+    errors = {None: True, "XlaRuntimeError: RESOURCE_EXHAUSTED: of HBM": True, "INTERNAL: disk": False}
+    told = {error: json.dumps({"error": error, "versions": child_process._versions()}) for error in errors}
+    for error, final in errors.items():
+        assert child_process._is_final({"result.json": told[error]}) is final
+    monkeypatch.setattr(child_process, "version", bumped("libtpu"))  # installed since the child has started
+    assert not child_process._is_final({"result.json": told[None]})

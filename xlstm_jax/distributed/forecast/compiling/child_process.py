@@ -1,0 +1,224 @@
+"""A step on its way through the compiler for TPUs: read from the cache, or compiled by a child process.
+
+  CompileRequest  --Pending.start-->  found in the cache, or a child process with a folder of its own
+  Pending         --is_done, result-->  what ``finish`` makes of the compiler's texts
+                  --close-->  the child is killed where it still runs, and its folder removed
+
+Nothing here waits but ``result``, so that several steps can be under way (see ``side_by_side``), and there are no
+threads, so that an interrupt ends all of them.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from xlstm_jax.distributed.forecast.compiling import child as compile_child
+from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
+
+# Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
+# topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
+# came from there would leave no texts.
+CHILD_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
+OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may change what it writes
+
+RESULT = "result.json"
+OUT_OF_HBM = "RESOURCE_EXHAUSTED"
+POLL_S = 0.02
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class CompileError(RuntimeError):
+    """The compiler refused the step, for another reason than memory. The message quotes the compiler.
+
+    >>> str(CompileError("v5e:2x4: the compiler refused the step: unsupported operation"))
+    'v5e:2x4: the compiler refused the step: unsupported operation'
+    """
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """All that the child process is given; what it writes follows from this and from its programs alone.
+
+    Attributes:
+      step: StableHLO, serialized.
+      settings: topology, mesh, options, donated arguments.
+    """
+
+    step: bytes
+    settings: Mapping[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Into the files that the child reads."""
+        (folder / "step.bin").write_bytes(self.step)
+        (folder / "request.json").write_text(json.dumps(self.settings))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of the request, the variables that the compiler reads, and the programs that serve it."""
+        settings = json.dumps(self.settings, sort_keys=True)
+        environment = {name: value for name, value in child_environment().items() if name.startswith(OF_THE_COMPILER)}
+        parts = [settings, json.dumps(environment, sort_keys=True), json.dumps(_programs(), sort_keys=True)]
+        digests = [hashlib.sha256(part).digest() for part in (self.step, *map(str.encode, parts))]
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def child_environment() -> dict[str, str]:
+    """The variables of the child process."""
+    return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
+
+
+def _programs() -> dict[str, Any]:
+    """What tells one compiler from another: versions, libtpu's file, and the text of the child's program."""
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    status = os.stat(library) if library and os.path.exists(library) else None
+    return {
+        "versions": _versions(),
+        "library": (library, status.st_size, status.st_mtime_ns) if status else None,
+        "child": Path(compile_child.__file__).read_text(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+
+
+@dataclass
+class Pending(Generic[T]):
+    """A step that is to be compiled, is being compiled, or is compiled.
+
+    Attributes:
+      finish: makes the result of the compiler's texts; may raise a ``CompileError``.
+      timeout_s: how long the child may take.
+      cache: where to look first, and to keep what was compiled; None: nowhere.
+      seconds: from the start of the child to the result; None before, and where the cache had it.
+    """
+
+    request: CompileRequest
+    finish: Callable[[Texts], T]
+    timeout_s: float
+    cache: ReportCache | None = None
+    seconds: float | None = None
+    _texts: Texts | None = None
+    _started: float = 0.0
+    _child: "subprocess.Popen[bytes] | None" = None
+    _folder: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)
+
+    def then(self, more: Callable[[T], U]) -> "Pending[U]":
+        """The same, before its start, with another result: ``more`` of this one's."""
+        finish = self.finish
+        return Pending(self.request, lambda texts: more(finish(texts)), self.timeout_s, self.cache)
+
+    def start(self) -> "Pending[T]":
+        """Reads the cache, or starts the child; returns itself."""
+        self._started = time.monotonic()
+        self._texts = self.cache.read(self.request.key) if self.cache else None
+        if self._texts is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_")
+            folder = Path(self._folder.name)
+            self.request.write(folder)
+            command = [sys.executable, "-P", compile_child.__file__, str(folder)]
+            with open(folder / "log", "wb") as log:
+                self._child = subprocess.Popen(
+                    command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+        return self
+
+    def is_done(self) -> bool:
+        """Whether ``result`` need not wait."""
+        return self._child is None or self._child.poll() is not None or self._is_late()
+
+    def result(self) -> T:
+        """Waits to the end, and closes.
+
+        Raises:
+          CompileError: the compiler refused the step.
+          TimeoutError: it did not end in time.
+        """
+        try:
+            while not self.is_done():
+                time.sleep(POLL_S)
+            texts = self._texts if self._child is None else self._compiled(self._child)
+            assert texts is not None, "start comes before result"
+            made = self.finish(texts)
+            if self._child is not None:
+                self.seconds = time.monotonic() - self._started
+                if self.cache is not None and _is_final(texts):
+                    self.cache.write(self.request.key, texts)
+            return made
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Kills the child, where it still runs, and removes its folder."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._started > self.timeout_s
+
+    def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
+        """The texts of a child that has ended."""
+        assert self._folder is not None
+        folder = Path(self._folder.name)
+        if child.poll() is None:
+            raise TimeoutError(
+                f"compiling for the topology took longer than timeout_s={self.timeout_s:.0f}. Scan the layers "
+                "(nn.scan), which compiles one of them, or give it more time."
+            )
+        if not (folder / RESULT).exists():
+            end = (folder / "log").read_text(errors="replace")[-2000:]
+            raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
+        return _texts_in(folder)
+
+
+def _texts_in(folder: Path) -> Texts:
+    """The child's result, and those of XLA's texts that a forecast reads."""
+    texts = {
+        RESULT: (folder / RESULT).read_text(),
+        # The text after code generation has the compiler's cycles; a program that does not fit may not come so far.
+        "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
+        "buffers": _dumped(folder, "optimizations-buffer-assignment"),
+        "live_ranges": _dumped(folder, "optimizations-live-range"),
+    }
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _dumped(folder: Path, name: str) -> str | None:
+    paths = list((folder / "dump").glob(f"*.after_{name}.txt"))
+    assert len(paths) <= 1, paths  # the child compiles one program
+    return paths[0].read_text() if paths else None
+
+
+def _is_final(texts: Texts) -> bool:
+    """Whether the compiler of the key has said it, and would again: it took the program, or found that it does not fit.
+
+    It is another where one was installed while the child started.
+    """
+    result = json.loads(texts[RESULT])
+    error = result["error"] if result["versions"] == _versions() else "compiled by another version"
+    return error is None or OUT_OF_HBM in error
