@@ -557,7 +557,6 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
             r"batch\['k'\] has the dtype key<fry>, not of num",
         ),
     ],
-    ids=str,
 )
 def test_rows_that_do_not_fit_are_refused(batch, options, error, message):
     with pytest.raises(error, match=message):
