@@ -13,10 +13,13 @@ from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
+from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_batch, check_options
+from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
+from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.checks import check_batch, check_call, check_loss_fn
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import TrainState, updated_state
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
@@ -52,6 +55,7 @@ def make_train_step(
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
+    learning_rate: LearningRate = False,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
@@ -76,19 +80,27 @@ def make_train_step(
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with
         ``make_log_step``.
+      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
+        for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
+        what ``optax.inject_hyperparams`` keeps in the optimizer's state.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
-      is donated and keeps its shardings; ``batch`` has global leaves [b, ...]; ``rng`` is folded with the step and the
-      device, so one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the
-      norm over all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
+      is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
+      minibatch gets (of several processes each hands in the same); ``rng`` is folded with the step and the device, so
+      one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
+      all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices times minibatches do not divide a leaf
-        of the batch, which is named with both numbers.
+        of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
+        another optimizer, or was used already. Names the leaf and both numbers.
+      TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    check_loss_fn(loss_fn)
     check_options(num_minibatches, accumulation)
+    check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
     has_second = has_aux or metric is not None
@@ -108,23 +120,27 @@ def make_train_step(
 
     def step(state: TrainState, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         check_no_explicit_mesh()
+        check_call(state, rng, local, mesh, metric)
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
         specs = boxes.partition_specs(state.params, mesh)
-        in_specs, out_specs = (specs, split, whole, of_aux), ((whole, of_aux), specs)
+        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
+        in_specs, out_specs = (specs, of_batch, whole, of_aux), ((whole, of_aux), specs)
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         loss_and_grads = on_mesh(partial(on_device, state.apply_fn))
         rest = (batch, jax.random.fold_in(rng, state.step), local)
         (loss, aux), grads = loss_and_grads(state.params, *rest)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
-        state = updated_state(state, grads, loss, value_fn, mesh)
+        before, state = state, updated_state(state, grads, loss, value_fn, mesh)
         metrics |= skip_counts(state.opt_state)
+        metrics |= learning_rates(learning_rate, before.opt_state, state.opt_state, before.step)
         if metric is not None:
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
     donated = 0 if metric is None else (0, 3)
-    return jax.jit(step, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
+    options_for_jit = _resolved_options(mesh, compiler_options)
+    return CheckedStep(jax.jit(step, donate_argnums=donated, compiler_options=options_for_jit), mesh)
 
 
 def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
