@@ -1,5 +1,8 @@
 """Gradients inside shard_map and the ready-made step, against one device on the whole batch."""
 
+import gc
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,9 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import gather
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
+from xlstm_jax.distributed.metrics import cells
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 KEY, BATCH = jax.random.key(0), data()
@@ -52,6 +57,35 @@ def global_weighted_mean(params, apply_fn, batch):
 
 
 # ------------------------------------------------------------------------------------------------------ value_and_grad
+
+
+@BOTH_MODES
+def test_averages_are_known_again_and_not_divided_twice(check_vma):
+    """By what they are: as another array an average has the type of a sum under ``check_vma=True``."""
+
+    def again(params, batch, changed=False):
+        loss, grads = value_and_grad(lambda p: mean_loss(p, WRAPPED.apply, batch), AXES)(params)
+        grads = jax.tree.map(lambda g: g * 1, grads) if changed else grads
+        return loss, sync_gradients(sync_gradients(sync_gradients(grads, "fsdp"), AXES), "dp")
+
+    def by_hand(params, batch):
+        grads = jax.grad(lambda p: mean_loss(p, WRAPPED.apply, batch))(params)
+        return jnp.float32(0), sync_gradients(sync_gradients(sync_gradients(grads, "fsdp"), AXES), AXES)
+
+    _, want = whole_batch(mean_loss)
+    for local in (again, by_hand):
+        _, got = run_grads(local, mesh_of(2, 4), check_vma)
+        assert_same_params(got, want)
+    _, got = run_grads(partial(again, changed=True), mesh_of(2, 4), check_vma)
+    bias = got["Dense_0"]["bias"]
+    assert check_vma != np.allclose(bias, want["Dense_0"]["bias"], rtol=0.1)  # guard: it does matter which array it is
+
+
+def test_what_is_known_of_averages_goes_when_they_go():
+    grads = run_grads(lambda p, b: (jnp.float32(0), sync_gradients(p, AXES)), mesh_of(1, 1), True)
+    gc.collect()
+    assert not gather._known_averages._axes
+    del grads
 
 
 @BOTH_MODES
@@ -266,6 +300,43 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
     assert_allclose(run(True), (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
 
 
+@BOTH_MODES
+@pytest.mark.parametrize("count", [1, 2])
+def test_aux_says_how_it_is_reduced(count, check_vma):
+    """Over 8 devices, and with 2 over minibatches too: a mean would be 2 tokens, or 1, where there are 16."""
+
+    def loss(params, apply_fn, batch, rng):
+        y = batch["y"]
+        cells_of = {"tokens": cells.Count.of(len(y)), "sum": cells.Total.of(y)}
+        extrema = {"max": cells.Maximum.of(y), "min": cells.Minimum.of(y)}
+        return mean_loss(params, apply_fn, batch), cells_of | extrema | {"mean": jnp.mean(y), "hits": jnp.any(y > 9)}
+
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    step = make_train_step(loss, mesh, AXES, count, has_aux=True, check_vma=check_vma)
+    metrics, y = step(state, BATCH, KEY)[1], BATCH["y"]
+    assert int(metrics["tokens"]) == len(y) and float(metrics["hits"]) == 0
+    assert (float(metrics["max"]), float(metrics["min"])) == (float(y.max()), float(y.min()))
+    assert_allclose([metrics["sum"], metrics["mean"]], [y.sum(), y.mean()], rtol=1e-5)
+
+
+def test_an_aux_that_no_mean_suits_is_refused():
+    mesh = mesh_of(2, 4)
+    state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+
+    def run(aux):
+        loss = lambda *args: (mean_loss(*args), aux)  # noqa: E731
+        make_train_step(loss, mesh, AXES, has_aux=True).trace(state, BATCH, KEY)
+
+    for tokens in (8, jnp.int32(8), np.int64(8)):
+        with pytest.raises(
+            TypeError, match=r"aux\['n/tokens'\] is an integer \(int\d\d\[\]\).*For the sum: .* Count.of"
+        ):
+            run({"n": {"tokens": tokens}})
+    with pytest.raises(TypeError, match=r"aux\['name'\] is 'a', a str; the auxiliary output is made of numbers"):
+        run({"name": "a"})
+
+
 def test_narrow_gradients_are_summed_over_minibatches_in_float32():
     """Weights of 10^5 would overflow float16, and 16 + 1/128 is no bfloat16: sums of minibatches must be wider."""
 
@@ -431,8 +502,6 @@ def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, mess
     state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     with pytest.raises(ValueError, match=message):
         make_train_step(mean_loss, mesh, AXES, count)(state, data(batch_size), KEY)
-    with pytest.raises(ValueError, match=r"batch\['scale'\] is a scalar"):
-        make_train_step(mean_loss, mesh, AXES)(state, {"scale": 1.0, **BATCH}, KEY)
 
 
 def test_collections_that_a_train_state_has_no_place_for_are_refused():

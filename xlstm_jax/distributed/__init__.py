@@ -34,9 +34,11 @@ from xlstm_jax.distributed.processes import (
 from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
 from xlstm_jax.distributed.training import (
     LMHead,
+    StepCheck,
     TokenLosses,
     abstract_train_state,
     accumulate_gradients,
+    check_step,
     chunked_cross_entropy,
     create_train_state,
     fold_rng_over_axis,
@@ -55,6 +57,7 @@ __all__ = [
     "ReplicaError",
     "Replicas",
     "ShardingPlan",
+    "StepCheck",
     "TokenLosses",
     "abstract_batch",
     "abstract_train_state",
@@ -64,6 +67,7 @@ __all__ = [
     "box_like",
     "bytes_per_device",
     "check_replicas",
+    "check_step",
     "chunked_cross_entropy",
     "clip_by_global_norm",
     "compiler_options",

@@ -143,6 +143,12 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]]
 
 
+def flatten_with_path(tree: PyTree, leaf_type: type[Any]) -> tuple[list[tuple[str, Any]], Any]:
+    """All leaves with their paths, an instance of ``leaf_type`` being one leaf, and the structure to put them back."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, leaf_type))
+    return [(path_string(path), leaf) for path, leaf in found], treedef
+
+
 def path_string(path: tuple[Any, ...]) -> str:
     """A key path as people write it: ``blocks/mlp/kernel``; ``.`` for a tree that is one leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "."

@@ -2,11 +2,12 @@
 
   gather_params    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   its transpose    dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
-  sync_gradients   dW            -->  mean of dW      all-reduce, of leaves that stay whole
+  sync_gradients   dW            -->  mean of dW      all-reduce, of leaves that stay whole; once
 
 A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called.
 """
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
@@ -194,8 +196,8 @@ def _gather_dim(
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """Averages gradients over the data axes that their leaves are not split over.
 
-    Call it once, inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this
-    device's batch. It is *not* for the gradients of ``training.value_and_grad``, which has done it.
+    Call it inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this device's
+    batch. Arrays that it has returned, or ``training.value_and_grad``, it knows again and leaves as they are.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
@@ -205,6 +207,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     A leaf that is split over an axis, or has copies along it (``Replicas``), was averaged over it by the transpose of
     its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
     (over the axis of its copies, by that transpose), and is divided; any other is averaged.
+
+    An average has that type, too. One that has become another array since (scaled, cast, clipped, carried by a
+    ``scan``) must therefore not come here again: nothing shows that it is no sum. ``training.check_step`` finds it.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
@@ -218,15 +223,42 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = boxes.split_differentiable(grads)
-    over = [tuple(axis for axis in axes if axis not in boxes.reduced_axes(leaf)) for leaf in live]
+    known = [_known_averages.axes_of(boxes.leaf_value(leaf)) for leaf in live]
+    done = [axes_of.union(boxes.reduced_axes(leaf)) for leaf, axes_of in zip(live, known, strict=True)]
+    over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
     with jax.named_scope("sync_gradients"):
-        synced = collectives.pmean(list(map(_divide_summed, live, over)), over)
+        synced = collectives.pmean(list(map(_divide_summed, live, over, known)), over)
+    for value, axes_done in zip(synced, done, strict=True):
+        _known_averages.add(value, axes_done.union(axes))
     return put_back([boxes.rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
-def _divide_summed(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
+def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
     """A gradient divided by the sizes of the tracked axes, its copies' among them, over which it is summed already."""
     grad = boxes.leaf_value(leaf)
-    equal = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in collectives.varying_axes(grad)]
+    over = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in known]
+    equal = [axis for axis in over if axis not in collectives.varying_axes(grad)]
     count = collectives.axis_size(list(filter(collectives.is_tracked, equal)))
     return grad / count if count > 1 else grad
+
+
+class _Averages:
+    """The traced arrays that ``sync_gradients`` has returned and that still exist, with the axes averaged over.
+
+    By identity: an average has the type of a sum, and JAX lets nobody write on an array where it comes from.
+    """
+
+    def __init__(self) -> None:
+        self._axes: dict[int, tuple[weakref.ref[jax.Array], frozenset[str]]] = {}
+
+    def add(self, value: jax.Array, axes: frozenset[str]) -> None:
+        if isinstance(value, Tracer):
+            key = id(value)
+            self._axes[key] = (weakref.ref(value, lambda _: self._axes.pop(key, None)), axes)
+
+    def axes_of(self, value: Any) -> frozenset[str]:
+        found = self._axes.get(id(value))
+        return found[1] if found and found[0]() is value else frozenset()
+
+
+_known_averages = _Averages()

@@ -274,14 +274,17 @@ def sync_states(states: list[Local]) -> list[Synced]:
 def _all_reduce(states: list[Synced], axes: tuple[str, ...]) -> list[Synced]:
     """One collective per (operation, dtype), on the pieces that a plain all-reduce merges."""
     groups = [state.layout.groups_of(state.vectors) for state in states]
-    pieces = [piece for some in groups for cell in some.values() for piece in cell.pieces()]
-    reduced = iter(collectives.all_reduce([op for op, _ in pieces], [value for _, value in pieces], axes))
-
-    def merged(cell: Any) -> Any:
-        return cell.from_pieces([next(reduced) for _ in cell.pieces()])
-
-    after = [{group: merged(cell) for group, cell in some.items()} for some in groups]
+    merged = iter(all_reduce_cells([cell for some in groups for cell in some.values()], axes))
+    after = [{group: next(merged) for group in some} for some in groups]
     return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(states, after, strict=True)]
+
+
+def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    """The cells merged over devices, inside ``shard_map``; one collective per (operation, dtype) for all."""
+    pieces = [cell.pieces() for cell in cells]
+    flat = [piece for of_cell in pieces for piece in of_cell]
+    reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], axes))
+    return [cell.from_pieces([next(reduced) for _ in own]) for cell, own in zip(cells, pieces, strict=True)]
 
 
 def _check_one_device(state: Local) -> None:

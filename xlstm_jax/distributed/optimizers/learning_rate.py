@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import DictKey
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.wording import kind_of
@@ -77,5 +78,5 @@ def _injected(opt_state: PyTree) -> Metrics:
 
 def _found(opt_state: PyTree, name: str, is_it: Callable[[Any], bool]) -> list[tuple[list[str], jax.Array]]:
     """The values of that name in the state, each with the keys of the dicts on the way to it (a group, say)."""
-    found = optax.tree.get_all_with_path(opt_state, name, filtering=lambda path, _: is_it(path))
-    return [([str(getattr(part, "key")) for part in path if hasattr(part, "key")], value) for path, value in found]
+    found: Any = optax.tree.get_all_with_path(opt_state, name, filtering=lambda path, _: is_it(path))
+    return [([str(part.key) for part in path if isinstance(part, DictKey)], value) for path, value in found]

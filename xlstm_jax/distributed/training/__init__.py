@@ -6,6 +6,7 @@
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
   abstract_train_state  the same without a value: what a checkpoint is restored into
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
+  check_step            the gradients of a step, yours or ours, against one device on the whole batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
 The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and
@@ -19,12 +20,15 @@ from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_a
 from xlstm_jax.distributed.training.lm_head import LMHead
 from xlstm_jax.distributed.training.state import abstract_train_state, create_train_state, init_sharded, jitted_init
 from xlstm_jax.distributed.training.step import make_train_step
+from xlstm_jax.distributed.training.step_check import StepCheck, check_step
 
 __all__ = [
     "LMHead",
+    "StepCheck",
     "TokenLosses",
     "abstract_train_state",
     "accumulate_gradients",
+    "check_step",
     "chunked_cross_entropy",
     "create_train_state",
     "fold_rng_over_axis",

@@ -7,7 +7,7 @@ gradients      made of that mean by the strategy; those of whole leaves are then
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.checks import check_batch
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
@@ -62,8 +63,9 @@ def accumulate_gradients(
         "reduce_once": after the last, and parameters are gathered before the first; that saves (m - 1) / m of the
         traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": in every minibatch, but
         over copies of the shards (``Replicas``) after the last.
-      has_aux: the auxiliary output is then a tree of numbers, averaged like the loss: over minibatches and devices, and
-        with ``weighted`` as sums over the global weight.
+      has_aux: the auxiliary output is then a tree. Floats and bools in it are averaged like the loss: over minibatches
+        and devices, and with ``weighted`` as sums over the global weight. A cell (``metrics.Count``, ``Total``,
+        ``Maximum``, ``Minimum``) is merged instead, and its value returned: ``{"tokens": Count.of(mask)}``.
       fold_aux, carry: with ``has_aux``, instead of averaging: ``carry = fold_aux(carry, aux)`` after every minibatch,
         on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
     Returns:
@@ -73,6 +75,7 @@ def accumulate_gradients(
       ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
         unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
         "reduce_replicas_once" needs copies.
+      TypeError: an integer in the auxiliary output, of which an average is hardly meant; names it.
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
@@ -82,25 +85,29 @@ def accumulate_gradients(
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
 
-    def on_minibatch(index: Any, carry: PyTree) -> tuple[Any, PyTree]:
-        """(((loss, aux), grads), weight), carry; all values vary over all axes by type, for a scan to carry them."""
+    def on_minibatch(index: Any, carry: PyTree) -> tuple[_OfMinibatch, PyTree]:
         minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         local = local_result(lambda weights: loss_fn(weights, minibatch, key), weights, axes, has_aux, weighted)
         if fold_aux is not None:
             carry, local = fold_aux(carry, local.aux), local._replace(aux=None)
-        aux = jax.tree.map(
-            lambda a: jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32)) * local.scale, local.aux
-        )
-        reported = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        return ((reported, local.grads), local.weight), carry
+        aux = Auxiliary.of(local.aux).scaled(local.scale)
+        # All values vary over all axes by type, for a scan to carry them.
+        loss, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
+        return _OfMinibatch(((loss, aux.means), local.grads), local.weight, aux.replace(means=[])), carry
 
-    ((loss, aux), mean_grads), carry = _mean_over(on_minibatch, num_minibatches, carry)
-    aux_leaves, aux_tree = jax.tree.flatten(aux)
-    loss, *aux_leaves = collectives.pmean([loss, *aux_leaves], [axes] * (1 + len(aux_leaves)))
+    (((loss, means), mean_grads), _, aux), carry = _mean_over(on_minibatch, num_minibatches, carry)
+    loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
-    aux = carry if fold_aux is not None else jax.tree.unflatten(aux_tree, aux_leaves)
-    return ((loss, aux), grads) if has_aux else (loss, grads)
+    return ((loss, reported if fold_aux is None else carry), grads) if has_aux else (loss, grads)
+
+
+class _OfMinibatch(NamedTuple):
+    """What one minibatch, or all of them, come to on this device."""
+
+    means: Any  # (values, gradients), the means over the examples
+    weight: Any
+    aux: Auxiliary  # without ``means``, which are among the values
 
 
 def _split_rows(x: Any, m: int) -> Any:
@@ -109,29 +116,28 @@ def _split_rows(x: Any, m: int) -> Any:
 
 
 def _mean_over(
-    on_minibatch: Callable[[Any, PyTree], tuple[Any, PyTree]], count: int, carry: PyTree
-) -> tuple[tuple[Any, list[Any]], PyTree]:
+    on_minibatch: Callable[[Any, PyTree], tuple[_OfMinibatch, PyTree]], count: int, carry: PyTree
+) -> tuple[_OfMinibatch, PyTree]:
     """The mean by weight of what ``on_minibatch(i, carry)`` returns for i < count; 0 where there is no weight.
 
     Sums run in float32 or wider. The mean of gradients stays so; other values come back in their dtypes.
     """
     if count == 1:
-        (values, _), carry = on_minibatch(0, carry)
-        return values, carry
+        return on_minibatch(0, carry)
 
-    def add(total: Any, index: jax.Array) -> tuple[Any, None]:
+    def add(total: Any, index: jax.Array) -> tuple[Any, Auxiliary]:
         (sums, weights), carry = total
-        (values, weight), carry = on_minibatch(index, carry)
+        (values, weight, aux), carry = on_minibatch(index, carry)
         sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, values)
-        return ((sums, weights + weight), carry), None
+        return ((sums, weights + weight), carry), aux
 
     like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), carry)
-    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), like)
-    ((sums, weight), carry), _ = jax.lax.scan(add, (zeros, carry), jnp.arange(count, dtype=jnp.int32))
+    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), (like.means, like.weight))
+    ((sums, weight), carry), aux = jax.lax.scan(add, (zeros, carry), jnp.arange(count, dtype=jnp.int32))
     weight = jnp.where(weight != 0, weight, 1)
-    (sums, grads), ((like, _), _) = sums, like
-    mean = jax.tree.map(lambda sum_, x: (sum_ / weight).astype(x.dtype), sums, like)
-    return (mean, jax.tree.map(lambda sum_: sum_ / weight, grads)), carry
+    values, grads = jax.tree.map(lambda sum_: sum_ / weight, sums)
+    values = jax.tree.map(lambda value, x: value.astype(x.dtype), values, like.means[0])
+    return _OfMinibatch((values, grads), weight, aux.merged()), carry
 
 
 def check_options(num_minibatches: Any, accumulation: str) -> None:

@@ -1,16 +1,20 @@
 """What a step and an initialisation ask of their arguments, in words that name argument, leaf, rule and cure.
 
 Shapes, and the meshes that arrays lie on, are in the types of what JAX traces: looked at there, they cost a call
-nothing. What JAX refuses before it traces is looked at in ``checked_step``.
+nothing. What JAX refuses before it traces is looked at when that call has failed, by ``CheckedStep``; a state that was
+donated before the call alone: releases of JAX differ in what follows, and some end the process.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
@@ -19,6 +23,7 @@ from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
+ARGUMENTS = ("state", "batch", "rng", "local")
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
@@ -96,17 +101,20 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
     """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
-    its = {path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(jax.eval_shape(tx.init, params))}
-    given = {path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(opt_state)}
+    made = jax.eval_shape(tx.init, params)
+    its, given = ({path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(tree)} for tree in (made, opt_state))
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
-    if not different:
+    if not different and jax.tree.structure(made) == jax.tree.structure(opt_state):
         return None
-    path = different[0]
-    has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
+    what = "its leaves are in another tree than tx.init makes"
+    if different:
+        path = different[0]
+        has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
+        what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
-        f"state.opt_state is not a state of state.tx for state.params: its leaf '{path}' is {has}, and tx.init makes "
-        f"{needs}. Who changes the optimizer or the parameters makes its state anew: create_train_state makes all "
-        "three, and state.replace(params=...) then takes the trained parameters."
+        f"state.opt_state is not a state of state.tx for state.params: {what}. Who changes the optimizer or the "
+        "parameters makes its state anew: create_train_state makes all three, and state.replace(params=...) then takes "
+        "the trained parameters."
     )
 
 
@@ -184,3 +192,96 @@ def why_no_array(leaf: Any) -> str | None:
         package = type(leaf).__module__.partition(".")[0]
         return f"a {type(leaf).__name__} of {package}, which JAX does not take. Pass np.asarray of it."
     return f"{kind_of(leaf)}, not an array. Leave it out, or encode it as numbers."
+
+
+# ---------------------------------------------------------------- what JAX refuses before it traces
+
+
+class CheckedStep:
+    """``jax.jit`` of a step ``(state, batch, rng)``, or with the ``local`` state of a metric besides.
+
+    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+    """
+
+    def __init__(self, step: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any):
+        functools.update_wrapper(self, step)
+        self._jitted, self._mesh = jax.jit(step, **options), mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_not_donated(args)
+        return self._explained(self._jitted, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._explained(self._jitted.lower, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._explained(self._jitted.trace, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which copy looks for before there is a function to ask
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            elsewhere = "incompatible devices" in str(error)
+            if found := next(_errors_in(args, self._mesh if elsewhere else None), None):
+                raise found from None
+            raise
+
+
+def _check_not_donated(args: tuple[Any, ...]) -> None:
+    """Looks at one array of each tree that is donated as a whole: to look at all costs as much as to call the step."""
+    state = args[0] if args else None
+    of_state = (getattr(state, "step", None), _first_leaf(getattr(state, "params", None)))
+    for name, leaves in (("state", of_state), ("local", jax.tree.leaves(args[3:])[:1])):
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise _deleted(name, name)
+
+
+def _first_leaf(tree: PyTree) -> Any:
+    """A leaf of nested dicts, without a look at the others."""
+    while isinstance(tree, Mapping) and tree:
+        tree = next(iter(tree.values()))
+    return boxes.leaf_value(tree)
+
+
+def _errors_in(args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
+    """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
+    for name, argument in zip(ARGUMENTS, args, strict=False):
+        for path, leaf in boxes.leaves_with_path(argument):
+            value, where = boxes.leaf_value(leaf), named_leaf(name, path)
+            if reason := why_no_array(value):
+                yield TypeError(f"{where} is {reason}")
+            elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
+                if value.is_deleted():
+                    yield _deleted(name, where)
+                elif isinstance(mesh, Mesh) and value.committed and _devices(value) != _ids(mesh.devices.flat):
+                    yield ValueError(
+                        f"{where} lies on the devices {_devices(value)}, and the mesh of the step has "
+                        f"{_ids(mesh.devices.flat)}, in this order. Make state and step with one mesh, and "
+                        "batches by shard_batch on it, or of NumPy arrays."
+                    )
+
+
+def _deleted(name: str, where: str) -> ValueError:
+    if name in ("state", "local"):
+        return ValueError(
+            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns the next. Go "
+            f"on with what it returned, state, metrics{', local' if name == 'local' else ''} = step(...). To use one "
+            f"twice, hand in a copy of it: jax.tree.map(jnp.copy, {name})."
+        )
+    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
+
+
+def _devices(value: jax.Array) -> list[int]:
+    """The ids of an array's devices, in the order of its mesh."""
+    if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
+        return _ids(value.sharding.mesh.devices.flat)
+    return sorted(_ids(value.sharding.device_set))
+
+
+def _ids(devices: Any) -> list[int]:
+    return [device.id for device in devices]

@@ -118,15 +118,21 @@ def create_train_state(
             "returns the updated collections."
         )
 
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    opt_state = sharded_opt_state(tx, params, mesh)
+    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)
+
+
+def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """The state of an optimizer at its start, split over the mesh like the parameters that it belongs to."""
+
     def init(params: PyTree) -> PyTree:
         # In buffers of their own: a step donates each once, and some optimizers keep the parameters themselves. And
         # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
         return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), tx.init(trainable(params))), params)
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
-    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
-    opt_state = jax.jit(init, out_shardings=out)(params)
-    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)
+    return jax.jit(init, out_shardings=out)(params)
 
 
 def abstract_train_state(

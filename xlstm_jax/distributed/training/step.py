@@ -18,10 +18,10 @@ from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
-from xlstm_jax.distributed.training.checked_step import CheckedStep
-from xlstm_jax.distributed.training.checks import check_batch, check_call, check_loss_fn
+from xlstm_jax.distributed.training.checks import CheckedStep, check_batch, check_call, check_loss_fn
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import TrainState, updated_state
+from xlstm_jax.distributed.training.step_check import StepLoss
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
 
 ApplyFn = Callable[..., PyTree]
@@ -75,7 +75,8 @@ def make_train_step(
         the wrappers must be among them.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
       check_vma: passed to ``shard_map``.
-      has_aux: the dict is averaged like the loss and joins the metrics.
+      has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
+        ``{"tokens": Count.of(mask)}``, and integers are refused: see ``accumulate_gradients``.
       metric: ``loss_fn`` then returns ``(loss, observed)``, and after every minibatch each device calls
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with
@@ -138,9 +139,9 @@ def make_train_step(
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
+    step.loss = StepLoss(loss_fn, weighted, has_second)  # type: ignore[attr-defined]  # for check_step
     donated = 0 if metric is None else (0, 3)
-    options_for_jit = _resolved_options(mesh, compiler_options)
-    return CheckedStep(jax.jit(step, donate_argnums=donated, compiler_options=options_for_jit), mesh)
+    return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
 
 
 def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,215 @@
+"""``check_step`` finds the mistakes that people make in steps of their own, and says what they are."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
+from xlstm_jax.distributed import (
+    box_like,
+    check_step,
+    create_train_state,
+    make_train_step,
+    partition_specs,
+    sync_gradients,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.training.state import sharded_opt_state
+
+KEY, BATCH = jax.random.key(0), data()
+
+
+class Model(nn.Module):
+    """Kernels that are split and biases that are whole."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = fsdp(nn.Dense)
+        return dense(4)(nn.tanh(dense(16)(x)))
+
+
+MODEL = Model()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(2, 4)
+
+
+@pytest.fixture(scope="module")
+def state(mesh):
+    return create_train_state(MODEL, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+
+
+def loss_fn(params, batch):
+    return mean_loss(params, MODEL.apply, batch)
+
+
+def of_jax(params, batch, change=lambda loss: loss):
+    """What plain JAX makes of the loss on this device; what is reported is the mean."""
+
+    def loss(params):
+        local = loss_fn(params, batch)
+        return change(local), local
+
+    (_, local), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return lax.pmean(local, AXES), grads
+
+
+def right(params, batch):
+    return value_and_grad(loss_fn, AXES)(params, batch)
+
+
+def then(reduce, grads_of):
+    """``grads_of``, and then ``reduce`` of the gradients."""
+
+    def both(params, batch):
+        value, grads = grads_of(params, batch)
+        return value, reduce(grads)
+
+    return both
+
+
+def sync(grads, axes=AXES):
+    return sync_gradients(grads, axes)
+
+
+def in_one_line(found):
+    return " ".join(str(found).split())
+
+
+def times(factor):
+    return partial(jax.tree.map, lambda g: g * factor)
+
+
+def own_step(grads_of, mesh, params, check_vma, tx=None):
+    """A step as people write it, around ``grads_of(params, batch)``; with ``tx`` its optimizer is its own."""
+    specs = partition_specs(params, mesh)
+    on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+    run = on_mesh(grads_of, check_vma=check_vma)
+
+    def step(state, batch, rng):
+        del rng
+        value, grads = run(state.params, batch)
+        updates, opt_state = (tx or state.tx).update(unbox(grads), state.opt_state, unbox(state.params))
+        params = jax.tree.map(lambda p, u: p + u, unbox(state.params), updates)
+        return state.replace(params=box_like(params, state.params), opt_state=opt_state), {"loss": value}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+SUMMED, DIVIDED = r"8 x the right ones: summed over \('dp', 'fsdp'\)", r"0.125 x the right ones: divided once more over"
+UNEQUAL, NO_MULTIPLE = "not the same on all devices that should", "no multiple of the right ones"
+MISTAKES = {
+    "no sync, types on": (of_jax, True, SUMMED),
+    "no sync, types off": (of_jax, False, UNEQUAL),
+    "one axis left out, types on": (
+        then(partial(sync, axes="fsdp"), of_jax),
+        True,
+        "2 x the right ones: summed over 'dp'",
+    ),
+    "one axis left out, types off": (then(partial(sync, axes="fsdp"), of_jax), False, UNEQUAL),
+    "averages scaled and averaged again": (then(sync, then(times(1.0), right)), True, DIVIDED),
+    "loss averaged by hand": (partial(of_jax, change=lambda x: lax.pmean(x, AXES)), True, "divided once more over"),
+    "shards averaged with shards": (
+        then(partial(jax.tree.map, lambda g: lax.pmean(g, AXES)), of_jax),
+        False,
+        NO_MULTIPLE,
+    ),
+    "scaled by hand": (then(times(3.0), right), True, "3 x the right ones: which is no number of devices"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found_and_named(mistake, mesh, state):
+    grads_of, check_vma, says = MISTAKES[mistake]
+    found = check_step(own_step(grads_of, mesh, state.params, check_vma), state, BATCH, KEY, loss_fn=mean_loss)
+    assert not found.ok and found.compared == "gradients"
+    assert re.search(says, in_one_line(found)), str(found)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("grads_of", [right, then(sync, of_jax), then(sync, right)], ids=["ours", "jax", "twice"])
+def test_a_right_step_is_found_right(grads_of, check_vma, mesh, state):
+    found = check_step(own_step(grads_of, mesh, state.params, check_vma), state, BATCH, KEY, loss_fn=mean_loss)
+    assert found.ok, str(found)
+    assert max(abs(leaf.ratio - 1) for leaf in found.leaves) < 1e-5 and max(leaf.error for leaf in found.leaves) < 1e-5
+    assert len(found.leaves) == len(jax.tree.leaves(state.params)) and "right" in str(found)
+
+
+def sum_loss(params, apply_fn, batch, rng):
+    return mean_loss(params, apply_fn, batch) * batch["x"].shape[0]
+
+
+def globally_divided(params, apply_fn, batch, rng):
+    return sum_loss(params, apply_fn, batch, rng) / len(BATCH["x"])
+
+
+def uneven_mean(params, apply_fn, batch, rng):
+    total, weight = weighted_loss(params, apply_fn, batch)
+    return total / (weight + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss, says",
+    [
+        (
+            sum_loss,
+            r"the loss is 0.125 x that of one device: it is a sum over examples.*0.125 x .* as the loss is",
+        ),
+        (globally_divided, "the loss is 0.125 x that of one device: it is a sum over examples"),
+        (uneven_mean, "the step minimises another mean. Where examples have weights"),
+    ],
+)
+def test_a_loss_that_is_no_mean_of_the_batch_is_found(loss, says, mesh, state):
+    found = check_step(make_train_step(loss, mesh, AXES), state, BATCH, KEY)
+    assert not found.ok and re.search(says, in_one_line(found)), str(found)
+
+
+def test_the_ready_step_is_right_whatever_it_is_told(mesh, state):
+    with_aux = lambda params, apply_fn, batch, rng: (weighted_loss(params, apply_fn, batch), {"x": 1.0})  # noqa: E731
+    step = make_train_step(with_aux, mesh, AXES, 2, weighted=True, has_aux=True)
+    found = check_step(step, state, BATCH, KEY)
+    assert found.ok, str(found)
+    int(state.step)  # neither changed nor donated
+
+
+@pytest.mark.parametrize("tx, compared", [(optax.adam(0.1), "first moments"), (optax.sgd(0.1), "updates")])
+def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradients(tx, compared, mesh, state):
+    own = state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh))
+    check = partial(check_step, state=own, batch=BATCH, rng=KEY, loss_fn=mean_loss)
+    for grads_of, ok in [(right, True), (of_jax, False)]:
+        found = check(own_step(grads_of, mesh, state.params, True, tx))
+        assert (found.ok, found.compared) == (ok, compared), str(found)
+    assert "8 x the right ones: summed over" in in_one_line(found)
+
+
+def test_dropout_is_noise_and_no_fault(mesh):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Model()(nn.Dropout(0.1, deterministic=False)(x))
+
+    def loss(params, apply_fn, batch, rng):
+        return jnp.mean((apply_fn({"params": params}, batch["x"], rngs={"dropout": rng}) - batch["y"]) ** 2)
+
+    keys = {"params": KEY, "dropout": KEY}
+    state = create_train_state(Net(), optax.sgd(0.1), mesh, keys, BATCH["x"], batch_axes=AXES)
+    found = check_step(make_train_step(loss, mesh, AXES), state, BATCH, KEY)
+    assert found.ok and found.noise > 1e-3, str(found)
+
+
+def test_what_cannot_be_checked_is_refused(mesh, state):
+    with pytest.raises(ValueError, match=r"not of make_train_step. Pass loss_fn="):
+        check_step(lambda state, batch, rng: (state, {}), state, BATCH, KEY)
+    plain = state.replace(params=jax.device_put(unbox(state.params), jax.devices()[0]))
+    with pytest.raises(ValueError, match=r"is on no mesh .* Make the state with create_train_state"):
+        check_step(make_train_step(mean_loss, mesh, AXES), plain, BATCH, KEY)
