@@ -114,6 +114,7 @@ def test_a_step_is_a_jitted_function_still():
     state, _ = step(new_state(), BATCH, KEY)
     step(state, BATCH, KEY)
     assert step._cache_size() == 1
+    assert jax.eval_shape(step, state, BATCH, KEY)[1]["loss"].shape == ()  # its arguments are tracers there
     step.clear_cache()
     assert step._cache_size() == 0
 
@@ -350,6 +351,16 @@ def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(ov
     )
     with pytest.raises(ValueError, match=rule + ".*too few axes"):
         run(BATCH["x"])
+
+
+def test_where_no_optimizer_of_ours_sees_it_jax_says_what_the_page_quotes():
+    def local_step(x):
+        w = jax.lax.pcast(jnp.ones(8), AXES, to="varying")
+        return optax.apply_updates(w, sync_gradients(jax.grad(lambda w: jnp.mean(x @ w))(w), "fsdp"))
+
+    quoted = r"was given out_specs which require replication[\s\S]* inferred to be possibly varying over \{dp\}"
+    with pytest.raises(ValueError, match=quoted):
+        on_mesh(local_step, MESH, True, P(AXES), P())(BATCH["x"])
 
 
 # ------------------------------------------------------------------------------------------------------------- scalars

@@ -7,7 +7,7 @@ donated before the call alone: releases of JAX differ in what follows, and some 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -235,17 +235,23 @@ class CheckedStep:
 def _check_not_donated(args: tuple[Any, ...]) -> None:
     """Looks at one array of each tree that is donated as a whole: to look at all costs as much as to call the step."""
     state = args[0] if args else None
-    of_state = (getattr(state, "step", None), _first_leaf(getattr(state, "params", None)))
-    for name, leaves in (("state", of_state), ("local", jax.tree.leaves(args[3:])[:1])):
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            raise _deleted(name, name)
+    if _is_deleted(getattr(state, "step", None)) or _is_deleted(_first_leaf(getattr(state, "params", None))):
+        raise _deleted("state", "state")
+    if len(args) > 3 and any(map(_is_deleted, jax.tree.leaves(args[3])[:1])):
+        raise _deleted("local", "local")
 
 
 def _first_leaf(tree: PyTree) -> Any:
     """A leaf of nested dicts, without a look at the others."""
-    while isinstance(tree, Mapping) and tree:
+    while isinstance(tree, dict) and tree:
         tree = next(iter(tree.values()))
     return boxes.leaf_value(tree)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    """Asked without ``isinstance(leaf, jax.Array)``, which takes a microsecond."""
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
 def _errors_in(args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
