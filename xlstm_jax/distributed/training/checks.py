@@ -2,7 +2,7 @@
 
 Shapes, and the meshes that arrays lie on, are in the types of what JAX traces: looked at there, they cost a call
 nothing. What JAX refuses before it traces is looked at when that call has failed, by ``CheckedStep``; a state that was
-donated before the call alone: releases of JAX differ in what follows, and some end the process.
+donated, before the call: releases of JAX differ in what follows, and some end the process.
 """
 
 import dataclasses
@@ -101,10 +101,10 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
     """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
-    made = jax.eval_shape(tx.init, params)
+    made: Any = jax.eval_shape(tx.init, params)
     its, given = ({path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(tree)} for tree in (made, opt_state))
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
-    if not different and jax.tree.structure(made) == jax.tree.structure(opt_state):
+    if not different and str(jax.tree.structure(made)) == str(jax.tree.structure(opt_state)):
         return None
     what = "its leaves are in another tree than tx.init makes"
     if different:
