@@ -163,7 +163,7 @@ def begin(job: Job, checkpointer: Checkpointer | None) -> Run:
     """A run at its start, or where its newest good checkpoint has it."""
     init_key, step_key, _ = keys(job)
     tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.context), jnp.int32)
-    where = {"batch_axes": job.batch_axes}
+    where = {"batch_axes": job.batch_axes, "whole_ok": job.config.replicated}
     if job.config.resume and checkpointer.latest_step() is not None:
         state = abstract_train_state(job.model, optimizer(job.config), job.mesh, init_key, tokens, **where)
         whole = NamedSharding(job.mesh, PartitionSpec())
@@ -197,7 +197,8 @@ class Programs(NamedTuple):
 
 def compile_programs(job: Job, run: Run) -> Programs:
     metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
-    step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, metric=metric)
+    options = {"metric": metric, "whole_ok": job.config.replicated}
+    step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
     sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
     evaluate = make_evaluate(job, run.state)
     compiled = step.lower(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()

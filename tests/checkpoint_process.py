@@ -1,11 +1,15 @@
 """Processes with checkpoints: ``python -m tests.checkpoint_process MODE FOLDER [RANK PORT]``; prints what came of it.
 
 two     one of two processes with two devices each: saves, suffers damage on one of them, restores
-writer  saves, says so, and stays until it is killed
+writer  saves, says so, and stays until it is killed; so does a child that it forks
+ends    ends while a save is under way, without closing anything
+fails   the same, and that save fails
 """
 
 import json
 import os
+import resource
+import signal
 import sys
 import time
 import warnings
@@ -73,6 +77,10 @@ def two():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out["fell back"] = same(checkpointer.restore(target), state_of(1, mesh))
+            caught_by_restore = len(caught)
+            out["parameters fell back"] = same(checkpointer.restore_params(target, path=""), state_of(1, mesh))
+        assert any("is damaged" in str(w.message) for w in caught[caught_by_restore:])
+        del caught[caught_by_restore:]
         out["warned"] = [str(w.message) for w in caught if "is damaged" in str(w.message)]
         try:
             checkpointer.restore(target, 2)
@@ -97,9 +105,24 @@ def writer():
     checkpointer = Checkpointer(FOLDER)
     checkpointer.save(1, {"w": np.arange(3)})
     checkpointer.wait()
+    if os.fork() == 0:
+        os.closerange(1, 3)  # so that its parent's end is seen
+        time.sleep(20)
+        os._exit(0)
     print("saved", os.getpid(), flush=True)
     time.sleep(120)
 
 
+def ends():
+    simulate_cpu_devices(1)
+    checkpointer = Checkpointer(FOLDER, async_timeout_s=20)
+    checkpointer.save(1, {"w": np.arange(3)})
+    checkpointer.wait()
+    if MODE == "fails":  # no file may be larger than 10 kB, as if the disk were full
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert checkpointer.save(2, {"w": np.arange(200_000)})
+
+
 if __name__ == "__main__":
-    {"two": two, "writer": writer}[MODE]()
+    {"two": two, "writer": writer, "ends": ends, "fails": ends}[MODE]()

@@ -1,13 +1,11 @@
 """Damage to checkpoints on disk, as disks, crashes and people do it; and what a restore made of it."""
 
-import gc
 import shutil
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,11 +13,6 @@ from tests.support import mesh_of
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 NEWEST, OLDER = 20, 10
-
-# Where one of its reads fails, orbax closes the event loop under the others, and these say so in threads of their own.
-ORBAX_LEAVES_READS_BEHIND = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
 
 
 def state_of(step):
@@ -55,11 +48,11 @@ def same(a, b):
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-def written(folder):
+def written(folder, content=state_of):
     """Two steps in a folder."""
     with Checkpointer(folder, 10) as checkpointer:
         for step in (OLDER, NEWEST):
-            checkpointer.save(step, state_of(step))
+            checkpointer.save(step, content(step))
     return folder
 
 
@@ -141,15 +134,26 @@ def swap_steps(folder, rng):
     shutil.copytree(folder / str(OLDER) / "state", folder / str(NEWEST) / "state")
 
 
+def copy_older(folder, rng):
+    """A copy of the older step as the newest of all."""
+    del rng
+    shutil.copytree(folder / str(OLDER), folder / str(NEWEST + 10))
+
+
+def link_older(folder, rng):
+    del rng
+    (folder / str(NEWEST + 10)).symlink_to(str(OLDER))
+
+
+def exchange_steps(folder, rng):
+    """The folders of the two steps, each under the number of the other."""
+    del rng
+    (folder / str(OLDER)).rename(folder / "between")
+    (folder / str(NEWEST)).rename(folder / str(OLDER))
+    (folder / "between").rename(folder / str(NEWEST))
+
+
 def outcome(folder, sound):
-    """``_outcome``, and what orbax leaves behind is cleared up here and not in another test."""
-    try:
-        return _outcome(folder, sound)
-    finally:
-        gc.collect()
-
-
-def _outcome(folder, sound):
     """What a restore does: the step whose values it gave, or "refused"; fails on wrong values and on silence."""
     with Checkpointer(folder, 10) as checkpointer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -77,8 +77,9 @@ def workload(rows=ROWS, **options):
 def live(mesh, model):
     """The step with real arguments on real (simulated) devices."""
     x = shard_batch(np.zeros((ROWS, WIDTH), np.float32), mesh, AXES)
-    state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=AXES)
-    return make_train_step(loss_fn, mesh, AXES), (state, x, jax.random.key(1))
+    where = {"batch_axes": AXES, "whole_ok": True}
+    state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, **where)
+    return make_train_step(loss_fn, mesh, AXES, whole_ok=True), (state, x, jax.random.key(1))
 
 
 # ----------------------------------------------------------------------------------------------------- devices at hand
@@ -123,7 +124,8 @@ def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
     assert {c.payload_bytes for c in gathers} == {WIDTH * 4 * WIDTH * 4}
     assert {c.axes for c in gathers} == {("fsdp",)}
     replicated, _ = live(mesh_of(2, 4), Model(sharded=False))
-    state = create_train_state(Model(False), optax.adam(1e-3), mesh_of(2, 4), args[2], args[1], batch_axes=AXES)
+    where = {"batch_axes": AXES, "whole_ok": True}
+    state = create_train_state(Model(False), optax.adam(1e-3), mesh_of(2, 4), args[2], args[1], **where)
     kinds = {c.kind for c in forecast(replicated, state, *args[1:]).collectives}
     assert kinds == {"all-reduce"}  # guard: the gathers are those of the wrappers
 

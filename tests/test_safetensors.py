@@ -1,6 +1,7 @@
 """Safetensors files against the safetensors library, and back onto any mesh."""
 
 import json
+import os
 import tracemalloc
 
 import jax
@@ -173,6 +174,78 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match=r"file"):
         export_safetensors(params, tmp_path / "file" / "deeper")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model.safetensors"]
+
+
+def header(**entries):
+    """A safetensors file with one float32 of 4 bytes, whose entry has these fields."""
+    entry = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"} | entries
+    return '{"w":{' + ",".join(f'"{key}":{value}' for key, value in entry.items()) + "}}"
+
+
+HOSTILE = {
+    "sound": (header(), None),
+    "nested": ('{"w":' + "[" * 200_000, "nested too deeply"),
+    "a float as size": (header(shape="[1.0]"), r"1\.0 is no size"),
+    "text as size": (header(shape='"1"'), "'1' is no size"),
+    "text as offsets": (header(data_offsets='"04"'), "'0' is no size"),
+    "infinite": (header(shape="[1e999]"), "inf is no size"),
+    "huge": (header(shape="[" + "9" * 4000 + "]"), "9999"),
+    "too many digits": (header(shape="[" + "9" * 5000 + "]"), "header cannot be read"),
+    "negative": (header(shape="[-1]"), "-1 is no size"),
+    "bool": (header(shape="[true]"), "True is no size"),
+    "a million dims": (header(shape="[" + "1," * 1_000_000 + "1]"), "has 1000001 dims"),
+    "no dtype": (header(dtype="[]"), "TypeError"),
+    "a field twice": (header()[:-2] + ',"dtype":"F32"}}', "stands in it twice"),
+    "a tensor twice": (header()[:-1] + "," + header()[1:], "stands in it twice"),
+    "no object": ("[]", "no JSON object"),
+    "UTF-16": (header().encode("utf-16"), "UnicodeDecodeError"),
+}
+
+
+@pytest.mark.parametrize("text, message", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_refused(text, message, tmp_path):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
+    params = {"w": np.ones(1, np.float32)}
+    if not message:
+        assert same(import_safetensors(tmp_path, params), {"w": np.zeros(1, np.float32)})
+        return
+    with pytest.raises(ValueError, match=rf"model.safetensors is damaged, .*{message}"):
+        import_safetensors(tmp_path, params)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} is no regular file"):
+        import_safetensors(tmp_path, {"w": np.ones(1)})
+
+
+def test_an_index_that_names_no_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": ".."}}')
+    with pytest.raises(ValueError, match=r"\.\. is no regular file"):
+        import_safetensors(tmp_path, {"w": np.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "name, message", [("__metadata__", "name of the metadata"), ("\udc80", "no.* Unicode")], ids=repr
+)
+def test_a_name_that_no_reader_takes_is_refused(name, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_safetensors({name: np.ones(2), "w": np.ones(2)}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    params = {name: np.ones(2) for name in (".", "metadata", "\U0001f600", 'a"b\\')}
+    export_safetensors(params, tmp_path)  # guard: other names are taken, by the library too
+    assert load_file(tmp_path / "model.safetensors").keys() == params.keys()
+    assert same(import_safetensors(tmp_path, params), params)
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".model.safetensors.tmp").symlink_to(tmp_path / "precious")
+    export_safetensors({"w": np.ones(2)}, tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert load_file(tmp_path / "model.safetensors").keys() == {"w"}
 
 
 @pytest.mark.parametrize("leaf", [jax.random.key(0), np.zeros(2, "int4"), 3], ids=["key", "int4", "int"])

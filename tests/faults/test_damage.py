@@ -12,8 +12,6 @@ from tests import damage
 from tests.damage import NEWEST, OLDER
 from tests.faults.report import record
 
-pytestmark = damage.ORBAX_LEAVES_READS_BEHIND
-
 TRIALS = {
     damage.flip_data: 40,
     damage.overwrite: 10,
@@ -25,6 +23,9 @@ TRIALS = {
     damage.stray: 6,
     damage.empty_step: 1,
     damage.swap_steps: 1,
+    damage.copy_older: 1,
+    damage.link_older: 1,
+    damage.exchange_steps: 1,
     damage.flip_both: 4,
 }
 
@@ -60,6 +61,7 @@ def test_never_wrong_data(hurt, folder, sound, tmp_path):
     told = ", ".join(f"step {k}: {n}" if k != "refused" else f"refused: {n}" for k, n in found.items())
     record(hurt.__name__.replace("_", " "), TRIALS[hurt], None, f"newest is step {NEWEST}", told)
     only = {damage.stray: NEWEST, damage.empty_step: OLDER, damage.swap_steps: OLDER, damage.flip_both: "refused"}
+    only |= {damage.copy_older: NEWEST, damage.link_older: NEWEST, damage.exchange_steps: "refused"}
     if hurt in only:
         assert set(found) == {only[hurt]}
     if hurt in (damage.flip_data, damage.overwrite, damage.flip_record):

@@ -1,6 +1,7 @@
 """Checkpoints that outlive the mesh they were written on, and are read only if they are what was written."""
 
-from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 
 __all__ = ["CheckpointError", "Checkpointer", "export_safetensors", "import_safetensors"]

@@ -8,56 +8,56 @@
 ``restore`` takes the newest step that is sound, and passes over a damaged one with a warning, in all processes together
 (``fail_together``). A step that is sound but holds another tree is a mistake of the caller, and raises at once.
 
-A job that only reads changes nothing in the directory. With its first ``save`` it becomes the directory's writer: it
-takes the lock, clears what a killed job left half written, and moves damaged steps out of the way.
+A job that only reads changes nothing in the directory. With its first ``save`` it becomes the directory's ``Writer``:
+it takes the lock, clears what a killed job left half written, and moves damaged steps out of the way.
 """
 
 import json
 import operator
 import os
-import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record
-from xlstm_jax.distributed.checkpoint.orbax_io import check_dtypes, orbax, read_arrays, read_record, save_args
-from xlstm_jax.distributed.processes.together import allgather_text, cause_of, fail_together
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
+from xlstm_jax.distributed.checkpoint.orbax_io import (
+    check_dtypes,
+    directory_path,
+    new_manager,
+    orbax,
+    read_arrays,
+    read_record,
+    save_args,
+)
+from xlstm_jax.distributed.checkpoint.writer import Writer
+from xlstm_jax.distributed.processes.together import allgather_text, fail_together
 from xlstm_jax.wording import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
 DEFAULT_ASYNC_TIMEOUT_S = 60
-_LOCK_FILE = ".writer"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none could be read; says which step, and what is wrong with it.
-
-    >>> try:
-    ...     Checkpointer("no_such_folder").restore({"step": 0})
-    ... except CheckpointError:
-    ...     "start anew"
-    'start anew'
-    """
 
 
 class Checkpointer:
     """Saves and restores states in a directory, one folder for each step.
 
     All processes make it with the same arguments, and call each of its methods together. Use it in a ``with`` block, or
-    call ``close``.
+    call ``close``. (A program that ends without waits for the last save.)
 
     Args:
       directory: a local path, or a URL that orbax understands (``gs://...``); the same directory in all processes.
       save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
       max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
-      async_timeout_s: how long a save may take in the background, before it fails on all processes.
+      async_timeout_s: how long a save may take in the background, before it fails on all processes; whole seconds.
+    Raises:
+      ValueError, TypeError: a number is below 1 or no whole number; or the directory is no place for folders.
 
     >>> import tempfile
     >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -74,19 +74,12 @@ class Checkpointer:
         max_to_keep: int | None = DEFAULT_MAX_TO_KEEP,
         async_timeout_s: int = DEFAULT_ASYNC_TIMEOUT_S,
     ) -> None:
-        limits = {"save_interval_steps": save_interval_steps, "async_timeout_s": async_timeout_s}
-        for name, value in (limits if max_to_keep is None else limits | {"max_to_keep": max_to_keep}).items():
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be at least 1.")
+        self.save_interval_steps = _at_least_1("save_interval_steps", save_interval_steps)
+        self.max_to_keep = None if max_to_keep is None else _at_least_1("max_to_keep", max_to_keep)
+        self.async_timeout_s = _at_least_1("async_timeout_s", async_timeout_s)
         self._steps_format = orbax().step.standard_name_format()
-        from etils import epath  # which orbax brings along; it has no types
-
-        self.directory: Any = epath.Path(directory if _is_url(directory) else os.path.abspath(directory))
-        self.save_interval_steps, self.max_to_keep = save_interval_steps, max_to_keep
-        self.async_timeout_s = async_timeout_s
-        self._manager: Any = None  # orbax's; opened by the first save
-        self._lock: IO[str] | None = None
-        self._saving: int | None = None  # the step
+        self.directory: Any = directory_path(directory)
+        self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
         self._damaged: set[int] = set()
 
@@ -99,8 +92,10 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest step in the directory, as process 0 sees it; only ``restore`` finds out whether it is sound.
 
-        Folders of steps that are all empty raise a ``CheckpointError``: their files are lost.
+        Folders of steps that are all empty raise a ``CheckpointError``: their files are lost. So does a save that has
+        failed in the background.
         """
+        fail_together(self._check, CheckpointError)
         folders = self._folders_of_process_0()
         if folders and not any(folders.values()):
             where = f"the steps {sorted(folders)} in {self.directory} are empty folders"
@@ -111,67 +106,53 @@ class Checkpointer:
         """Starts to save a state; returns when its buffers may be donated, while files are still being written.
 
         Args:
-          step: its number, greater than all in the directory.
+          step: its number, at least 0 and greater than all in the directory.
           state: any pytree of arrays, NumPy arrays, Python numbers and PRNG keys, boxed or not. Process 0 saves the
             local leaves (those that are no global arrays), which must be the same in all processes.
           force: save also where ``save_interval_steps`` does not divide ``step``.
         Returns:
           Whether it is being saved: False where it is not due, or was saved or restored by this object before.
         Raises:
-          CheckpointError: this save, or the one before, failed; or another job writes in the directory.
+          CheckpointError: this save failed, or the one before, also where this one is not due; or another job, or
+            another object of this process, writes in the directory.
           ValueError: the directory holds a newer step; or processes hold different values of a local leaf.
           TypeError: a leaf is something else than numbers.
         """
         step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step={step} is negative; steps are numbered from 0.")
         if not force and step % self.save_interval_steps:
+            self._check()
             return False
-        self.wait()
-        self._become_writer()
-        if not self._is_new(step):
+        fail_together(self.wait, CheckpointError)
+        writer = self._become_writer()
+        if not self._is_new(step, writer):
             return False
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
         check_dtypes(arrays)
         entries = record.record_of(leaves, arrays)
         self._check_same_everywhere(entries, arrays)
-        with self._failing_as(step):
-            self._manager.save(step, args=save_args(arrays, entries), force=True)
-        self._saving = step
-        self._own_steps.add(step)
+        writer.save(step, save_args(arrays, entries, step))
         return True
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises a ``CheckpointError`` if it failed."""
-        step, self._saving = self._saving, None
-        if step is not None:
-            with self._failing_as(step):
-                self._manager.wait_until_finished()
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Waits for the last save, as ``wait`` does, and unlocks the directory."""
-        with ExitStack() as at_last:
-            for resource in filter(None, (self._lock, self._manager)):
-                at_last.callback(resource.close)
-            at_last.callback(vars(self).update, _lock=None, _manager=None)
-            self.wait()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
-    @contextmanager
-    def _failing_as(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._own_steps.discard(step)
-            message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._space_left()}"
-            raise CheckpointError(message + "Steps saved before it are untouched.") from error
+    def _check(self) -> None:
+        if self._writer is not None:
+            self._writer.check()
 
-    def _space_left(self) -> str:
-        """A hint for a full disk: the processes that could write see a timeout only."""
-        if _is_url(self.directory) or not self.directory.exists():
-            return ""
-        return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
-
-    def _is_new(self, step: int) -> bool:
-        newest = self._manager.latest_step()
+    def _is_new(self, step: int, writer: Writer) -> bool:
+        newest = writer.manager.latest_step()
         if newest is None or step > newest:
             return True
         if step in self._own_steps:
@@ -207,23 +188,56 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
           ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes.
+          OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
         """
-        self.wait()
         likes = record.bare_leaves(abstract_state)
+        restored, found = self._newest_sound(likes, step, lambda entries, where: "")
+        self._own_steps.add(found)
+        return record.boxed_like(abstract_state, restored)
+
+    def restore_params(self, abstract_params: PyTree, step: int | None = None, *, path: str | None = None) -> PyTree:
+        """Reads the parameters alone of a state, whatever its optimizer: to go on from them anew, or to evaluate.
+
+        Only they are read, and checked as ``restore`` checks a state.
+
+        Args:
+          abstract_params: the target: parameters of the plain or of a sharded model, arrays or ``ShapeDtypeStruct``
+            with shardings. (``abstract_train_state(model, optax.identity(), ...).params`` needs no memory.)
+          step: as for ``restore``.
+          path: where they are in the state, as ``"train/params"``; None: the part called ``params``, or all of it.
+        Raises:
+          CheckpointError, OSError: as ``restore``.
+          ValueError: a step is sound but has other parameters, or more than one such part; names them.
+
+        >>> import tempfile
+        >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
+        ...     checkpointer.save(100, {"params": {"w": np.ones(3)}, "opt_state": {"w": np.zeros(3)}})
+        ...     checkpointer.restore_params({"w": np.zeros(3)})
+        True
+        {'w': array([1., 1., 1.])}
+        """
+        likes = record.bare_leaves(abstract_params)
+        find = partial(record.part_of, names=likes.keys(), path=path)
+        return record.boxed_like(abstract_params, self._newest_sound(likes, step, find)[0])
+
+    def _newest_sound(
+        self, likes: dict[str, Any], step: int | None, part_of: Callable[[record.Record, str], str]
+    ) -> tuple[dict[str, Any], int]:
+        """The leaves of the step, or of the newest that is sound, and its number."""
+        fail_together(self.wait, CheckpointError)
         record.check_placed(likes)
         problems: dict[int, str] = {}
         for candidate in self._candidates(step):
             try:
-                restored = self._read(candidate, likes)
+                restored = self._read(candidate, likes, part_of)
             except CheckpointError as error:
                 problems[candidate] = str(error)
                 continue
-            self._own_steps.add(candidate)
             if step is None:
-                folders = self._folders().items()
+                folders = self._folders_of_process_0().items()
                 problems |= {n: "its folder is empty" for n, has_files in folders if n > candidate and not has_files}
             self._report(problems, candidate)
-            return record.boxed_like(abstract_state, restored)
+            return restored, candidate
         causes = "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {causes}. Nothing was restored.")
 
@@ -244,87 +258,77 @@ class Checkpointer:
             warnings.warn(
                 f"step {step} in {self.directory} is damaged and was passed over: {problem}. Restored step {restored} "
                 "instead. (The next save moves the damaged one out of the way.)",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def _read(self, step: int, likes: dict[str, Any]) -> dict[str, Any]:
-        """The leaves of one step, checked; raises ``CheckpointError`` in all processes if it does in one."""
-        folder = self.directory / str(step)
-        entries = fail_together(lambda: read_record(folder / "leaves"), CheckpointError)
-        record.check_fits(entries, likes, f"step {step} in {self.directory}")
-        arrays = fail_together(lambda: read_arrays(folder / "state", entries, likes), CheckpointError)
-        fail_together(lambda: record.check_sound(entries, arrays), CheckpointError)
-        return {path: record.as_like(arrays[path], entries[path], like, path) for path, like in likes.items()}
+    def _read(self, step: int, likes: dict[str, Any], part_of: Callable[[record.Record, str], str]) -> dict[str, Any]:
+        """The leaves of a part of one step, checked; raises in all processes if it does in one."""
+        folder, where = self.directory / str(step), f"step {step} in {self.directory}"
+        everything = read_together(lambda: read_record(folder / "leaves", step), where)
+        part = part_of(everything, where)
+        stored = {path: f"{part}{path}" for path in likes}
+        entries = {path: entry for path, entry in everything.items() if path.startswith(part)}
+        wanted = {stored[path]: like for path, like in likes.items()}
+        record.check_fits(entries, wanted, where)
+        arrays = read_together(lambda: read_arrays(folder / "state", entries, wanted), where)
+        read_together(lambda: record.check_sound(entries, arrays), where)
+        return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
 
     def _folders_of_process_0(self) -> dict[int, bool]:
         """``_folders`` as process 0 sees them; a file system may show each process something else."""
-        return dict(json.loads(allgather_text(json.dumps([*self._folders().items()]))[0]))
+
+        def listing() -> str:
+            return json.dumps([*self._folders().items()] if jax.process_index() == 0 else [])
+
+        return dict(json.loads(allgather_text(read_together(listing, str(self.directory)))[0]))
 
     def _folders(self) -> dict[int, bool]:
         """The folders that are called like a committed step, by its number; and whether they hold anything."""
         if not self.directory.exists():
             return {}
-        steps = [entry.step for entry in self._steps_format.find_all(self.directory)]
-        return {step: any((self.directory / str(step)).iterdir()) for step in steps}
+        found: dict[int, bool] = {}
+        for entry in self._steps_format.find_all(self.directory):
+            with suppress(FileNotFoundError):  # a job that writes beside this one has removed it by now
+                found[entry.step] = any((self.directory / str(entry.step)).iterdir())
+        return found
 
-    def _become_writer(self) -> None:
+    def _become_writer(self) -> Writer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
-        if self._manager is not None and not self._damaged:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        fail_together(self._lock_and_clear if jax.process_index() == 0 else lambda: None, CheckpointError)
+        if self._writer is not None and self._writer.manager is not None and not self._damaged:
+            return self._writer
+        writer = fail_together(self._open_and_clear, CheckpointError)
         self._damaged.clear()
-        if self._manager is not None:
-            self._manager.reload()
-            return
-        options = orbax().CheckpointManagerOptions(
-            save_interval_steps=self.save_interval_steps,
-            max_to_keep=self.max_to_keep,
-            cleanup_tmp_directories=True,
-            lightweight_initialize=True,
-            async_options=orbax().options.AsyncOptions(timeout_secs=self.async_timeout_s),
-        )
-        self._manager = orbax().CheckpointManager(self.directory, options=options)
+        if writer.manager is not None:
+            writer.manager.reload()
+        else:
+            limits = self.save_interval_steps, self.max_to_keep, self.async_timeout_s
+            writer.manager = new_manager(self.directory, *limits)
+        return writer
 
-    def _lock_and_clear(self) -> None:
-        if self._lock is None:
-            self._lock = _writer_lock(self.directory)
-        for step, has_files in self._folders().items():
+    def _open_and_clear(self) -> Writer:
+        """The directory's writer. Process 0 locks the directory, and moves damaged steps and empty folders away."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        is_first = jax.process_index() == 0
+        self._writer = self._writer or Writer(self.directory, self, self._own_steps, locks=is_first)
+        for step, has_files in self._folders().items() if is_first else ():
             folder = self.directory / str(step)
             if not has_files:
                 folder.rmdir()
             elif step in self._damaged:
                 folder.rename(_free_name(self.directory / f"{step}.damaged"))
+        return self._writer
 
 
-def _is_url(directory: str | os.PathLike[str]) -> bool:
-    return "://" in os.fspath(directory)
+def _at_least_1(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, and must be a whole number.") from None
+    if number < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
+    return number
 
 
 def _free_name(path: Path) -> Path:
     names = [path.name, *(f"{path.name}-{i}" for i in range(2, 1000))]
     return next(free for name in names if not (free := path.with_name(name)).exists())
-
-
-def _writer_lock(directory: Path) -> IO[str] | None:
-    """Locks the directory until this process ends, however it does; where the file system has locks."""
-    if _is_url(directory):
-        return None
-    import fcntl
-
-    file = open(directory / _LOCK_FILE, "a+")  # it stays open as long as the lock is held
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        with file:
-            file.seek(0)
-            writer = file.read().strip() or "it left no name"
-        raise CheckpointError(
-            f"another job writes checkpoints in {directory}: {writer}. Stop it, or use another directory."
-        ) from None
-    except OSError:  # this file system has no locks
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
-    return file

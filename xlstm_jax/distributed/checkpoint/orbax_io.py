@@ -1,6 +1,12 @@
-"""What this library asks of orbax: which bytes are written, and which each device reads."""
+"""What this library asks of orbax: where and which bytes are written, and which each device reads."""
 
+import asyncio
+import os
+import time
+from functools import cache
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -10,6 +16,7 @@ from xlstm_jax.distributed.checkpoint.record import Entry, Record, data_struct, 
 
 # A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
 CHUNK_BYTES = 2**24
+OTHER_READS_TIMEOUT_S = 10.0  # after one has failed
 
 
 def orbax() -> Any:
@@ -19,6 +26,45 @@ def orbax() -> Any:
     except ImportError as error:
         raise ImportError("checkpoints are made with orbax: pip install xlstm_jax[checkpoint]") from error
     return orbax.checkpoint
+
+
+def is_url(directory: Any) -> bool:
+    return "://" in os.fspath(directory)
+
+
+def directory_path(directory: str | os.PathLike[str]) -> Any:
+    """The directory as orbax takes it; refuses what can hold no folders."""
+    from etils import epath  # which orbax brings along; it has no types
+
+    if not os.fspath(directory):
+        raise ValueError("the directory of the checkpoints is ''; name a folder ('.' for the working directory).")
+    if is_url(directory):
+        try:
+            return epath.Path(directory)
+        except KeyError as error:
+            known = "gs://, s3:// and az://"
+            raise ValueError(
+                f"the directory {os.fspath(directory)!r} has the scheme {error.args[0]!r}, which orbax does not know. "
+                f"It takes {known}; name a local folder by its path."
+            ) from None
+    path = Path(os.path.abspath(directory))
+    inside = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not inside.is_dir():
+        where = "is" if inside == path else f"lies beneath {inside}, which is"
+        raise ValueError(f"the directory {path} {where} a file, and can hold no checkpoints. Name another folder.")
+    return epath.Path(path)
+
+
+def new_manager(directory: Any, save_interval_steps: int, max_to_keep: int | None, timeout_s: int) -> Any:
+    """Orbax's manager of a directory, which saves there in the background; removes what was left half written."""
+    options = orbax().CheckpointManagerOptions(
+        save_interval_steps=save_interval_steps,
+        max_to_keep=max_to_keep,
+        cleanup_tmp_directories=True,
+        lightweight_initialize=True,
+        async_options=orbax().options.AsyncOptions(timeout_secs=timeout_s),
+    )
+    return orbax().CheckpointManager(directory, options=options)
 
 
 def check_dtypes(arrays: dict[str, Any]) -> None:
@@ -32,26 +78,28 @@ def check_dtypes(arrays: dict[str, Any]) -> None:
             raise TypeError(f"'{path}' has the dtype {array.dtype}, which cannot be stored; cast it.") from error
 
 
-def save_args(arrays: dict[str, Any], record: Record) -> Any:
+def save_args(arrays: dict[str, Any], record: Record, step: int) -> Any:
     """What orbax is to write for a step: the arrays that have values (it refuses others), and the record."""
     ocp = orbax()
     tree = unflatten_dict({path: array for path, array in arrays.items() if array.size}, sep="/")
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(tree, save_args=chunks),
-        leaves=ocp.args.JsonSave(to_json(record)),
+        leaves=ocp.args.JsonSave(to_json(record, step)),
     )
 
 
-def read_record(folder: Any) -> Record:
+def read_record(folder: Any, step: int) -> Record:
     try:
-        return from_json(orbax().JsonCheckpointHandler().restore(folder))
+        return from_json(orbax().JsonCheckpointHandler().restore(folder), step)
     except ValueError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from None
 
 
 def read_arrays(folder: Any, record: Record, likes: dict[str, Any]) -> dict[str, Any]:
-    """What is stored for each leaf; of a placed leaf, each device reads the shard that it has in the target.
+    """What is stored for each leaf of ``record``, which may be a part of what was saved.
+
+    Of a placed leaf, each device reads the shard that it has in the target.
 
     The handler reads for this process alone. (A ``CheckpointManager`` would wait at a barrier for the other processes,
     which never come if they could not read their shards.)
@@ -63,9 +111,52 @@ def read_arrays(folder: Any, record: Record, likes: dict[str, Any]) -> dict[str,
     if not wanted:
         return empty
     args = {path: _restore_args(struct, record[path], likes[path]) for path, struct in wanted.items()}
-    restore = ocp.args.PyTreeRestore(unflatten_dict(wanted, sep="/"), restore_args=unflatten_dict(args, sep="/"))
-    read = ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
+    tree, restore_args = unflatten_dict(wanted, sep="/"), unflatten_dict(args, sep="/")
+    restore = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
+    read = ocp.PyTreeCheckpointHandler(type_handler_registry=_patient_readers()).restore(folder, args=restore)
     return empty | flatten_dict(read, sep="/")
+
+
+class _Reads:
+    """The reads that go on in one event loop."""
+
+    def __init__(self) -> None:
+        self.others = asyncio.all_tasks()  # which wait for the readers
+        self.readers = 0  # that have not failed, and may begin to read more
+
+    async def finish(self) -> None:
+        deadline = time.monotonic() + OTHER_READS_TIMEOUT_S
+        while (self.readers or asyncio.all_tasks() - self.others) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+@cache
+def _patient_readers() -> Any:
+    """Orbax's readers of arrays, which after a failure wait for the reads that go on beside it.
+
+    By themselves they close the event loop under those, and each says so on stderr: one damaged file that many leaves
+    share gave a hundred lines.
+    """
+    handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
+
+    def patient(reader: type[Any]) -> Any:
+        class Patient(reader):  # type: ignore[misc]  # mypy: a variable
+            async def deserialize(self, infos: Any, args: Any = None) -> Any:
+                reads = reads_of.setdefault(asyncio.get_running_loop(), _Reads())
+                reads.readers += 1
+                try:
+                    arrays = await super().deserialize(infos, args)
+                except Exception:
+                    reads.readers -= 1
+                    await reads.finish()
+                    raise
+                reads.readers -= 1
+                return arrays
+
+        return Patient()
+
+    readers = (jax.Array, patient(handlers.ArrayHandler)), (np.ndarray, patient(handlers.NumpyHandler))
+    return handlers.create_type_handler_registry(*readers)
 
 
 def _restore_args(struct: jax.ShapeDtypeStruct, entry: Entry, like: Any) -> Any:

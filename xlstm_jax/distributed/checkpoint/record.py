@@ -7,7 +7,8 @@
 
 Boxes and padding are not saved, and of PRNG keys their data. Paths are those of the plain model, so a state that was
 split in one way can be restored as split in any other. The record is a JSON object with a digest of itself, which shows
-damage to the record.
+damage to the record, and one of the step's number, which shows that a folder was renamed or copied. (Version 0.1 wrote
+no number, and looks for none.)
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
@@ -40,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
 from xlstm_jax.distributed.data_parallel.communication import is_prng_key
 from xlstm_jax.wording import listed
 
+PARTS_SHOWN = 8  # of a state, in an error
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum", and "impl" for keys
 Record = dict[str, Entry]
 
@@ -59,7 +61,15 @@ def bare_leaves(state: PyTree) -> dict[str, Any]:
     for path in leaves:
         if (other := names[path.replace("/", ".")]) != path:
             raise ValueError(f"the leaves {path!r} and {other!r} would have one name on disk; rename one of them.")
+        if beneath := [above for above in _above(path) if above in leaves]:
+            raise ValueError(f"the leaf {path!r} lies beneath the leaf {beneath[0]!r}; rename one of them.")
     return leaves
+
+
+def _above(path: str) -> list[str]:
+    """The paths that a path lies beneath: a/b/c -> [a, a/b]."""
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _unpadded(leaf: Any) -> Any:
@@ -96,6 +106,10 @@ def _checked(path: str, leaf: Any) -> Any:
         raise TypeError(
             f"'{path}' is {f'an array of {dtype}' if dtype is not None else type(leaf).__name__}; a checkpoint holds "
             "numbers, arrays of numbers and PRNG keys. Keep other things beside it, or out of the pytree."
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"'{path}' is a masked array, whose mask would be lost; keep its data and its mask as two leaves."
         )
     return leaf
 
@@ -137,21 +151,31 @@ def _description(leaf: Any) -> Entry:
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def to_json(record: Record) -> dict[str, Any]:
-    """The record with a digest of itself."""
-    return {"leaves": record, "digest": _digest(record)}
+def to_json(record: Record, step: int) -> dict[str, Any]:
+    """The record of a step with a digest of itself, and one of the step's number with it."""
+    digest = _digest(record)
+    return {"leaves": record, "digest": digest, "step": step, "step_digest": _digest([step, digest])}
 
 
-def from_json(content: Any) -> Record:
-    """The inverse of ``to_json``; raises ``ValueError`` if the digest is not that of the record."""
+def from_json(content: Any, step: int) -> Record:
+    """The inverse of ``to_json``; raises ``ValueError`` if a digest is wrong, or the record is that of another step."""
     record = content.get("leaves") if isinstance(content, dict) else None
     if record is None or content.get("digest") != _digest(record):
         raise ValueError("the record of leaves does not have its digest")
+    if content.keys() == {"leaves", "digest"}:  # of version 0.1
+        return record
+    if content.get("step_digest") != _digest([content.get("step"), content["digest"]]):
+        raise ValueError("the record's number of the step does not have its digest")
+    if content["step"] != step:
+        raise ValueError(
+            f"it was saved as step {content['step']}, and its folder was renamed, copied or linked to {step}; give it "
+            "its own number back"
+        )
     return record
 
 
-def _digest(record: Record) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def checksum_each(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -201,7 +225,7 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
             f"{where} does not fit the abstract state: {problem}. Restore into a state of the structure "
-            "that was saved (same model and optimizer), and take from it what is needed."
+            "that was saved (same model and optimizer). Parameters without an optimizer are read by restore_params."
         )
     unlike = [path for path, like in likes.items() if not _fits(record[path], _description(like))]
     if unlike:
@@ -212,6 +236,36 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
             f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model or optimizer? "
             "A metric's Local state has a row for each device: save metric.sync of it."
         )
+
+
+def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
+    """What the paths of parameters called ``names`` begin with in a record: ``path`` and a slash, or "" for all of it.
+
+    With ``path`` None it is that of the part called "params" that has these leaves; or all, if all of it has.
+    """
+    if path is not None:
+        part = f"{path.strip('/')}/" if path else ""
+        if not any(saved.startswith(part) for saved in record):
+            raise ValueError(f"{where} has no part {path!r}; it has {listed(_parts(record), PARTS_SHOWN)}.")
+        return part
+    called = [f"{part}/" for part in _parts(record) if part.rpartition("/")[2] == "params"]
+    fitting = [part for part in ("", *called) if {part + name for name in names} == _below(record, part)]
+    found = fitting or called
+    if len(found) != 1:
+        several = f"more than one part called 'params': {listed(found, PARTS_SHOWN)}" if found else "no part 'params'"
+        raise ValueError(
+            f"{where} has {several}. Say with path= which part to read, of {listed(_parts(record), PARTS_SHOWN)}."
+        )
+    return found[0]
+
+
+def _parts(record: Record) -> list[str]:
+    """The paths of everything that has leaves below it."""
+    return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
+
+
+def _below(record: Record, part: str) -> set[str]:
+    return {path for path in record if path.startswith(part)}
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
@@ -272,8 +326,9 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
         return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
     if not reads_whole(entry, like):
         return array
-    cast = array.astype(like.dtype)
-    if array.dtype != like.dtype and cast != array:
+    with np.errstate(all="ignore"):  # what does not fit is told below
+        cast = array.astype(like.dtype)
+    if array.dtype != like.dtype and not np.array_equal(cast, array, equal_nan=True):
         raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {like.dtype}.")
     return placed_like(cast, like)
 

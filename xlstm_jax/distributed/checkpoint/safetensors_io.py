@@ -3,9 +3,8 @@
   export   leaf by leaf:  gather to the hosts -> process 0 writes
   import   leaf by leaf:  each device's shard <- its bytes of the file
 
-A file holds a length (8 bytes, little-endian), a JSON header of that length with the dtype, the shape and the offsets
-of each tensor, and the values. A model that is larger than a limit goes to several files, with an index of which tensor
-is in which file, named as Hugging Face names them::
+A model that is larger than a limit goes to several files, with an index of which tensor is in which file, named as
+Hugging Face names them::
 
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
@@ -15,50 +14,34 @@ tensors of a file in memory at once, and has no float8 for NumPy.)
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_like, check_placed, names_problem, placed_like
+from xlstm_jax.distributed.checkpoint.safetensors_header import (
+    CODES,
+    MAX_JSON_BYTES,
+    StoredTensor,
+    check_name,
+    header_of,
+    json_object,
+    open_file,
+    tensors_of,
+)
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.wording import listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
-_ALIGNMENT = 8  # of the values, which begin behind the header
-
-_CODES = (
-    {f"{kind}int{bits}": f"{code}{bits}" for kind, code in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)}
-    | {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
-    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
-    | {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
-)
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-
-
-class _Tensor(NamedTuple):
-    """A tensor in a file."""
-
-    file: Path
-    offset: int  # from the beginning of the file
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def values(self) -> np.ndarray:
-        """The values, mapped into memory: only those that are indexed are read."""
-        if not math.prod(self.shape):
-            return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
 
 def export_safetensors(
@@ -77,6 +60,7 @@ def export_safetensors(
     Raises:
       FileExistsError: there is such a model already.
       TypeError: a leaf has a dtype that the format does not know; names it.
+      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair).
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -87,8 +71,9 @@ def export_safetensors(
     """
     leaves = bare_leaves(params)
     for name, leaf in leaves.items():
-        if str(dtype := _dtype_or_type(leaf)) not in _CODES:
-            raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(_CODES)}.")
+        check_name(name)
+        if str(dtype := _dtype_or_type(leaf)) not in CODES:
+            raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
@@ -146,17 +131,6 @@ def _files(leaves: Mapping[str, Any], target: Path, max_file_bytes: int) -> dict
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-def _header(leaves: Mapping[str, Any]) -> bytes:
-    entries, end = {}, 0
-    for name, leaf in leaves.items():
-        begin, end = end, end + leaf.nbytes
-        code = _CODES[str(leaf.dtype)]
-        entries[name] = {"dtype": code, "shape": list(leaf.shape), "data_offsets": [begin, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _whole(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
@@ -177,7 +151,7 @@ def _write_files(
     try:
         for file, names in files.items():
             with _new_file(_hidden(file)) as opened:
-                opened.write(_header({name: leaves[name] for name in names}))
+                opened.write(header_of({name: leaves[name] for name in names}))
                 for _ in names:
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
         if index_file in written:
@@ -193,7 +167,8 @@ def _write_files(
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    path.unlink(missing_ok=True)  # left by a killed job, or a link, which would lead into another file
+    with open(path, "xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -226,14 +201,14 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     )
 
 
-def _tensors(target: Path) -> dict[str, _Tensor]:
+def _tensors(target: Path) -> dict[str, StoredTensor]:
     index = _index_file(target)
     if target.exists():
-        return _tensors_of(target)
+        return tensors_of(target)
     if not index.exists():
         raise FileNotFoundError(f"there is no {target}, and no {index.name} beside it.")
     where = _weight_map(index)
-    found = {name: tensor for file in set(where.values()) for name, tensor in _tensors_of(index.parent / file).items()}
+    found = {name: tensor for file in set(where.values()) for name, tensor in tensors_of(index.parent / file).items()}
     wrong = sorted(name for name in where if name not in found or found[name].file.name != where[name])
     if wrong or found.keys() - where.keys():
         raise ValueError(f"{index} does not fit its files: see {listed(wrong or sorted(found.keys() - where.keys()))}.")
@@ -241,46 +216,16 @@ def _tensors(target: Path) -> dict[str, _Tensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        where = json.loads(index.read_text())["weight_map"]
-        assert all(isinstance(file, str) and Path(file).name == file for file in where.values())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{index} is not the index of a model in several safetensors files.") from error
+    with open_file(index) as file:
+        try:
+            where: dict[str, str] = json_object(file.read(MAX_JSON_BYTES))["weight_map"]
+            assert all(isinstance(file, str) and Path(file).name == file for file in where.values())
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise ValueError(f"{index} is not the index of a model in several safetensors files.") from error
     return where
 
 
-def _tensors_of(file: Path) -> dict[str, _Tensor]:
-    """What a file's header says of its tensors, checked against the length of the file."""
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > size - 8:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        tensors = {name: _tensor(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged, or no safetensors file: its header cannot be read.") from error
-    end = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.offset != end:
-            raise ValueError(f"{file} is damaged: '{name}' begins at byte {tensor.offset}, and should at {end}.")
-        end += math.prod(tensor.shape) * tensor.dtype.itemsize
-    if end != size:
-        raise ValueError(f"{file} is damaged: it has {size} bytes, and its header says {end}.")
-    return tensors
-
-
-def _tensor(file: Path, start: int, entry: dict[str, Any]) -> _Tensor:
-    begin, end = entry["data_offsets"]
-    tensor = _Tensor(file, start + begin, tuple(map(int, entry["shape"])), jnp.dtype(_DTYPES[entry["dtype"]]))
-    if end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
-        raise ValueError("the offsets of a tensor do not fit its shape")
-    return tensor
-
-
-def _check_fits(tensors: Mapping[str, _Tensor], likes: Mapping[str, Any], path: Any) -> None:
+def _check_fits(tensors: Mapping[str, StoredTensor], likes: Mapping[str, Any], path: Any) -> None:
     if problem := names_problem(tensors.keys(), likes.keys(), "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")
     for name, like in likes.items():

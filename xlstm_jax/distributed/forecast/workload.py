@@ -110,8 +110,11 @@ class Workload:
         made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
         axes = made.axis_names
         rng = jax.eval_shape(lambda: jax.random.key(0))
-        state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, batch_axes=axes)
-        step = make_train_step(self.loss_fn, made, axes, num_minibatches=num_minibatches, weighted=self.weighted)
+        # What stays whole is in the plan and the forecast: no warning is needed here.
+        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True}
+        state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
+        options: dict[str, Any] = {"num_minibatches": num_minibatches, "weighted": self.weighted, "whole_ok": True}
+        step = make_train_step(self.loss_fn, made, axes, **options)
         return step, (state, abstract_batch(self.batch, made, axes), rng)
 
 

@@ -14,10 +14,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.linen import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
 from xlstm_jax.distributed.training.checks import check_keys, check_model, why_not_its_state
+from xlstm_jax.distributed.training.whole_params import (
+    reasons_in_plan,
+    warn_if_nothing_is_split,
+    warn_of_gathered_scans,
+)
 
 
 def init_sharded(
@@ -88,6 +94,7 @@ def create_train_state(
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
+    whole_ok: bool = False,
     **kwargs: Any,
 ) -> TrainState:
     """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
@@ -100,6 +107,7 @@ def create_train_state(
     Args:
       model, mesh, rng, *inputs, batch_axes, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
+      whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state)``: ``params`` boxed where they are split,
       ``opt_state`` split like the parameters, and boxed only where these are padded.
@@ -109,7 +117,9 @@ def create_train_state(
     check_model(model)
     check_transform(tx, "create_train_state")
     mesh = auto_mesh(mesh)
-    variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs))
+    scans = GatheredScans()
+    with scans.watching():
+        variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs))
     params = variables.pop("params", {})
     if variables:
         raise ValueError(
@@ -118,6 +128,9 @@ def create_train_state(
             "returns the updated collections."
         )
 
+    if not whole_ok:
+        warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
+        warn_of_gathered_scans(scans, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh)
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)

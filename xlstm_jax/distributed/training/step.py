@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.linen import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -23,6 +24,7 @@ from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_a
 from xlstm_jax.distributed.training.state import TrainState, updated_state
 from xlstm_jax.distributed.training.step_check import StepLoss
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
+from xlstm_jax.distributed.training.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 
 ApplyFn = Callable[..., PyTree]
 
@@ -57,6 +59,7 @@ def make_train_step(
     accumulation: str = DEFAULT_ACCUMULATION,
     learning_rate: LearningRate = False,
     compiler_options: str | Mapping[str, Any] | None = None,
+    whole_ok: bool = False,
 ) -> TrainStep:
     """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
 
@@ -85,6 +88,7 @@ def make_train_step(
         for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
         what ``optax.inject_hyperparams`` keeps in the optimizer's state.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips.
+      whole_ok: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
@@ -106,18 +110,11 @@ def make_train_step(
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
     has_second = has_aux or metric is not None
     options: dict[str, Any] = {"num_minibatches": num_minibatches, "accumulation": accumulation, "weighted": weighted}
+    options["has_aux"] = has_second
     if metric is not None:
         options["fold_aux"] = lambda local, observed: metric.update(local, **observed)
     split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
-
-    def on_device(apply_fn: ApplyFn, params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree) -> Any:
-        def loss(params: PyTree, minibatch: PyTree, rng: jax.Array) -> LossOutput:
-            return loss_fn(params, apply_fn, minibatch, rng)
-
-        rng = fold_rng_over_axis(rng, axes)
-        found, grads = accumulate_gradients(loss, params, batch, rng, axes, has_aux=has_second, carry=local, **options)
-        return (found if has_second else (found, None)), grads
 
     def step(state: TrainState, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         check_no_explicit_mesh()
@@ -127,9 +124,14 @@ def make_train_step(
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
         in_specs, out_specs = (specs, of_batch, whole, of_aux), ((whole, of_aux), specs)
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-        loss_and_grads = on_mesh(partial(on_device, state.apply_fn))
+        loss_and_grads = on_mesh(partial(_on_device, loss_fn, state.apply_fn, axes, options))
         rest = (batch, jax.random.fold_in(rng, state.step), local)
-        (loss, aux), grads = loss_and_grads(state.params, *rest)
+        scans = GatheredScans()
+        with scans.watching():
+            (loss, aux), grads = loss_and_grads(state.params, *rest)
+        if not whole_ok:
+            warn_if_nothing_is_split(state.params, mesh)
+            warn_of_gathered_scans(scans, mesh)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
         before, state = state, updated_state(state, grads, loss, value_fn, mesh)
@@ -142,6 +144,26 @@ def make_train_step(
     step.loss = StepLoss(loss_fn, weighted, has_second)  # type: ignore[attr-defined]  # for check_step
     donated = 0 if metric is None else (0, 3)
     return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
+
+
+def _on_device(
+    loss_fn: LossFn,
+    apply_fn: ApplyFn,
+    axes: tuple[str, ...],
+    options: Mapping[str, Any],
+    params: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+    local: PyTree,
+) -> tuple[tuple[Any, Any], PyTree]:
+    """What runs inside ``shard_map``: ((loss, what else the loss function returns), gradients)."""
+
+    def loss(params: PyTree, minibatch: PyTree, rng: jax.Array) -> LossOutput:
+        return loss_fn(params, apply_fn, minibatch, rng)
+
+    rng = fold_rng_over_axis(rng, axes)
+    found, grads = accumulate_gradients(loss, params, batch, rng, axes, carry=local, **options)
+    return (found if options["has_aux"] else (found, None)), grads
 
 
 def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,88 @@
+"""What goes wrong with checkpoints: damage, which is passed over, and errors of the system, which are not.
+
+Damage is what an intact file cannot give: a file that is missing or cut, values that do not have their checksum. A
+process without a free file descriptor, a server that does not answer, a full memory say nothing about the files: what
+cannot be read for such a reason must neither be passed over nor moved away.
+"""
+
+import errno
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from xlstm_jax.distributed.processes.together import cause_of, fail_together
+
+# Of OSError: what is not there, or is something else; and what wrong lengths and offsets in a damaged file lead to.
+_OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ENAMETOOLONG}
+# TensorStore raises a ValueError and XLA a RuntimeError, whose texts begin with one of Abseil's status codes.
+_STATUS_OF_SYSTEM = re.compile(
+    r"\s*(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|CANCELLED)\b"
+)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore writes it
+Result = TypeVar("Result")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none could be read; says which step, and what is wrong with it.
+
+    >>> try:
+    ...     Checkpointer("no_such_folder").restore({"step": 0})
+    ... except CheckpointError:
+    ...     "start anew"
+    'start anew'
+    """
+
+
+def is_of_the_system(error: BaseException) -> bool:
+    """Whether an error while files were read is one of the system, and says nothing about the files."""
+    return any(map(_is_of_the_system, _chain(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_of_the_system(error: BaseException) -> bool:
+    text = str(error)
+    if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
+        return True
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _OF_DAMAGE
+    if numbers := _OS_ERROR.findall(text):
+        return any(int(number) not in _OF_DAMAGE for number in numbers)
+    return bool(_STATUS_OF_SYSTEM.match(text))
+
+
+def read_together(work: Callable[[], Result], where: str) -> Result:
+    """``work``, which reads files, in all processes: if it fails in one, all raise.
+
+    Raises:
+      OSError: an error of the system in one of them; names ``where``.
+      CheckpointError: else, damage in one of them.
+    """
+    damage: list[Exception] = []
+
+    def read() -> list[Result]:
+        try:
+            return [work()]
+        except Exception as error:
+            if is_of_the_system(error):
+                raise OSError(cause_of(error)) from error
+            damage.append(error)
+            return []
+
+    def tell() -> None:
+        if damage:
+            raise damage[0]
+
+    try:
+        results = fail_together(read, OSError)
+    except OSError as error:
+        raise OSError(
+            f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "
+            "tried. Try again when the system is well; or restore an older step by its number."
+        ) from error
+    fail_together(tell, CheckpointError)
+    return results[0]

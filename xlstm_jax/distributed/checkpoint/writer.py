@@ -1,0 +1,159 @@
+"""Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
+
+A save goes on in the background. Whoever calls next learns whether it failed, and at the end of the program, where
+nobody calls any more, the exit waits for it: threads can still be started then, which orbax needs (in Python 3.12 they
+cannot). If it fails there, the exit says which step is lost, and the exit code is 1.
+"""
+
+import atexit
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.orbax_io import is_url
+from xlstm_jax.distributed.processes.together import cause_of
+
+_JUMP_S = 1.0  # of the clock, beyond which it is the cause of a timeout
+
+
+class Writer:
+    """Orbax's manager of a directory, the directory's lock, and the save that is under way.
+
+    Args:
+      directory: it exists.
+      owner: the object that saves with it. While that lives, no other object of this process can write the directory.
+      steps: numbers of saved steps; ``save`` adds to them, and a failure takes away again.
+      locks: whether this process locks the directory for the job.
+    Raises:
+      CheckpointError: another object of this process, or another job, writes there.
+    """
+
+    def __init__(self, directory: Any, owner: object, steps: set[int], *, locks: bool) -> None:
+        self.directory, self._steps = directory, steps
+        self.manager: Any = None  # whoever opens the writer sets it
+        self._lock: Any = None
+        self._saving: int | None = None  # the step
+        self._begun = 0.0, 0.0  # of that save: by the clock, and by one that never jumps
+        self._key = str(directory) if is_url(directory) else os.path.realpath(directory)
+        self._take_over(owner)
+        if locks and not is_url(directory):
+            from xlstm_jax.distributed.checkpoint.lock import DirectoryLock  # not on Windows
+
+            self._lock = DirectoryLock(directory)
+        _finish_at_exit()
+        _writers[self._key] = (weakref.ref(owner), self)
+
+    def _take_over(self, owner: object) -> None:
+        """Finishes for an object that is gone; refuses where it is not."""
+        if self._key not in _writers:
+            return
+        other, writer = _writers[self._key]
+        if other() is not None and other() is not owner:
+            raise CheckpointError(
+                f"another Checkpointer of this process writes checkpoints in {self.directory}. Save with that one, "
+                "close it first, or use another directory."
+            )
+        writer.close()
+
+    def save(self, step: int, args: Any) -> None:
+        """Starts to save a step; returns when its buffers may be donated."""
+        self._begun = time.time(), time.monotonic()
+        with self._failing_as(step):
+            self.manager.save(step, args=args, force=True)
+        self._saving = step
+        self._steps.add(step)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk; raises a ``CheckpointError`` if it failed."""
+        step, self._saving = self._saving, None
+        if step is not None:
+            with self._failing_as(step):
+                self.manager.wait_until_finished()
+
+    def check(self) -> None:
+        """Raises a ``CheckpointError`` if the last save has failed by now; does not wait."""
+        if self._saving is not None and not self.manager.is_saving_in_progress():
+            self.wait()
+
+    def close(self) -> None:
+        """Waits for the last save, as ``wait`` does, and unlocks the directory."""
+        with ExitStack() as at_last:
+            for resource in filter(None, (self._lock, self.manager)):
+                at_last.callback(resource.close)
+            if self._key in _writers and _writers[self._key][1] is self:
+                del _writers[self._key]
+            self.wait()
+
+    @contextmanager
+    def _failing_as(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._steps.discard(step)
+            hints = self._clock_jump(error) + self._space_left()
+            message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {hints}"
+            raise CheckpointError(message + "Steps saved before it are untouched.") from error
+
+    def _clock_jump(self, error: Exception) -> str:
+        """A hint where orbax's timer, which runs by the clock, was not to be trusted."""
+        passed, really = time.time() - self._begun[0], time.monotonic() - self._begun[1]
+        if not isinstance(error, TimeoutError) or passed - really < _JUMP_S:
+            return ""
+        return f"The system's clock jumped ahead by {passed - really:.0f} s in the meantime; save again. "
+
+    def _space_left(self) -> str:
+        """A hint for a full disk: the processes that could write see a timeout only."""
+        if is_url(self.directory) or not Path(self.directory).exists():
+            return ""
+        return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
+
+
+# ----------------------------------------------------------------------------------------------- the end of the program
+
+_writers: dict[str, tuple[weakref.ref[Any], Writer]] = {}  # by directory; all that are not closed
+_lost: list[str] = []  # at the exit
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_writers.clear)  # they are the parent's to finish
+
+
+@cache
+def _finish_at_exit() -> None:
+    """Has the open writers closed at the end of the program, before the pools of threads that orbax writes with."""
+    # Those that are registered last are called first, and orbax has registered its pools when it was imported. Python
+    # has no public name for it; atexit's own functions are called when the pools are gone.
+    threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _close_all() -> None:
+    for _, writer in list(_writers.values()):
+        try:
+            writer.close()
+        except BaseException as error:  # nobody is left to catch it, nor a KeyboardInterrupt
+            _lost.append(str(error) if isinstance(error, CheckpointError) else cause_of(error))
+    if not _lost or sys.stderr is None:
+        return
+    cure = "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
+    with suppress(OSError, ValueError):  # of a stream that nobody reads, or that is closed
+        sys.stderr.write("\n".join([*_lost, cure, ""]))
+
+
+@atexit.register
+def _exit_with_an_error() -> None:
+    """Makes the exit code 1 where a save was lost. It was registered early, so it is called after most others."""
+    if not _lost:
+        return
+    logging.shutdown()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
