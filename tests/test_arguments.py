@@ -355,8 +355,9 @@ def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(ov
 
 def test_where_no_optimizer_of_ours_sees_it_jax_says_what_the_page_quotes():
     def local_step(x):
-        w = jax.lax.pcast(jnp.ones(8), AXES, to="varying")
-        return optax.apply_updates(w, sync_gradients(jax.grad(lambda w: jnp.mean(x @ w))(w), "fsdp"))
+        w = jnp.ones(8)
+        grad = jax.grad(lambda w: jnp.mean(x @ w))(jax.lax.pcast(w, AXES, to="varying"))
+        return optax.apply_updates(w, sync_gradients(grad, "fsdp"))
 
     quoted = r"was given out_specs which require replication[\s\S]* inferred to be possibly varying over \{dp\}"
     with pytest.raises(ValueError, match=quoted):
