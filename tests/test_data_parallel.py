@@ -424,7 +424,7 @@ def test_a_string_of_two_axes_is_not_two_axes():
         (jnp.complex64, {"gather_dtype": jnp.bfloat16}, r"gather_dtype=bfloat16.*'a/w'.*complex64.*imaginary part"),
         (jnp.complex64, {"grad_scatter_dtype": jnp.float32}, r"grad_scatter_dtype=float32.*'a/w'.*imaginary part"),
         (jnp.float32, {"gather_dtype": jnp.complex64}, r"gather_dtype=complex64.*'a/w'.*is a real float"),
-        (jnp.float32, {"gather_dtype": jnp.int8}, r"gather_dtype=int8.*'a/w' of dtype float32.*floating dtype"),
+        (jnp.float32, {"gather_dtype": jnp.int8}, r"gather_dtype=int8: .* are floats.*floating dtype"),
     ],
     ids=["complex-gather", "complex-scatter", "real-complex", "int8"],
 )

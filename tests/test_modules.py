@@ -312,7 +312,7 @@ def test_a_function_of_a_module_is_lifted():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="takes a module class, a module or a function of one, not 3"):
+    with pytest.raises(TypeError, match="takes a Linen module, its class or a function of one, not 3"):
         shard_module_params(3, "fsdp")
 
 

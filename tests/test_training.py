@@ -502,8 +502,6 @@ def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, mess
     state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     with pytest.raises(ValueError, match=message):
         make_train_step(mean_loss, mesh, AXES, count)(state, data(batch_size), KEY)
-    with pytest.raises(ValueError, match=r"batch\['scale'\] is a scalar"):
-        make_train_step(mean_loss, mesh, AXES)(state, {"scale": 1.0, **BATCH}, KEY)
 
 
 def test_collections_that_a_train_state_has_no_place_for_are_refused():

@@ -78,6 +78,26 @@ def named_values(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, for an error about its kind: short, whatever it holds.
+
+    >>> kind_of(None), kind_of("bf16"), kind_of((1, 2)), kind_of({"x": 1}), kind_of(kind_of), kind_of(dict)
+    ('None', "'bf16'", 'a tuple of 2', "a dict of 'x'", 'the function kind_of', 'the class dict')
+    """
+    name: str | None = getattr(value, "__name__", None)
+    if isinstance(value, type) or (name and callable(getattr(value, "__call__", None))):  # noqa: B004 (keeps its type)
+        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if value is None or isinstance(value, str | bool | int | float | complex):
+        return shortened(repr(value), 60)
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {listed(value)}" if value else "an empty dict"
+    plain = isinstance(value, tuple | list | set | frozenset) and not hasattr(value, "_fields")
+    size = f" of {len(value)}" if plain else ""
+    return f"{'an' if type(value).__name__[0] in 'AEIOUaeio' else 'a'} {type(value).__name__}{size}"
+
+
 def one_line(text: object) -> str:
     """A text, such as that of an error, without line breaks."""
     return " ".join(str(text).split())

@@ -19,6 +19,10 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.wording import shortened
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis_name", as_axis_names(self.axis_name))
-        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype))
+        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype"))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -65,8 +69,9 @@ class Communication:
     def of(
         cls, gather_dtype: DTypeLike | None, grad_scatter_dtype: DTypeLike | None, replicas: Replicas | None = None
     ) -> "Communication":
-        """The same from dtypes as users write them; raises a ``TypeError`` where one is no dtype."""
-        return cls(dtype_name(gather_dtype), dtype_name(grad_scatter_dtype), replicas)
+        """The same from dtypes as users write them; see ``dtype_name``."""
+        gather, scatter = dtype_name(gather_dtype, "gather_dtype"), dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
+        return cls(gather, scatter, replicas)
 
     def or_else(self, other: "Communication") -> "Communication":
         """The same with what ``other`` says, where this says nothing."""
@@ -102,9 +107,28 @@ class Communication:
 DEFAULT_COMMUNICATION = Communication()
 
 
-def dtype_name(dtype: DTypeLike | None) -> str | None:
-    """A dtype by its name, so that equal ones compare as equal; None stays None. Raises a ``TypeError`` else."""
-    return None if dtype is None else jnp.dtype(dtype).name
+def dtype_name(dtype: DTypeLike | None, argument: str = "dtype") -> str | None:
+    """A dtype by its name, so that equal ones compare as equal; None stays None.
+
+    Raises:
+      TypeError: it is no dtype.
+      ValueError: it is none of real or complex floats, to which alone a parameter is cast.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        meant = SHORT_NAMES.get(str(dtype).lower(), "bfloat16")
+        raise TypeError(
+            f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
+        ) from None
+    if not jnp.issubdtype(found, jnp.inexact):
+        raise ValueError(
+            f"{argument}={found.name}: parameters and gradients are floats, which a cast to {found.name} would "
+            "truncate. Use a floating dtype, such as 'bfloat16', or None."
+        )
+    return found.name
 
 
 def is_prng_key(value: Any) -> bool:

@@ -33,6 +33,7 @@ from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
 Method = Callable[..., Any]
@@ -80,18 +81,33 @@ def shard_module_params(
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
-      TypeError: the target is none of these, or an instance that its parent has already named.
+      TypeError: the target is none of these (no module of ``flax.nnx`` is), or an instance that its parent has already
+        named; or a dtype is none.
     """
+    _check_target(target)
     axes = as_axis_names(axis_name)
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward={reshard_after_forward!r} is not True or False.")
     rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas)
     if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     if isinstance(target, nn.Module):
         cls, fields = _taken_apart(target)
         return _lift(cls, axes, rule, reshard_after_forward)(**fields)
-    if not callable(target):
-        raise TypeError(f"shard_module_params takes a module class, a module or a function of one, not {target!r}.")
     return _lift(target, axes, rule, reshard_after_forward)
+
+
+def _check_target(target: Any) -> None:
+    cls = target if isinstance(target, type) else type(target)
+    if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not _is_nnx(cls)):
+        return
+    what = f"{kind_of(target)} of flax.nnx" if _is_nnx(cls) else kind_of(target)
+    cure = "Write the model with flax.linen" if _is_nnx(cls) else "Pass (nn.Dense, 'fsdp'), say"
+    raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
+
+
+def _is_nnx(cls: type[Any]) -> bool:
+    return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
 def _mode(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:

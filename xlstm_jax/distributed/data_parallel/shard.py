@@ -54,10 +54,12 @@ class ShardRule(NamedTuple):
 
         Raises:
           TypeError: the size is no integer, a dtype is none, or ``replicas`` is no ``Replicas``.
-          ValueError: ``uneven`` is none of its values.
+          ValueError: the size is negative, ``uneven`` is none of its values, or a dtype is none of floats.
         """
-        if not isinstance(min_weight_size, int | np.integer):
-            raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values.")
+        if not isinstance(min_weight_size, int | np.integer) or isinstance(min_weight_size, bool):
+            raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values; pass an int, as 2**18.")
+        if min_weight_size < 0:
+            raise ValueError(f"min_weight_size={min_weight_size} is negative; 0 splits every leaf that can be split.")
         if uneven not in UNEVEN:
             raise ValueError(f"uneven={uneven!r} is none of {UNEVEN}.")
         if not isinstance(replicas, Replicas | None):

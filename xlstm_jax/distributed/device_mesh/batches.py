@@ -107,7 +107,8 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNam
                 f"divide. Take {padded_size(rows[0], shards)} rows."
             )
         spec = PartitionSpec(axes) if rows else PartitionSpec()
-        return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
+        dtype = jax.eval_shape(lambda x: x, leaf).dtype  # as a step gets it: float32 of a Python number
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     return map_leaves_with_path(abstract, batch)
 

@@ -17,6 +17,7 @@ import optax
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 
 SKIPPED_STEPS = "skipped_steps"
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
@@ -46,13 +47,18 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     Returns:
       The optimizer. Its ``update`` takes the loss as the extra argument ``value``, as in optax; without it only
       gradients are looked at. ``skip_counts`` reads its counters.
+    Raises:
+      TypeError: ``tx`` is no transform.
+      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes.
     """
+    check_transform(tx, "skip_nonfinite")
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        check_averaged(updates, "skip_nonfinite")
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
         new_state = SkipNonfiniteState(

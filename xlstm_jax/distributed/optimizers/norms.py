@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.optimizers.checks import check_max_norm, not_averaged
 
 AxesOfEach = tuple[tuple[str, ...], ...]
 
@@ -83,11 +83,8 @@ def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
     value = boxes.leaf_value(leaf)
     stray = sorted(collectives.varying_axes(value) - set(axes))
     if stray:
-        raise ValueError(
-            f"global_norm: '{path}' of shape {np.shape(value)} differs between devices along {stray[0]!r}, but its box "
-            f"names {names}. If it is a gradient, average it first (value_and_grad, sync_gradients); if it is a shard, "
-            "it must come in its box; for a penalty on parameters within a loss, use optax.add_decayed_weights."
-        )
+        penalty = " For a penalty on parameters within a loss, use optax.add_decayed_weights."
+        raise ValueError(not_averaged(path, leaf, stray, "global_norm") + penalty)
     return frozenset(axes)
 
 
@@ -98,7 +95,14 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     >>> clip = lambda grads: tx.update(grads, tx.init(grads))[0]
     >>> jax.shard_map(clip, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(grads).value[0]  # norm: 4
     Array([0.25, 0.25], dtype=float32)
+
+    Args:
+      max_norm: more than 0; ``inf`` clips nothing.
+    Raises:
+      ValueError: ``max_norm`` is 0, negative or NaN; or (in ``update``) what ``global_norm`` raises.
+      TypeError: ``max_norm`` is no number.
     """
+    check_max_norm(max_norm)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)

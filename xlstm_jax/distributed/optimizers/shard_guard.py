@@ -16,6 +16,7 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import entry_axes, size_if_bound
+from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 
 _PROBE_AXIS = "elementwise_only_probe"
@@ -49,7 +50,10 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
       The same transform; its extra arguments pass through.
     Raises:
       ValueError: (in ``init`` or ``update``) the transform is wrong on shards or cannot be tried; names part and leaf.
+        (In ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; names leaf and axis.
+      TypeError: ``tx`` is no transform.
     """
+    check_transform(tx, "elementwise_only")
     inner = optax.with_extra_args_support(tx)
     verdicts: dict[str, str | None] = {}
 
@@ -68,6 +72,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         return inner.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        check_averaged(updates, "elementwise_only")
         check(updates)
         return inner.update(updates, state, params, **extra_args)
 

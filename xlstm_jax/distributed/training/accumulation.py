@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
+from xlstm_jax.distributed.training.checks import check_batch
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 
@@ -55,7 +56,7 @@ def accumulate_gradients(
     Args:
       loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
       params, axis_names, weighted: as in ``value_and_grad``.
-      batch: leaves [b, ...], b being the number of examples on this device.
+      batch: leaves [b, ...], b being the number of examples on this device, and scalars, which every minibatch gets.
       rng: a key, folded with the index of the minibatch where there are several; None is passed on.
       num_minibatches: m, which must divide b.
       accumulation: when gradients are reduced over devices, for the same result. "reduce_each": in every minibatch.
@@ -71,8 +72,9 @@ def accumulate_gradients(
       ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
       ``aux`` where there is ``fold_aux``.
     Raises:
-      ValueError: m does not divide b (names the leaf and both numbers); or ``accumulation`` is unknown, or does not fit
-        the parameters: "reduce_once" needs boxes that say in what dtype to gather, "reduce_replicas_once" needs copies.
+      ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
+        unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
+        "reduce_replicas_once" needs copies.
       TypeError: an integer in the auxiliary output, of which an average is hardly meant; names it.
     """
     axes = as_axis_names(axis_names)
@@ -80,12 +82,11 @@ def accumulate_gradients(
     check_options(num_minibatches, accumulation)
     strategy = STRATEGIES[accumulation if num_minibatches > 1 else DEFAULT_ACCUMULATION]
     weights = strategy.weights(params, axes)
-    m = num_minibatches
-    check_batch(batch, m, f"{num_minibatches=}")
-    minibatches = jax.tree.map(lambda x: jnp.reshape(x, (m, np.shape(x)[0] // m, *np.shape(x)[1:])), batch)
+    check_batch(batch, num_minibatches, f"{num_minibatches=}")
+    minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
 
     def on_minibatch(index: Any, carry: PyTree) -> tuple[_OfMinibatch, PyTree]:
-        minibatch = jax.tree.map(lambda x: x[index], minibatches)
+        minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         local = local_result(lambda weights: loss_fn(weights, minibatch, key), weights, axes, has_aux, weighted)
         if fold_aux is not None:
@@ -107,6 +108,11 @@ class _OfMinibatch(NamedTuple):
     means: Any  # (values, gradients), the means over the examples
     weight: Any
     aux: Auxiliary  # without ``means``, which are among the values
+
+
+def _split_rows(x: Any, m: int) -> Any:
+    """[b, ...] -> [m, b / m, ...]; a scalar stays one."""
+    return jnp.reshape(x, (m, np.shape(x)[0] // m, *np.shape(x)[1:])) if np.ndim(x) else x
 
 
 def _mean_over(
@@ -140,20 +146,3 @@ def check_options(num_minibatches: Any, accumulation: str) -> None:
         raise ValueError(f"num_minibatches={num_minibatches!r} is not a positive integer.")
     if accumulation not in ACCUMULATION:
         raise ValueError(f"accumulation={accumulation!r} is none of {ACCUMULATION}.")
-
-
-def check_batch(batch: PyTree, count: int, divisor: str) -> None:
-    """Raises a ``ValueError`` with path, both numbers and cure, where ``count`` does not divide a leaf's first dim."""
-    for path, leaf in boxes.leaves_with_path(batch):
-        name, shape = f"batch['{path}']", np.shape(leaf)
-        if not shape:
-            raise ValueError(f"{name} is a scalar; every leaf of a batch has the examples as its leading dim.")
-        examples, rest = shape[0], shape[0] % count
-        if examples == 0:
-            raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
-        if rest:
-            raise ValueError(
-                f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
-                f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
-                f"weighted=True), or choose a divisor of {examples}."
-            )

@@ -23,6 +23,7 @@ from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
 Scalar = jax.Array | float
@@ -150,16 +151,20 @@ def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.
 
 def _pair(out: Any, option: str, what: str) -> tuple[Any, Any]:
     if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"{option}: loss_fn must return {what}, not {type(out).__name__}.")
+        raise TypeError(f"{option}: loss_fn must return {what}, not {kind_of(out)}.")
     return out[0], out[1]
 
 
 def _check_scalar(loss: Any, has_aux: bool, weighted: bool) -> None:
+    if loss is None:
+        raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
     if isinstance(loss, tuple | list | dict) or np.shape(loss) != ():
         raise TypeError(
             f"loss_fn returned {jax.tree.map(jax.typeof, loss)} where a scalar loss is expected, with {has_aux=} and "
             f"{weighted=}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) weighted=True."
         )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"loss_fn returned a loss of dtype {jnp.result_type(loss)}; only a real float has a gradient.")
 
 
 def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:

@@ -16,7 +16,9 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.linen import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
+from xlstm_jax.distributed.training.checks import check_keys, check_model, why_not_its_state
 from xlstm_jax.distributed.training.whole_params import (
     reasons_in_plan,
     warn_if_nothing_is_split,
@@ -70,8 +72,10 @@ def jitted_init(
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
     """
+    check_model(model)
     check_no_explicit_mesh()
     mesh = auto_mesh(mesh)
+    check_keys(rng, "model.init")
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
@@ -117,6 +121,8 @@ def create_train_state(
     Raises:
       ValueError: the model has other variable collections than "params", which a ``TrainState`` does not carry.
     """
+    check_model(model)
+    check_transform(tx, "create_train_state")
     mesh = auto_mesh(mesh)
     scans = GatheredScans()
     with scans.watching():
@@ -192,7 +198,12 @@ def updated_state(
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
     tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)
-    updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+    try:
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+    except Exception:  # whatever an optimizer raises that is given the state of another
+        if reason := why_not_its_state(tx, opt_state, params):
+            raise ValueError(reason) from None
+        raise
     opt_state = stored_state(opt_state, state.params)
     new_params = with_trainable(state.params, optax.apply_updates(params, updates))
     return state.replace(

@@ -14,10 +14,12 @@ from xlstm_jax.distributed.data_parallel.linen import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
+from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_batch, check_options
+from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
+from xlstm_jax.distributed.training.checks import CheckedStep, check_batch, check_call, check_loss_fn
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import TrainState, updated_state
 from xlstm_jax.distributed.training.step_check import StepLoss
@@ -55,6 +57,7 @@ def make_train_step(
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
+    learning_rate: LearningRate = False,
     compiler_options: str | Mapping[str, Any] | None = None,
     whole_ok: bool = False,
 ) -> TrainStep:
@@ -81,44 +84,47 @@ def make_train_step(
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with
         ``make_log_step``.
+      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
+        for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
+        what ``optax.inject_hyperparams`` keeps in the optimizer's state.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips.
       whole_ok: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
-      is donated and keeps its shardings; ``batch`` has global leaves [b, ...]; ``rng`` is folded with the step and the
-      device, so one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the
-      norm over all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
+      is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
+      minibatch gets (of several processes each hands in the same); ``rng`` is folded with the step and the device, so
+      one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
+      all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices times minibatches do not divide a leaf
-        of the batch, which is named with both numbers.
+        of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
+        another optimizer, or was used already. Names the leaf and both numbers.
+      TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    check_loss_fn(loss_fn)
     check_options(num_minibatches, accumulation)
+    check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
     has_second = has_aux or metric is not None
     options: dict[str, Any] = {"num_minibatches": num_minibatches, "accumulation": accumulation, "weighted": weighted}
+    options["has_aux"] = has_second
     if metric is not None:
         options["fold_aux"] = lambda local, observed: metric.update(local, **observed)
     split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
 
-    def on_device(apply_fn: ApplyFn, params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree) -> Any:
-        def loss(params: PyTree, minibatch: PyTree, rng: jax.Array) -> LossOutput:
-            return loss_fn(params, apply_fn, minibatch, rng)
-
-        rng = fold_rng_over_axis(rng, axes)
-        found, grads = accumulate_gradients(loss, params, batch, rng, axes, has_aux=has_second, carry=local, **options)
-        return (found if has_second else (found, None)), grads
-
     def step(state: TrainState, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         check_no_explicit_mesh()
+        check_call(state, rng, local, mesh, metric)
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
         specs = boxes.partition_specs(state.params, mesh)
-        in_specs, out_specs = (specs, split, whole, of_aux), ((whole, of_aux), specs)
+        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
+        in_specs, out_specs = (specs, of_batch, whole, of_aux), ((whole, of_aux), specs)
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-        loss_and_grads = on_mesh(partial(on_device, state.apply_fn))
+        loss_and_grads = on_mesh(partial(_on_device, loss_fn, state.apply_fn, axes, options))
         rest = (batch, jax.random.fold_in(rng, state.step), local)
         scans = GatheredScans()
         with scans.watching():
@@ -128,15 +134,36 @@ def make_train_step(
             warn_of_gathered_scans(scans, mesh)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
-        state = updated_state(state, grads, loss, value_fn, mesh)
+        before, state = state, updated_state(state, grads, loss, value_fn, mesh)
         metrics |= skip_counts(state.opt_state)
+        metrics |= learning_rates(learning_rate, before.opt_state, state.opt_state, before.step)
         if metric is not None:
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
     step.loss = StepLoss(loss_fn, weighted, has_second)  # type: ignore[attr-defined]  # for check_step
     donated = 0 if metric is None else (0, 3)
-    return jax.jit(step, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
+    return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
+
+
+def _on_device(
+    loss_fn: LossFn,
+    apply_fn: ApplyFn,
+    axes: tuple[str, ...],
+    options: Mapping[str, Any],
+    params: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+    local: PyTree,
+) -> tuple[tuple[Any, Any], PyTree]:
+    """What runs inside ``shard_map``: ((loss, what else the loss function returns), gradients)."""
+
+    def loss(params: PyTree, minibatch: PyTree, rng: jax.Array) -> LossOutput:
+        return loss_fn(params, apply_fn, minibatch, rng)
+
+    rng = fold_rng_over_axis(rng, axes)
+    found, grads = accumulate_gradients(loss, params, batch, rng, axes, carry=local, **options)
+    return (found if options["has_aux"] else (found, None)), grads
 
 
 def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,81 @@
+"""The learning rate among the metrics of a step is the one by which the parameters have moved."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose
+
+from tests.support import AXES, data, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import create_train_state, make_train_step, skip_nonfinite, unbox
+
+KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
+MODEL = fsdp(nn.Dense)(4)
+DOWN, UP = optax.linear_schedule(0.4, 0.1, 3), optax.linear_schedule(0.01, 0.04, 3)
+INJECTED = optax.inject_hyperparams(optax.sgd)
+LABELS = {"kernel": "matrices", "bias": "vectors"}
+
+
+def in_groups(of_matrices, of_vectors):
+    return optax.partition({"matrices": of_matrices, "vectors": of_vectors}, LABELS)
+
+
+def trained(tx, learning_rate, batches=(BATCH,) * 3):
+    """For each step its metrics, and how far each parameter has moved."""
+    state = create_train_state(MODEL, tx, MESH, KEY, BATCH["x"], batch_axes=AXES)
+    step, seen = make_train_step(mean_loss, MESH, AXES, learning_rate=learning_rate), []
+    for batch in batches:
+        before = jax.device_get(unbox(state.params))
+        state, metrics = step(state, batch, KEY)
+        moved = jax.tree.map(lambda new, old: np.linalg.norm(new - old), jax.device_get(unbox(state.params)), before)
+        seen.append((jax.device_get(metrics), moved))
+    assert step._cache_size() == 1
+    return seen
+
+
+@pytest.mark.parametrize("tx, learning_rate", [
+    (optax.sgd(DOWN), DOWN), (INJECTED(DOWN), True), (optax.chain(optax.clip(9.0), INJECTED(DOWN)), True),
+], ids=["schedule", "injected", "injected in a chain"])  # fmt: skip
+def test_it_is_that_of_the_update(tx, learning_rate):
+    seen = trained(tx, learning_rate)
+    rates = [metrics["learning_rate"] for metrics, _ in seen]
+    assert_allclose(rates, [DOWN(i) for i in range(3)], rtol=1e-6)
+    assert {rate.dtype for rate in rates} == {np.dtype("float32")}
+    moved = [np.linalg.norm(list(moved.values())) / metrics["grad_norm"] for metrics, moved in seen]
+    assert_allclose(moved, rates, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tx, learning_rate", [
+    (in_groups(optax.sgd(DOWN), optax.sgd(UP)), {"matrices": DOWN, "vectors": UP}),
+    (in_groups(INJECTED(DOWN), INJECTED(UP)), True),
+], ids=["schedules", "injected"])  # fmt: skip
+def test_groups_of_parameters_have_one_each(tx, learning_rate):
+    one, other = trained(tx, learning_rate), trained(optax.sgd(1.0), False)
+    for i, (metrics, moved) in enumerate(one):
+        rates = {name: metrics[f"learning_rate/{name}"] for name in ("matrices", "vectors")}
+        assert_allclose(list(rates.values()), [DOWN(i), UP(i)], rtol=1e-6)
+        for leaf, name in LABELS.items() if i == 0 else ():  # from the same parameters as with the rate 1
+            assert_allclose(moved[leaf], rates[name] * other[0][1][leaf], rtol=1e-4)
+    assert "learning_rate" not in one[0][0] and not [name for name in other[0][0] if "learning" in name]
+
+
+def test_a_skipped_step_does_not_count():
+    bad = BATCH | {"y": BATCH["y"] * jnp.nan}
+    seen = trained(skip_nonfinite(optax.sgd(DOWN)), DOWN, [BATCH, bad, BATCH])
+    assert_allclose([metrics["learning_rate"] for metrics, _ in seen], [DOWN(0), DOWN(1), DOWN(1)], rtol=1e-6)
+    assert [metrics["skipped_steps"] for metrics, _ in seen] == [0, 1, 1]
+
+
+def test_an_optimizer_without_a_count_is_asked_at_the_step():
+    seen = trained(optax.sgd(1.0), lambda step: step * 0.5)
+    assert [metrics["learning_rate"] for metrics, _ in seen] == [0, 0.5, 1]
+
+
+def test_what_is_no_schedule_is_refused():
+    for wrong, what in [(1e-3, "0.001"), ("cosine", "'cosine'"), ({"a": 1.0}, "a dict of 'a'"), ({}, "an empty dict")]:
+        with pytest.raises(TypeError, match=f"learning_rate is {what}: pass the schedule.*inject_hyperparams"):
+            make_train_step(mean_loss, MESH, AXES, learning_rate=wrong)
+    with pytest.raises(ValueError, match=r"this optimizer's state has none of it.*inject_hyperparams\(optax.adamw\)"):
+        trained(optax.adam(DOWN), True)

@@ -1,0 +1,55 @@
+"""What optimizers ask of their arguments, and of gradients inside ``shard_map``."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.wording import kind_of
+
+
+def check_transform(tx: Any, caller: str) -> None:
+    """Raises a ``TypeError`` where ``tx`` is no optax transform: a pair of functions ``init`` and ``update``."""
+    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
+        raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raises where ``max_norm`` is no positive number: a ``TypeError`` or, for a number that is not, a ``ValueError``.
+
+    A negative one would turn every update around, 0 make them 0 or NaN. One that is traced cannot be looked at.
+    """
+    if np.shape(max_norm) != () or not isinstance(max_norm, int | float | np.number | jax.Array):
+        raise TypeError(f"clip_by_global_norm: max_norm is {kind_of(max_norm)}, where one number is needed, as 1.0.")
+    if not isinstance(max_norm, Tracer) and not max_norm > 0:
+        raise ValueError(
+            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative one would turn updates "
+            "around, 0 make them 0 or NaN. To clip nothing: float('inf')."
+        )
+
+
+def check_averaged(tree: PyTree, caller: str) -> None:
+    """Raises a ``ValueError`` where the type of a float leaf shows a gradient that was not averaged over all axes.
+
+    Under ``check_vma=True`` it says over which axes a value differs between devices: for a gradient, those that split
+    it. Where optimizers go on with another, its parameter drifts apart, and JAX's error names neither leaf nor cause.
+    """
+    for path, leaf in boxes.leaves_with_path(tree):
+        if boxes.is_differentiable(leaf):
+            stray = sorted(collectives.varying_axes(boxes.leaf_value(leaf)) - set(boxes.leaf_axes(leaf)))
+            if stray:
+                raise ValueError(not_averaged(path, leaf, stray, caller))
+
+
+def not_averaged(path: str, leaf: Any, stray: list[str], caller: str) -> str:
+    """The text of a leaf that differs between devices along other axes than its box names."""
+    return (
+        f"{caller}: '{path}' of shape {np.shape(boxes.leaf_value(leaf))} differs between devices along "
+        f"{', '.join(map(repr, stray))}, but its box names {boxes.leaf_names(leaf)}. If it is a gradient, "
+        f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all that the "
+        "batch is split over, in one call (value_and_grad does it for you). If it is a shard, it must come in its box."
+    )

@@ -1,0 +1,82 @@
+"""The learning rate of an update, for the metrics of its step.
+
+True        read out of the optimizer's state, where ``optax.inject_hyperparams`` keeps it
+a schedule  asked at the count of updates that the optimizer keeps for its own; a skipped step is no update
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import DictKey
+
+from xlstm_jax.common_types import Metrics, PyTree
+from xlstm_jax.wording import kind_of
+
+LEARNING_RATE = "learning_rate"
+Schedule = Callable[[Any], Any]
+LearningRate = bool | Schedule | Mapping[str, Schedule]
+
+
+def check_learning_rate(source: Any) -> None:
+    """Raises a ``TypeError`` where ``source`` is no ``LearningRate``."""
+    schedules = list(source.values()) if isinstance(source, Mapping) else [source]
+    if not isinstance(source, bool) and not (schedules and all(map(callable, schedules))):
+        raise TypeError(
+            f"learning_rate is {kind_of(source)}: pass the schedule of the optimizer, a dict of one for each group of "
+            "parameters, or True for what optax.inject_hyperparams keeps in the optimizer's state."
+        )
+
+
+def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: Any) -> Metrics:
+    """The learning rate of the update between two states of an optimizer, by its name among metrics.
+
+    >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, transition_steps=10))
+    >>> state = tx.init(jnp.ones(2))
+    >>> learning_rates(optax.linear_schedule(1.0, 0.0, transition_steps=10), state, state, 0)
+    {'learning_rate': Array(1., dtype=float32)}
+
+    Args:
+      source: as ``make_train_step`` takes it; False for no metric.
+      before, after: the states. A schedule's count is that of the first schedule in ``before`` (below the name of the
+        group, in a dict of several), and ``step`` where the optimizer has none.
+    Returns:
+      ``learning_rate``, or ``learning_rate/<group>`` for each of several; float32 scalars.
+    Raises:
+      ValueError: ``source`` is True, and no ``optax.inject_hyperparams`` is in the optimizer.
+    """
+    if source is True:
+        return _injected(after)
+    counts = _found(before, "count", lambda path: path[-1].tuple_name == "ScaleByScheduleState")
+
+    def at_count(schedule: Schedule, group: str | None) -> jax.Array:
+        of_group = [count for names, count in counts if group in names]
+        count = next(iter(of_group + [count for _, count in counts]), step)
+        return jnp.asarray(schedule(count), jnp.float32)
+
+    if isinstance(source, Mapping):
+        return {f"{LEARNING_RATE}/{group}": at_count(schedule, group) for group, schedule in source.items()}
+    return {LEARNING_RATE: at_count(source, None)} if callable(source) else {}
+
+
+def _injected(opt_state: PyTree) -> Metrics:
+    found = _found(opt_state, LEARNING_RATE, lambda path: getattr(path[-2], "name", None) == "hyperparams")
+    if not found:
+        raise ValueError(
+            "learning_rate=True reads what optax.inject_hyperparams keeps, and this optimizer's state has none of it. "
+            "Build it as optax.inject_hyperparams(optax.adamw)(learning_rate=schedule), or pass the schedule itself, "
+            "make_train_step(..., learning_rate=schedule)."
+        )
+    if len(found) == 1:
+        return {LEARNING_RATE: found[0][1]}
+    names = ["/".join(names[:-1]) for names, _ in found]
+    unique = names if len(set(names)) == len(names) else list(map(str, range(len(names))))
+    return {f"{LEARNING_RATE}/{name}": value for name, (_, value) in zip(unique, found, strict=True)}
+
+
+def _found(opt_state: PyTree, name: str, is_it: Callable[[Any], bool]) -> list[tuple[list[str], jax.Array]]:
+    """The values of that name in the state, each with the keys of the dicts on the way to it (a group, say)."""
+    found: Any = optax.tree.get_all_with_path(opt_state, name, filtering=lambda path, _: is_it(path))
+    return [([str(part.key) for part in path if isinstance(part, DictKey)], value) for path, value in found]

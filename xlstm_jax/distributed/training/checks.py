@@ -1,0 +1,293 @@
+"""What a step and an initialisation ask of their arguments, in words that name argument, leaf, rule and cure.
+
+Shapes, and the meshes that arrays lie on, are in the types of what JAX traces: looked at there, they cost a call
+nothing. What JAX refuses before it traces is looked at when that call has failed, by ``CheckedStep``; a state that was
+donated, before the call: releases of JAX differ in what follows, and some end the process.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.wording import kind_of
+
+STEP = "a step takes (state, batch, rng)"
+STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
+ARGUMENTS = ("state", "batch", "rng", "local")
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
+
+
+# -------------------------------------------------------------------------------------------------- model, loss and key
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises a ``TypeError`` where ``make_train_step`` was given something else than a function first."""
+    if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
+        return
+    cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
+    raise TypeError(
+        f"make_train_step takes first a function loss_fn(params, apply_fn, batch, rng), not {kind_of(loss_fn)}; {cure}."
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raises a ``TypeError`` where ``model`` is no object with ``init`` and ``apply``."""
+    if isinstance(model, type):
+        raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
+    if not (hasattr(model, "init") and hasattr(model, "apply")):
+        raise TypeError(
+            f"the model is {kind_of(model)}, which has no init and apply as a Linen module does. The arguments are "
+            "(model, tx, mesh, rng, *inputs) of create_train_state, (model, mesh, rng, *inputs) of init_sharded."
+        )
+
+
+def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
+    """Raises a ``TypeError`` where ``rng``, a key or a dict of keys, holds something else, with ``one`` several."""
+    for path, leaf in boxes.leaves_with_path(rng) or [(".", rng)]:
+        dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
+        key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # one of the old style is uint32[2]
+        if (key_ndim and dtype != np.uint32) or ndim < key_ndim or (one and ndim > key_ndim):
+            name, seed = named_leaf("rng", path), leaf if isinstance(leaf, int) else "seed"
+            raise TypeError(f"{name} is {kind_of(leaf)}, where {taker} takes a key: pass jax.random.key({seed}).")
+
+
+# ----------------------------------------------------------------------------------------------- the state and its mesh
+
+
+def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None) -> None:
+    """Looks, while a step is traced, at its arguments but for the batch; ``local`` is the state of ``metric``.
+
+    Raises:
+      TypeError: the state is no ``TrainState``, or ``rng`` is not one key.
+      ValueError: a leaf lies on a mesh of other axes than the step's. XLA would end the process, or split the leaf
+        otherwise from here on. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
+        ``local`` without a metric, or the reverse.
+    """
+    check_keys(rng, "step(state, batch, rng)", one=True)
+    if missing := [name for name in STATE_FIELDS if not hasattr(state, name)]:
+        raise TypeError(
+            f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
+            "create_train_state makes one; a step returns a pair, state, metrics = step(state, batch, rng)."
+        )
+    ours = _splitting_axes(mesh)
+    on_mesh = {
+        "state": {name: getattr(state, name) for name in ("step", "params", "opt_state")},
+        "rng": rng,
+        "local": local,
+    }
+    for path, leaf in boxes.leaves_with_path(on_mesh):
+        its = jax.typeof(boxes.leaf_value(leaf)).sharding.mesh
+        if not its.empty and _splitting_axes(its) != ours:
+            raise ValueError(
+                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
+                "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
+                "make_train_step. To go on on another mesh: save, and restore into abstract_train_state on that mesh."
+            )
+
+    if (local is None) != (metric is None):
+        raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
+
+
+def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
+    """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
+    made: Any = jax.eval_shape(tx.init, params)
+    its, given = ({path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(tree)} for tree in (made, opt_state))
+    different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
+    if not different and str(jax.tree.structure(made)) == str(jax.tree.structure(opt_state)):
+        return None
+    what = "its leaves are in another tree than tx.init makes"
+    if different:
+        path = different[0]
+        has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
+        what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
+    return (
+        f"state.opt_state is not a state of state.tx for state.params: {what}. Who changes the optimizer or the "
+        "parameters makes its state anew: create_train_state makes all three, and state.replace(params=...) then takes "
+        "the trained parameters."
+    )
+
+
+def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
+    """Axes and sizes in their order, but for those of size 1, which split nothing."""
+    return [(axis, size) for axis, size in mesh.shape.items() if size > 1]
+
+
+# ------------------------------------------------------------------------------------------------------------ the batch
+
+
+def check_batch(batch: PyTree, count: int, divisor: str) -> None:
+    """Looks at the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
+
+    Raises:
+      ValueError: with path, both numbers and cure: leaves have different numbers of rows, or ``count`` does not divide
+        them, or there are none; or numbers stand in a list.
+      TypeError: a leaf is no array of numbers.
+    """
+    leaves = boxes.leaves_with_path(batch)
+    for path, leaf in leaves:
+        if reason := why_no_array(leaf):
+            raise TypeError(f"{named_leaf('batch', path)} is {reason}")
+    _check_no_list_of_numbers(batch)
+    rows = [(named_leaf("batch", path), np.shape(leaf)) for path, leaf in leaves if np.ndim(leaf)]
+    for name, shape in rows:
+        examples, rest = shape[0], shape[0] % count
+        if examples != rows[0][1][0]:
+            raise ValueError(
+                f"{name} of shape {shape} holds {examples} examples, but {rows[0][0]} of shape {rows[0][1]} holds "
+                f"{rows[0][1][0]}. All leaves of a batch have the rows of the same examples; what has none is a scalar."
+            )
+        if examples == 0:
+            raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
+        if rest:
+            raise ValueError(
+                f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
+                f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
+                f"weighted=True), or choose a divisor of {examples}."
+            )
+
+
+def named_leaf(argument: str, path: str) -> str:
+    """A leaf of an argument as one writes it: ``batch['x']``."""
+    return argument if path == "." else f"{argument}['{path}']"
+
+
+def _check_no_list_of_numbers(batch: PyTree) -> None:
+    """A list of 64 numbers is 64 scalars to JAX, each of which every device would get: hardly what was meant."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if path and isinstance(path[-1], jax.tree_util.SequenceKey):
+            found.setdefault(path[:-1], []).append(leaf)
+    for path, leaves in found.items():
+        if not any(map(np.ndim, leaves)):
+            raise ValueError(
+                f"{named_leaf('batch', boxes.path_string(path))} is a list or tuple of {len(leaves)} numbers, which to "
+                "JAX are as many leaves. One value for each example: pass np.asarray(...). Scalars that all devices "
+                "get: give them names, as {'temperature': 0.5}."
+            )
+
+
+def why_no_array(leaf: Any) -> str | None:
+    """What to say of a leaf that is no array of numbers, with the cure; None of others."""
+    if isinstance(leaf, ARRAYS) or hasattr(leaf, "__jax_array__"):
+        if getattr(getattr(leaf, "dtype", None), "kind", None) not in NO_NUMBERS:
+            return None
+        return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
+    if dataclasses.is_dataclass(leaf):
+        return (
+            f"{kind_of(leaf)}, a dataclass in which JAX sees no arrays. Register it with "
+            "jax.tree_util.register_dataclass, make it by flax.struct.dataclass, or pass a dict."
+        )
+    if hasattr(leaf, "__array__"):
+        package = type(leaf).__module__.partition(".")[0]
+        return f"a {type(leaf).__name__} of {package}, which JAX does not take. Pass np.asarray of it."
+    return f"{kind_of(leaf)}, not an array. Leave it out, or encode it as numbers."
+
+
+# ---------------------------------------------------------------- what JAX refuses before it traces
+
+
+class CheckedStep:
+    """``jax.jit`` of a step ``(state, batch, rng)``, or with the ``local`` state of a metric besides.
+
+    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+    """
+
+    def __init__(self, step: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any):
+        functools.update_wrapper(self, step)
+        self._jitted, self._mesh = jax.jit(step, **options), mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_not_donated(args)
+        return self._explained(self._jitted, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._explained(self._jitted.lower, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._explained(self._jitted.trace, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which copy looks for before there is a function to ask
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            elsewhere = "incompatible devices" in str(error)
+            if found := next(_errors_in(args, self._mesh if elsewhere else None), None):
+                raise found from None
+            raise
+
+
+def _check_not_donated(args: tuple[Any, ...]) -> None:
+    """Looks at one array of each tree that is donated as a whole: to look at all costs as much as to call the step."""
+    state = args[0] if args else None
+    if _is_deleted(getattr(state, "step", None)) or _is_deleted(_first_leaf(getattr(state, "params", None))):
+        raise _deleted("state", "state")
+    if len(args) > 3 and any(map(_is_deleted, jax.tree.leaves(args[3])[:1])):
+        raise _deleted("local", "local")
+
+
+def _first_leaf(tree: PyTree) -> Any:
+    """A leaf of nested dicts, without a look at the others."""
+    while isinstance(tree, dict) and tree:
+        tree = next(iter(tree.values()))
+    return boxes.leaf_value(tree)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    """Asked without ``isinstance(leaf, jax.Array)``, which takes a microsecond."""
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
+
+
+def _errors_in(args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
+    """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
+    for name, argument in zip(ARGUMENTS, args, strict=False):
+        for path, leaf in boxes.leaves_with_path(argument):
+            value, where = boxes.leaf_value(leaf), named_leaf(name, path)
+            if reason := why_no_array(value):
+                yield TypeError(f"{where} is {reason}")
+            elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
+                if value.is_deleted():
+                    yield _deleted(name, where)
+                elif isinstance(mesh, Mesh) and value.committed and _devices(value) != _ids(mesh.devices.flat):
+                    yield ValueError(
+                        f"{where} lies on the devices {_devices(value)}, and the mesh of the step has "
+                        f"{_ids(mesh.devices.flat)}, in this order. Make state and step with one mesh, and "
+                        "batches by shard_batch on it, or of NumPy arrays."
+                    )
+
+
+def _deleted(name: str, where: str) -> ValueError:
+    if name in ("state", "local"):
+        return ValueError(
+            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns the next. Go "
+            f"on with what it returned, state, metrics{', local' if name == 'local' else ''} = step(...). To use one "
+            f"twice, hand in a copy of it: jax.tree.map(jnp.copy, {name})."
+        )
+    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
+
+
+def _devices(value: jax.Array) -> list[int]:
+    """The ids of an array's devices, in the order of its mesh."""
+    if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
+        return _ids(value.sharding.mesh.devices.flat)
+    return sorted(_ids(value.sharding.device_set))
+
+
+def _ids(devices: Any) -> list[int]:
+    return [device.id for device in devices]
