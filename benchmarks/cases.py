@@ -53,8 +53,12 @@ from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
-# For trying things out, and for tests.
-SIZES = LARGE_SIZES | {"small": Size(256, 2, 2, 2048)}
+# The large models; 1.3B with kernels of rank 3 and 4; and one for trying things out, and for tests.
+OF_HIGHER_RANK = "1.3B_heads"
+SIZES = LARGE_SIZES | {
+    OF_HIGHER_RANK: dataclasses.replace(LARGE_SIZES["1.3B"], block="transformer_heads"),
+    "small": Size(256, 2, 2, 2048),
+}
 REPLICA_AXIS = "dp"
 
 

@@ -26,12 +26,13 @@ CONTEXT = 2048
 
 @dataclass(frozen=True)
 class Size:
-    """The dims of a configuration."""
+    """The dims of a configuration, and the kind of its blocks."""
 
     dim: int
     layers: int
     heads: int
     vocab_size: int
+    block: str = "transformer"
 
 
 SIZES = {"1.3B": Size(2048, 24, 16, 32_768), "7B": Size(4096, 32, 32, 50_176)}
@@ -73,7 +74,7 @@ def language_model(
     """
     sharding = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
     model = LanguageModel(
-        "transformer",
+        size.block,
         size.dim,
         size.layers,
         size.heads,

@@ -225,10 +225,10 @@ class Block(nn.Module):
     def project(self, name: str, features: int, x):
         return nn.Dense(features, use_bias=False, **self.dtypes, name=name)(x)
 
-    def add(self, name: str, residual, x):
+    def add(self, name: str, residual, x, dense: Callable[..., nn.Module] = nn.Dense):
         """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
         start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
-        x = nn.Dense(residual.shape[-1], use_bias=False, **self.dtypes, kernel_init=start, name=name)(x)
+        x = dense(residual.shape[-1], use_bias=False, **self.dtypes, kernel_init=start, name=name)(x)
         x = residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
         return self.constrain(x) if self.constrain else x
 
@@ -275,15 +275,36 @@ class TransformerBlock(Block):
 
     @nn.compact
     def __call__(self, x):
-        dim = x.shape[-1]
-        qkv = self.project("query_key_value", 3 * dim, self.norm("attention_norm", x))
-        q, k, v = (_split_heads(y, self.num_heads) for y in jnp.split(qkv, 3, axis=-1))
-        x = self.add("attention_out", x, _merge_heads(causal_attention(rotary(q), rotary(k), v)))
-        gate, y = jnp.split(self.project("up", 6 * dim, self.norm("mlp_norm", x)), 2, axis=-1)
+        q, k, v = self.project_to_heads("query_key_value", self.norm("attention_norm", x))
+        x = self.add_heads("attention_out", x, causal_attention(rotary(q), rotary(k), v))
+        gate, y = jnp.split(self.project("up", 6 * x.shape[-1], self.norm("mlp_norm", x)), 2, axis=-1)
         return self.add("down", x, nn.silu(gate) * y), None
 
+    def project_to_heads(self, name: str, x):
+        """Three arrays ``[b, h, t, d]``, from one matrix."""
+        return (_split_heads(y, self.num_heads) for y in jnp.split(self.project(name, 3 * x.shape[-1], x), 3, axis=-1))
 
-BLOCKS: dict[str, type[Block]] = {"xlstm": XLSTMBlock, "transformer": TransformerBlock}
+    def add_heads(self, name: str, residual, x):
+        """``residual`` plus the projection of ``x[b, h, t, d]``."""
+        return self.add(name, residual, _merge_heads(x))
+
+
+class TransformerHeadsBlock(TransformerBlock):
+    """The same with heads as dims of the kernels, ``[f, 3, h, d]`` and ``[h, d, f]``, as in Flax's own attention."""
+
+    def project_to_heads(self, name: str, x):
+        heads = 3, self.num_heads, x.shape[-1] // self.num_heads
+        return jnp.einsum("btnhd->nbhtd", nn.DenseGeneral(heads, use_bias=False, **self.dtypes, name=name)(x))
+
+    def add_heads(self, name: str, residual, x):
+        return self.add(name, residual, x.swapaxes(1, 2), partial(nn.DenseGeneral, axis=(-2, -1)))
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "xlstm": XLSTMBlock,
+    "transformer": TransformerBlock,
+    "transformer_heads": TransformerHeadsBlock,
+}
 
 
 class LanguageModel(nn.Module):

@@ -30,6 +30,7 @@ from rich.progress import track
 from benchmarks.cases import SIZES, counts
 from benchmarks.forecasts import installed_versions
 from benchmarks.large_models import CONTEXT
+from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.limits import NETWORKS, Bounds, Counts, Network, persistent_bytes, step_bounds, temporary_bytes
 from benchmarks.options import positive
 from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
@@ -173,7 +174,7 @@ def _draw_bounds(axes: Any, chip: str, way: str, rows: Sequence[dict[str, Any]])
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("scaling", description="From 8 to 4096 chips, by formula.")
-    large = [size for size in SIZES if size != "small"]
+    large = list(LARGE_SIZES)
     new.add_argument("--sizes", nargs="+", choices=SIZES, default=large, help=f"models (default: {' '.join(large)})")
     new.add_argument("--chips", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="default: all")
     new.add_argument("--tokens-per-chip", type=positive, help="weak scaling (default: 2048; 16384 on GPUs)")

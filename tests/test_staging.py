@@ -1,5 +1,6 @@
 """Over several axes a leaf is gathered and scattered in stages, in an order that keeps all axes equally busy."""
 
+import itertools
 import math
 from functools import partial
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.collectives import _matrix_shape, reduce_scatter
 from xlstm_jax.distributed.data_parallel.shard_choice import balanced_orders
 
 AXES = ("x", "y", "z")
@@ -106,6 +108,51 @@ def test_the_staged_scatter_is_the_mean_to_rounding(check_vma):
         np.testing.assert_allclose(found[0], want, rtol=2e-6, atol=2e-6 * np.abs(weights).max() / 8)
         np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
     assert not np.allclose(np.mean(weights), weights[0], rtol=0.1)  # guard: the devices do differ
+
+
+SHAPES = [(16,), (3, 8), (16, 2, 3), (3, 16, 2), (64, 3, 2, 8), (2, 8, 3, 1, 2)]
+EMPTY = [(0,), (0, 8, 3)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_arrays_of_every_rank_are_scattered_as_along_their_own_dim_in_every_bit(check_vma):
+    """As matrices along a leading dim, one collective for each axis, in the array's own dtype."""
+    cases = [(shape, dim) for shape in SHAPES + EMPTY for dim, size in enumerate(shape) if size % 8 == 0]
+    kinds = map(jnp.dtype, ["float32", "bfloat16", "int32", "float16"])
+    dtypes = list(itertools.islice(itertools.cycle(kinds), len(cases)))
+    random = np.random.default_rng(0)
+    values = [(100 * random.normal(size=(8, *s))).astype(t) for (s, _), t in zip(cases, dtypes, strict=True)]
+
+    def along_its_dim(value, dim):
+        for axis in AXES if value.size else ():  # JAX itself scatters no array without values
+            value = jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
+        return value
+
+    def by(scatter):
+        def on_each_device(values):
+            return [scatter(value[0], dim)[None] for value, (_, dim) in zip(values, cases, strict=True)]
+
+        return on_mesh(on_each_device, mesh(), check_vma, P(AXES), P(AXES))
+
+    ours, theirs = by(partial(reduce_scatter, axes=AXES)), by(along_its_dim)
+    for (shape, dim), dtype, got, want in zip(cases, dtypes, ours(values), theirs(values), strict=True):
+        assert got.dtype == dtype and got.shape == (8, *shape[:dim], shape[dim] // 8, *shape[dim + 1 :])
+        np.testing.assert_array_equal(got, want.reshape(got.shape))
+    scatters = [e for _, e in equations(jax.make_jaxpr(ours)(values)) if e.primitive.name == "reduce_scatter"]
+    assert [e.params["axis_name"] for e in scatters] == [(axis,) for axis in AXES] * len(cases)
+    assert [e.invars[0].aval.dtype for e in scatters[:: len(AXES)]] == dtypes
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (4, 4096), (8, 3), (8, 128, 512), (512, 3, 8, 128), (9, 4096, 2), (3, 7), (13, 1)]
+)
+def test_a_matrix_holds_what_it_is_made_of_and_fills_the_rows_of_a_tile(shape):
+    rows_and_columns = _matrix_shape(shape)
+    assert math.prod(rows_and_columns) == math.prod(shape)
+    if len(shape) == 2 and min(shape) >= 8:
+        assert rows_and_columns == shape
+    can_be = any(math.prod(shape) % c == 0 and math.prod(shape) // c >= 8 for c in range(8, 129))
+    assert (rows_and_columns == shape) if not can_be else min(rows_and_columns) >= 8 and len(rows_and_columns) == 2
 
 
 def test_one_collective_for_each_axis_innermost_first_and_back_outermost_first():

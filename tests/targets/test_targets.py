@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import baselines, compile_time, limits, memory, traffic
-from benchmarks.cases import CASES, SIZES, build, counts, mesh_of, threshold
+from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, build, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
 from tests.compiled_cases import compiled
 from xlstm_jax.distributed.forecast import forecast, parse_topology
@@ -34,6 +34,7 @@ OURS = "ours, options"
 SMALLER = [("1.3B", topology) for topology in TOPOLOGIES]
 BOTH = [*SMALLER, ("7B", V5E)]
 of_both = pytest.mark.parametrize("size, topology", BOTH)
+of_every_rank = pytest.mark.parametrize("size, topology", [*BOTH, *((OF_HIGHER_RANK, torus) for torus in TOPOLOGIES)])
 of_smaller = pytest.mark.parametrize("size, topology", SMALLER)
 
 
@@ -59,7 +60,7 @@ def found(tmp_path_factory):
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-@of_both
+@of_every_rank
 def test_sent_is_at_most_1_05_of_the_limit(found, size, topology):
     _, sent = found(size, topology, OURS)
     assert sent[OURS]["ratios"]["sent over the limit"] <= 1.05
@@ -84,7 +85,7 @@ def test_the_busiest_axis_carries_much_less_than_in_one_order(found, size, topol
     assert sent["ours"]["ratios"]["busiest axis over one order"] <= limit
 
 
-@of_both
+@of_every_rank
 def test_all_reduces_stand_in_for_nothing_on_v5p_and_v6e_and_for_little_on_v5e(found, size, topology):
     _, sent = found(size, topology, OURS)
     case = sent[OURS]

@@ -9,6 +9,7 @@ the outermost first, so that shards lie in the order of ``PartitionSpec((outer, 
 of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -128,14 +129,37 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
 
-    The shards become a leading dim, which is scattered. Scattered along ``dim`` itself, shards that do not fill the
-    tiles in which a TPU lays out an array make XLA all-reduce the whole array and slice it: twice the bytes.
+    The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the whole
+    array and slice it, at twice the bytes: where a shard does not fill the tiles in which a TPU lays out an array, or
+    where an array of more dims is laid out with another one outermost.
     """
     for axis in spread_axes(axes):
         size, n = value.shape[dim], lax.axis_size(axis)
         shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
-        value = lax.psum_scatter(jnp.moveaxis(shards, dim, 0), axis, scatter_dimension=0, tiled=False)
+        shards = jnp.moveaxis(shards, dim, 0)
+        matrices = shards.reshape(n, *_matrix_shape(shards.shape[1:]))
+        value = lax.psum_scatter(matrices, axis, scatter_dimension=0, tiled=False).reshape(shards.shape[1:])
     return value
+
+
+_TILE = 8, 128  # rows and columns in which a TPU lays out the last two dims of an array
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims of an array as rows and columns of a matrix that is no narrower than the rows of a tile, either way.
+
+    Columns are the last dim or, where it has too few values, the last dims; matrices stay as they are. Where that
+    leaves too few rows, or too few columns, columns are as many as a tile has, or fewer. An array that cannot be laid
+    out so keeps its shape.
+
+    >>> _matrix_shape((256, 8, 128)), _matrix_shape((4, 4096)), _matrix_shape((3, 5))
+    ((2048, 128), (128, 128), (3, 5))
+    """
+    size, (fewest, most) = math.prod(shape), _TILE
+    last_dims = (math.prod(shape[dim:]) for dim in range(len(shape) - 1, 0, -1))
+    divisors = (columns for columns in range(most, 0, -1) if size % columns == 0)
+    wide = (c for c in itertools.chain(last_dims, divisors) if c >= fewest and size // c >= fewest)
+    return next(((size // columns, columns) for columns in wide), shape)
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -8,6 +8,7 @@ backend, its environment and its memory. The two exchange files in a folder:
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -26,7 +28,19 @@ MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence[Any]) -> Mesh:
     """The mesh that a run on these devices would make."""
     types = tuple(AxisType[name] for name in axis_types)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+    try:
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+    except NotImplementedError:  # as of (2, 2, 4) on 2 x 2 x 4: it lays the 4 along 2 x 2, and has no 2 left
+        if (box := _box(devices)) is None or [n for n in axes.values() if n > 1] != [n for n in box if n > 1]:
+            raise
+    ordered = np.array(sorted(devices, key=lambda device: tuple(device.coords)), dtype=object)
+    return Mesh(ordered.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
+
+
+def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
+    """The dims of the box that the devices fill, one at each place; None where they do not."""
+    box = tuple(1 + max(column) for column in zip(*(device.coords for device in devices), strict=True))
+    return box if math.prod(box) == len(devices) else None
 
 
 def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:
