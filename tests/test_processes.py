@@ -291,7 +291,7 @@ def restoring():
         ("no leaf", r"^ValueError: process 1: the state has no leaves"),
         ("text", r"^TypeError: process 1: 'n' is str; a checkpoint holds numbers"),
         ("other step", r"^ValueError: processes do .*: restore step 1 on process 0, but restore step 2 on process 1\."),
-        ("other method", r"but list the steps of a checkpoint on process 1\. Let all do the same in order\.$"),
+        ("other method", r"but look for the newest step on process 1\. Let all do the same in order\.$"),
     ],
 )
 def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
@@ -302,7 +302,7 @@ def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name
 @pytest.mark.parametrize(
     "name, what",
     [
-        ("latest_step without it", "list the steps of a checkpoint"),
+        ("latest_step without it", "look for the newest step"),
         ("restore without it", "read step 2"),
         ("save without it", "save step 3"),
     ],

@@ -205,7 +205,7 @@ class Checkpointer:
           OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
-        restored, found = self._newest_sound(abstract_state, step, lambda entries, where: "", "state")
+        restored, found = self._newest_sound(abstract_state, step, lambda entries, where: "")
         self._own_steps.add(found)
         return record.boxed_like(abstract_state, restored)
 
@@ -234,13 +234,15 @@ class Checkpointer:
         def part_of(entries: record.Record, where: str) -> str:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
-        return record.boxed_like(abstract_params, self._newest_sound(abstract_params, step, part_of, "parameters")[0])
+        return record.boxed_like(
+            abstract_params, self._newest_sound(abstract_params, step, part_of, "the parameters of ")[0]
+        )
 
     def _newest_sound(
-        self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], what: str
+        self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[dict[str, Any], int]:
-        """The leaves of the step, or of the newest that is sound, and its number."""
-        what = f"restore the {what} of {'the newest step' if step is None else f'step {step}'}"
+        """The leaves of the step, or of the newest that is sound, and its number; ``part`` is what they are."""
+        what = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
         self._together(self.wait, CheckpointError, what)
         likes = self._together(lambda: _leaves_of_target(target), _MISTAKES, what)
         problems: dict[int, str] = {}
@@ -281,14 +283,15 @@ class Checkpointer:
     def _read(self, step: int, likes: dict[str, Any], part_of: Callable[[record.Record, str], str]) -> dict[str, Any]:
         """The leaves of a part of one step, checked; raises in all processes if it does in one."""
         folder, where = self.directory / str(step), f"step {step} in {self.directory}"
-        everything = self._read_together(lambda: read_record(folder / "leaves", step), where)
-        part = self._together(lambda: part_of(everything, where), _MISTAKES, f"read {where}")
+        reads = f"read step {step}"
+        everything = self._read_together(lambda: read_record(folder / "leaves", step), where, reads)
+        part = self._together(lambda: part_of(everything, where), _MISTAKES, reads)
         stored = {path: f"{part}{path}" for path in likes}
         entries = {path: entry for path, entry in everything.items() if path.startswith(part)}
         wanted = {stored[path]: like for path, like in likes.items()}
-        self._together(lambda: record.check_fits(entries, wanted, where), _MISTAKES, f"read {where}")
-        arrays = self._read_together(lambda: read_arrays(folder / "state", entries, wanted), where)
-        self._read_together(lambda: record.check_sound(entries, arrays), where)
+        self._together(lambda: record.check_fits(entries, wanted, where), _MISTAKES, reads)
+        arrays = self._read_together(lambda: read_arrays(folder / "state", entries, wanted), where, reads)
+        self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
 
     def _folders_of_process_0(self) -> dict[int, bool]:
@@ -297,16 +300,17 @@ class Checkpointer:
         def listing() -> str:
             return json.dumps([*self._folders().items()] if jax.process_index() == 0 else [])
 
-        texts = self._read_together(listing, str(self.directory))
-        return dict(json.loads(allgather_text(texts, "list the steps of a checkpoint", self.peer_timeout_s)[0]))
+        what = "list the steps of a checkpoint"
+        texts = self._read_together(listing, str(self.directory), what)
+        return dict(json.loads(allgather_text(texts, what, self.peer_timeout_s)[0]))
 
     def _together(
         self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
     ) -> Result:
         return fail_together(work, failure, what, self.peer_timeout_s)
 
-    def _read_together(self, work: Callable[[], Result], where: str) -> Result:
-        return read_together(work, where, self.peer_timeout_s)
+    def _read_together(self, work: Callable[[], Result], where: str, what: str) -> Result:
+        return read_together(work, where, what, self.peer_timeout_s)
 
     def _folders(self) -> dict[int, bool]:
         """The folders that are called like a committed step, by its number; and whether they hold anything."""
@@ -322,7 +326,7 @@ class Checkpointer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.manager is not None and not self._damaged:
             return self._writer
-        writer = self._together(self._open_and_clear, CheckpointError, f"open {self.directory} for writing")
+        writer = self._together(self._open_and_clear, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
         if writer.manager is not None:
             writer.manager.reload()

@@ -55,8 +55,8 @@ def _is_of_the_system(error: BaseException) -> bool:
     return bool(_STATUS_OF_SYSTEM.match(text))
 
 
-def read_together(work: Callable[[], Result], where: str, timeout_s: float) -> Result:
-    """``work``, which reads files, in all processes: if it fails in one, all raise.
+def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
+    """``work``, which reads files, in all processes, as ``what`` says: if it fails in one, all raise.
 
     Raises:
       OSError: an error of the system in one of them; names ``where``.
@@ -79,7 +79,7 @@ def read_together(work: Callable[[], Result], where: str, timeout_s: float) -> R
             raise damage[0]
 
     try:
-        results = fail_together(read, OSError, f"read {where}", timeout_s)
+        results = fail_together(read, OSError, what, timeout_s)
     except TimeoutError:  # of waiting for another process: what the work raises comes as a plain OSError
         raise
     except OSError as error:
@@ -87,5 +87,5 @@ def read_together(work: Callable[[], Result], where: str, timeout_s: float) -> R
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "
             "tried. Try again when the system is well; or restore an older step by its number."
         ) from error
-    fail_together(tell, CheckpointError, f"read {where}", timeout_s)
+    fail_together(tell, CheckpointError, what, timeout_s)
     return results[0]

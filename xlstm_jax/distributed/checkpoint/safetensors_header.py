@@ -58,7 +58,7 @@ def header_of(leaves: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def check_name(name: str) -> None:
+def check_tensor_name(name: str) -> None:
     """Refuses what no reader takes as the name of a tensor."""
     if name == METADATA:
         raise ValueError(

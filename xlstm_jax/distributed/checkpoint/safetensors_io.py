@@ -30,7 +30,7 @@ from xlstm_jax.distributed.checkpoint.safetensors_header import (
     CODES,
     MAX_JSON_BYTES,
     StoredTensor,
-    check_name,
+    check_tensor_name,
     header_of,
     json_object,
     open_file,
@@ -71,7 +71,7 @@ def export_safetensors(
     """
     leaves = bare_leaves(params)
     for name, leaf in leaves.items():
-        check_name(name)
+        check_tensor_name(name)
         if str(dtype := _dtype_or_type(leaf)) not in CODES:
             raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
