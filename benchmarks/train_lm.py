@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except ImportError as error:  # of what checkpoints are made with
         return _fail(f"{error} (or give --checkpoint-every 0)", 2)
-    except (CheckpointError, NonFiniteError) as error:
+    except (CheckpointError, NonFiniteError, OSError) as error:  # of the system: a checkpoint could not be read
         return _fail(error, 1)
 
 
