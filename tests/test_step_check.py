@@ -106,7 +106,7 @@ def own_step(grads_of, mesh, params, check_vma, tx=None):
     return jax.jit(step, donate_argnums=0)
 
 
-SUMMED, DIVIDED = r"8 x the right ones: summed over \('dp', 'fsdp'\)", r"0.125 x the right ones: divided once more over"
+SUMMED, DIVIDED = r"8 x the right ones: summed over \('dp', 'fsdp'\)", r"1/8 x the right ones: divided once more over"
 UNEQUAL, NO_MULTIPLE = "not the same on all devices that should", "no multiple of the right ones"
 MISTAKES = {
     "no sync, types on": (of_jax, True, SUMMED),
@@ -163,9 +163,9 @@ def uneven_mean(params, apply_fn, batch, rng):
     [
         (
             sum_loss,
-            r"the loss is 0.125 x that of one device: it is a sum over examples.*0.125 x .* as the loss is",
+            r"the loss is 1/8 x that of one device: it is a sum over examples.*1/8 x .* as the loss is",
         ),
-        (globally_divided, "the loss is 0.125 x that of one device: it is a sum over examples"),
+        (globally_divided, "the loss is 1/8 x that of one device: it is a sum over examples"),
         (uneven_mean, "the step minimises another mean. Where examples have weights"),
     ],
 )
@@ -190,6 +190,23 @@ def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradien
         found = check(own_step(grads_of, mesh, state.params, True, tx))
         assert (found.ok, found.compared) == (ok, compared), str(found)
     assert "8 x the right ones: summed over" in in_one_line(found)
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
+    """That of the bias of attention's keys is 0: softmax does not see what is added to all its inputs."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            rows = fsdp(nn.Dense)(32)(x).reshape(-1, 4, 8)
+            seen = fsdp(nn.MultiHeadDotProductAttention)(num_heads=2, dtype=jnp.bfloat16)(rows)
+            return seen.reshape(-1, 32)[:, :4]
+
+    state = create_train_state(Net(), optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    found = check_step(make_train_step(mean_loss, mesh, AXES), state, BATCH, KEY)
+    assert found.ok, str(found)
+    ratios = {leaf.path.partition("/")[2]: leaf.ratio for leaf in found.leaves}
+    assert ratios["key/bias"] == 1 and ratios["query/kernel"] != 1
 
 
 def test_dropout_is_noise_and_no_fault(mesh):

@@ -32,7 +32,9 @@ from xlstm_jax.distributed.training.state import TrainState, sharded_opt_state
 from xlstm_jax.wording import format_axes, format_mesh, listed
 
 DEFAULT_TOLERANCE = 0.05  # a wrong factor is 2 or more; bfloat16 compute rounds to 0.01 or so
-NEGLIGIBLE = 1e-5  # of the largest gradient's norm: below it a leaf's gradient is rounding (a bias under softmax)
+# Parts of the root mean square of all gradients: a leaf below the first may be off by the second. The gradient of the
+# bias of attention's keys is 0 but for rounding, which is of any direction; in bfloat16 that was 0.002 to 0.01 of it.
+SMALL, ROUNDING = 0.1, 0.01
 _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
 
@@ -271,11 +273,12 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
 
 def _compared(seen: _Seen, params: PyTree, mesh: Mesh) -> Iterator[LeafCheck]:
     right = {path: _flat(leaf) for path, leaf in seen.right.items()}
-    negligible = NEGLIGIBLE * max(map(np.linalg.norm, right.values()), default=0.0)
+    everything = np.concatenate([*right.values(), np.zeros(1)])
+    typical = float(np.sqrt(np.mean(everything**2)))
     for path, leaf in boxes.leaves_with_path(params):
         if path in right:
             axes = tuple(axis for axis in boxes.leaf_axes(leaf) if mesh.shape[axis] > 1)
-            ratio, error = _ratio(_flat(seen.got[path]), right[path], negligible)
+            ratio, error = _ratio(_flat(seen.got[path]), right[path], typical)
             yield LeafCheck(path, axes, ratio, error, _copies_differ(seen.got[path]))
 
 
@@ -285,13 +288,16 @@ def _flat(leaf: jax.Array) -> np.ndarray:
     return np.concatenate([np.real(values), np.imag(values)]).astype(np.float64)
 
 
-def _ratio(got: np.ndarray, right: np.ndarray, negligible: float) -> tuple[float, float]:
-    """The factor between them by least squares, and the norm of what is left over, relative to that of ``right``."""
-    size = float(np.linalg.norm(right))
-    if max(size, float(np.linalg.norm(got))) <= negligible:
+def _ratio(got: np.ndarray, right: np.ndarray, typical: float) -> tuple[float, float]:
+    """The factor between them by least squares, and the norm of what is left over, relative to that of ``right``.
+
+    (1, 0) where both are small beside ``typical``, the root mean square of all gradients, and differ by rounding.
+    """
+    size, scale = float(np.linalg.norm(right)), typical * math.sqrt(right.size)
+    if size <= SMALL * scale and float(np.linalg.norm(got - right)) <= ROUNDING * scale:
         return 1.0, 0.0
-    ratio = float(got @ right) / size**2 if size > negligible else 1.0
-    return ratio, float(np.linalg.norm(got - ratio * right)) / max(size * abs(ratio), size, negligible)
+    ratio = float(got @ right) / size**2 if size else 1.0
+    return ratio, float(np.linalg.norm(got - ratio * right)) / (size * abs(ratio) or 1.0)
 
 
 def _copies_differ(value: jax.Array) -> bool:
@@ -315,19 +321,21 @@ def _findings(
     """What is wrong and its likely cause, once for all leaves that have the same fault."""
     of_loss = Multiple.of(1.0 if loss_ratio is None else loss_ratio, sizes, tolerance)
     if of_loss.kind != "equal":
-        yield f"the loss is {loss_ratio:.3g} x that of one device: {_LOSS_CAUSES[of_loss.kind].format(*of_loss)}"
+        yield f"the loss is {of_loss.times} that of one device: {_LOSS_CAUSES[of_loss.kind].format(of_loss.axes)}"
     faults: dict[str, list[LeafCheck]] = defaultdict(list)
     for leaf in leaves:
         if cause := _cause(leaf, Multiple.of(leaf.ratio, sizes, tolerance), of_loss, tolerance):
             faults[cause].append(leaf)
     for cause, some in faults.items():
-        yield f"{what} of {len(some)} leaves ({listed(leaf.path for leaf in some)}) are {cause}"
+        leaves_are = f"{len(some)} leaves" if len(some) > 1 else "1 leaf"
+        yield f"{what} of {leaves_are} ({listed(leaf.path for leaf in some)}) are {cause}"
 
 
 class Multiple(NamedTuple):
-    """A ratio read as a number of devices: those along ``axes``, or 1 over it."""
+    """A ratio read as a number of devices, those along ``axes``, or as 1 over it."""
 
     kind: str  # "equal", "summed", "divided", "other"
+    times: str = "1 x"
     axes: str = ""
 
     @classmethod
@@ -336,14 +344,15 @@ class Multiple(NamedTuple):
             return cls("equal")
         for axes in itertools.chain.from_iterable(itertools.combinations(sizes, n + 1) for n in range(len(sizes))):
             devices = math.prod(sizes[axis] for axis in axes)
-            for kind, expected in (("summed", devices), ("divided", 1 / devices)):
-                if abs(ratio / expected - 1) <= tolerance:
-                    return cls(kind, format_axes(axes))
-        return cls("other")
+            if abs(ratio / devices - 1) <= tolerance:
+                return cls("summed", f"{devices} x", format_axes(axes))
+            if abs(ratio * devices - 1) <= tolerance:
+                return cls("divided", f"1/{devices} x", format_axes(axes))
+        return cls("other", f"{ratio:.3g} x")
 
 
 _LOSS_CAUSES = {
-    "summed": "it is summed over {1} (by psum?). Return this device's own mean.",
+    "summed": "it is summed over {0} (by psum?). Return this device's own mean.",
     "divided": "it is a sum over examples, or was divided by the global batch. Return the mean over the batch that "
     "loss_fn is given, or (sum, weight) with weighted=True.",
     "other": "the step minimises another mean. Where examples have weights (masks), return (sum, weight) with "
@@ -364,7 +373,7 @@ def _cause(leaf: LeafCheck, multiple: Multiple, of_loss: Multiple, tolerance: fl
         )
     if multiple.kind == "equal":
         return ""
-    times = f"{leaf.ratio:.3g} x the right ones: "
+    times = f"{multiple.times} the right ones: "
     if multiple == of_loss:
         return times + "as the loss is."
     if multiple.kind == "summed":
