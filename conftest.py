@@ -19,6 +19,7 @@ from flax import linen as nn
 
 import xlstm_jax.distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed.training import whole_params
 
 TESTS = Path(__file__).parent / "tests"
 
@@ -43,3 +44,9 @@ def names_of_doctests(doctest_namespace):
     public = {name: getattr(xlstm_jax.distributed, name) for name in xlstm_jax.distributed.__all__}
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
     doctest_namespace |= public | {"jax": jax, "jnp": jnp, "np": np, "nn": nn, "optax": optax, "mesh": mesh}
+
+
+@pytest.fixture(autouse=True)
+def warnings_told_once_are_told_anew():
+    """What a test is warned of, and so whether it passes, does not depend on the tests before it."""
+    whole_params._told.clear()

@@ -81,8 +81,13 @@ def build(case: str, devices: Sequence[Any]) -> tuple[Any, Any, Any, tuple[Any, 
     # A replicated model has no wrapper to ask; nothing reaches a threshold that no leaf reaches.
     threshold = {} if wrap else {"min_weight_size": 2**62}
     plan = plan_sharding(model, sizes, batch, tx=tx, **threshold)
-    state = create_train_state(model, tx, mesh, jax.random.key(1), batch, batch_axes=axes)
-    return plan, mesh, make_train_step(next_token_loss, mesh, axes), (state, batch, jax.random.key(2))
+    state = create_train_state(model, tx, mesh, jax.random.key(1), batch, batch_axes=axes, whole_ok=wrap is None)
+    return (
+        plan,
+        mesh,
+        make_train_step(next_token_loss, mesh, axes, whole_ok=wrap is None),
+        (state, batch, jax.random.key(2)),
+    )
 
 
 def compare(case: str, devices: Sequence[Any]) -> Iterator[Comparison]:

@@ -168,7 +168,7 @@ def placed(model, tx, mesh, x):
     """Variables and optimizer state as they lie on the mesh."""
     variables = dict(init_sharded(model, mesh, KEY, x, batch_axes=AXES))
     if set(variables) == {"params"}:
-        state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES)
+        state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES, whole_ok=True)
         return {"params": state.params}, state.opt_state
     params = unbox(variables["params"])
     places = optimizer_state_shardings(jax.eval_shape(tx.init, params), variables["params"], mesh)

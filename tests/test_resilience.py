@@ -506,15 +506,15 @@ def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
-    def local(grad, tx):
-        params = jnp.ones(2)
+    def local(grad, params, tx):
         updates, state = tx.update(grad, tx.init(params), params)
         return params + updates, (skip_counts(state) or {"skipped_steps": jnp.zeros((), jnp.int32)})["skipped_steps"]
 
     grad = jnp.ones(16).at[3].set(jnp.nan)
 
     def run(tx):
-        return on_mesh(lambda g: local(g, tx), mesh_of(2, 4), check_vma, P(AXES), (P(AXES), P()))(grad)
+        step = on_mesh(lambda *args: local(*args, tx), mesh_of(2, 4), check_vma, P(AXES), (P(AXES), P()))
+        return step(grad, jnp.ones(16))
 
     new, skipped = run(skip_nonfinite(optax.sgd(0.5)))
     assert int(skipped) == 1 and (np.asarray(new) == 1).all()

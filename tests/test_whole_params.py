@@ -19,11 +19,6 @@ KEY, BATCH = jax.random.key(0), data()
 SCAN = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
 
 
-@pytest.fixture(autouse=True)
-def nothing_told(monkeypatch):
-    monkeypatch.setattr(whole_params, "_told", set())
-
-
 def create(model, mesh, **options):
     return create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES, **options)
 

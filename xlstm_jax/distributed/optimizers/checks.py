@@ -32,16 +32,17 @@ def check_max_norm(max_norm: Any) -> None:
         )
 
 
-def check_averaged(tree: PyTree, caller: str) -> None:
+def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
     """Raises a ``ValueError`` where the type of a float leaf shows a gradient that was not averaged over all axes.
 
-    Under ``check_vma=True`` it says over which axes a value differs between devices: for a gradient, those that split
-    it. Where optimizers go on with another, its parameter drifts apart, and JAX's error names neither leaf nor cause.
+    Under ``check_vma=True`` it says over which axes a value differs between devices: for a gradient, those along which
+    its parameter does. Else the parameter drifts apart, and JAX's error names neither leaf nor cause.
     """
-    for path, leaf in boxes.leaves_with_path(tree):
-        if boxes.is_differentiable(leaf):
-            stray = sorted(collectives.varying_axes(boxes.leaf_value(leaf)) - set(boxes.leaf_axes(leaf)))
-            if stray:
+    of_params = dict(boxes.leaves_with_path(params))  # nothing where the optimizer was given no parameters
+    for path, leaf in boxes.leaves_with_path(grads):
+        if boxes.is_differentiable(leaf) and path in of_params:
+            split = collectives.varying_axes(boxes.leaf_value(of_params[path])).union(boxes.leaf_axes(leaf))
+            if stray := sorted(collectives.varying_axes(boxes.leaf_value(leaf)) - split):
                 raise ValueError(not_averaged(path, leaf, stray, caller))
 
 

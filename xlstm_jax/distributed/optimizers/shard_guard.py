@@ -72,7 +72,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         return inner.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        check_averaged(updates, "elementwise_only")
+        check_averaged(updates, params, "elementwise_only")
         check(updates)
         return inner.update(updates, state, params, **extra_args)
 

@@ -74,6 +74,9 @@ class StepCheck:
     ``compared`` is what the leaves are the ratios of: "gradients"; or "updates", with the optimizer's first moments
     where it keeps them, of a step that keeps its optimizer to itself. ``loss_ratio`` is None where the step returns no
     metric "loss". ``noise`` is by how much gradients on one device differ between two keys (dropout), relatively.
+
+    >>> StepCheck("gradients", {"fsdp": 8}, (), 0.125, 0.0, findings=("the loss is 1/8 x that of one device",)).ok
+    False
     """
 
     compared: str
@@ -117,7 +120,7 @@ def check_step(
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
     >>> found = check_step(make_train_step(loss_fn, mesh, ("dp", "fsdp")), state, x, jax.random.key(1))
-    >>> found.ok, [(leaf.path, leaf.ratio) for leaf in found.leaves]
+    >>> found.ok, [(leaf.path, round(leaf.ratio, 3)) for leaf in found.leaves]
     (False, [('bias', 0.125), ('kernel', 0.125)])
 
     Args:
