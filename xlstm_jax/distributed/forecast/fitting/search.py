@@ -192,9 +192,9 @@ def fit(
     parsed = parse_topology(topology)
     chip = parsed.chip
     budget = chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
-    if budget <= 0:
+    if not isinstance(budget, int | float) or not budget > 0:
         raise ValueError(
-            f"budget_bytes={budget}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
+            f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
             f"None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
     meshes = default_meshes(parsed.shape) if meshes is None else meshes
