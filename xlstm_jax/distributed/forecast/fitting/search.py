@@ -194,8 +194,8 @@ def fit(
     budget = chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
     if not isinstance(budget, int | float) or not budget > 0:
         raise ValueError(
-            f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, or "
-            f"None for all that {chip.name} has, {chip.usable_hbm_bytes}."
+            f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, "
+            f"or None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
     meshes = default_meshes(parsed.shape) if meshes is None else meshes
     if not meshes:
