@@ -349,7 +349,7 @@ def test_a_machine_has_room_by_its_cores_and_its_memory(monkeypatch):
     monkeypatch.setattr(several.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     largest = several.resource.getrusage(several.resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     child = max(CHILD_BYTES, largest)
-    for free, room in {10**6: 1, 3 * child: 3, 1000 * child: 64, None: 64}.items():
+    for free, room in {10**6: 1, 3 * child: 3, 1000 * child: 32, None: 32}.items():
         monkeypatch.setattr(several, "free_bytes", lambda free=free: free)
         assert room_for_jobs() == room
 

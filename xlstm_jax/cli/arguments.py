@@ -194,7 +194,7 @@ def _add_fit(commands: Commands) -> None:
     )
     command.add_argument(
         "--jobs", type=parse_count, metavar="N",
-        help="compilations at once; by default as many as there are cores, and memory for",
+        help="compilations at once; by default one for every 2 cores, as memory allows",
     )  # fmt: skip
     _add_cache(command)
 

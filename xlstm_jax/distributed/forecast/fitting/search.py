@@ -182,7 +182,7 @@ def fit(
         hybrid sharding (replicas over the first dim).
       on_trial: called before each forecast, to show progress.
       on_done: called with each trial when its forecast is there.
-      jobs: how many may be compiled at once; None: as many as there are cores, and memory for.
+      jobs: how many may be compiled at once; None: one for every 2 cores, as memory allows.
       cache: as for ``forecast``.
     Raises:
       ValueError: an unknown topology; a budget or a number of jobs that is not positive; no mesh; or there is no
