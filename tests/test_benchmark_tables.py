@@ -1,6 +1,5 @@
 """Every table of the benchmarks and of the fault suite shows every cell in full; see test_tables.py."""
 
-import functools
 import json
 
 import pytest
@@ -18,7 +17,7 @@ from benchmarks import (
     wire_dtypes,
 )
 from tests.faults import report as faults
-from tests.test_tables import ROOT, WHY, WIDTHS, cells_of, missing, tables_in
+from tests.test_tables import ROOT, WHY, WIDTHS, assert_shown_in_full, made_once, missing
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -84,16 +83,13 @@ TABLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def made():
-    return functools.cache(lambda name: tables_in(TABLES[name]()))
+made = made_once(TABLES)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", TABLES)
-def test_every_cell_of_every_table_is_shown_in_full(name, width, made):
-    assert made(name) and all(cells_of(table) for table in made(name))
-    assert not [wrong for table in made(name) for wrong in missing(table, width)]
+def test_every_cell_of_every_table_is_shown_in_full(name, width):
+    assert_shown_in_full(made(name), width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -97,6 +97,17 @@ def missing(table, width):
     return wrong + [f"{word!r} is in no cell" for word in seen - known]
 
 
+def made_once(tables):
+    """A function that returns the tables of a name, which ``tables[name]()`` makes when they are first asked for."""
+    return functools.cache(lambda name: tables_in(tables[name]()))
+
+
+def assert_shown_in_full(tables, width):
+    """That there are tables with cells, and that no cell of any lacks a part."""
+    assert tables and all(cells_of(table) for table in tables)
+    assert not [wrong for table in tables for wrong in missing(table, width)]
+
+
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 LONG_PATH = "decoder/layers_*/attention/query/kernel"
@@ -176,16 +187,13 @@ TABLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def made():
-    return functools.cache(lambda name: tables_in(TABLES[name]()))
+made = made_once(TABLES)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", TABLES)
-def test_every_cell_of_every_table_is_shown_in_full(name, width, made):
-    assert made(name) and all(cells_of(table) for table in made(name))
-    assert not [wrong for table in made(name) for wrong in missing(table, width)]
+def test_every_cell_of_every_table_is_shown_in_full(name, width):
+    assert_shown_in_full(made(name), width)
 
 
 @pytest.mark.parametrize("width", [20, 30, 41, 53, 67, 79, 121])
