@@ -19,7 +19,7 @@ from flax import linen as nn
 
 import xlstm_jax.distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
-from xlstm_jax.distributed.training import whole_params
+from xlstm_jax.distributed.training.checking import whole_params
 
 TESTS = Path(__file__).parent / "tests"
 

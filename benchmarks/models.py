@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from xlstm_jax.distributed.training.cross_entropy import TokenLosses
-from xlstm_jax.distributed.training.lm_head import LMHead
+from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses
+from xlstm_jax.distributed.training.losses.lm_head import LMHead
 
 VOCAB_SIZE = 256
 CHUNK_SIZE = 64

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves_with_path,
     split_differentiable,
 )
-from xlstm_jax.distributed.data_parallel.reasons import (
+from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     TooSmall,
     reason_from_json,
 )
-from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from xlstm_jax.distributed.data_parallel.communication import (
     is_prng_key,
     value_dtype,
 )
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
-from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.shard_choice import (
+from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.decisions.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
     UNEVEN,
     ShardChoice,

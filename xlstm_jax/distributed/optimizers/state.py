@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:

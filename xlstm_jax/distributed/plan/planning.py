@@ -22,8 +22,8 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     true_shape,
 )
 from xlstm_jax.distributed.data_parallel.communication import sent_bytes, value_dtype
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
-from xlstm_jax.distributed.data_parallel.reasons import (
+from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     BoxedByModel,
     NoParameter,
     OfNoParameter,
@@ -31,8 +31,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Reason,
     Unwrapped,
 )
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan

@@ -15,12 +15,12 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
-from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.checking.step_check import StepCheck, check_step
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.training.lm_head import LMHead
+from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.losses.lm_head import LMHead
 from xlstm_jax.distributed.training.state import abstract_train_state, create_train_state, init_sharded, jitted_init
 from xlstm_jax.distributed.training.step import make_train_step
-from xlstm_jax.distributed.training.step_check import StepCheck, check_step
 
 __all__ = [
     "LMHead",

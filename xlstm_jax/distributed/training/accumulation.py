@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
-from xlstm_jax.distributed.training.checks import check_batch
+from xlstm_jax.distributed.training.checking.arguments import check_batch
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 

@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.linen import GatheredScans
+from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
-from xlstm_jax.distributed.training.checks import check_keys, check_model, why_not_its_state
-from xlstm_jax.distributed.training.whole_params import (
+from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
+from xlstm_jax.distributed.training.checking.whole_params import (
     reasons_in_plan,
     warn_if_nothing_is_split,
     warn_of_gathered_scans,

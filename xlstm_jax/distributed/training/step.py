@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.linen import GatheredScans
+from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -19,12 +19,12 @@ from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
-from xlstm_jax.distributed.training.checks import CheckedStep, check_batch, check_call, check_loss_fn
+from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_batch, check_call, check_loss_fn
+from xlstm_jax.distributed.training.checking.step_check import StepLoss
+from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import TrainState, updated_state
-from xlstm_jax.distributed.training.step_check import StepLoss
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
-from xlstm_jax.distributed.training.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 
 ApplyFn = Callable[..., PyTree]
 

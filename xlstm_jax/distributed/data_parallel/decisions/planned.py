@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import ShardChoice
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
 

@@ -8,12 +8,10 @@ it. What these do depends on where the module runs:
 For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided about it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -28,11 +26,12 @@ from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_leaves, true_value
 from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.gather import gather_params
-from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -223,67 +222,11 @@ def _only_when_bound(plain: Method, lifted: Method) -> Method:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
-        scans = _scans.get()
-        inside = scans.inside_wrapper() if scans else contextlib.nullcontext()
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
-        with jax.named_scope(f"{self.name or type(self).__name__}.sharded"), inside:
+        with jax.named_scope(f"{self.name or type(self).__name__}.sharded"), inside_wrapper():
             return lifted(self, *args, **kwargs)
 
     return method
-
-
-class GatheredScans:
-    """Finds ``nn.scan`` over layers of parameters within a wrapped module, which gathers those of all layers at once.
-
-    ``layers`` are the names of what is scanned, and its class. A wrapped module within the scan gathers one layer at a
-    time, and is not among them; nor are scans of functions, whose layers nothing here can tell.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[str, str] = {}
-        self._depth = self._entered = 0
-        self._scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many wrapped ones before
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Looks at all models that are initialised or applied meanwhile."""
-        token = _scans.set(self)
-        try:
-            with nn.intercept_methods(self._look):
-                yield
-        finally:
-            _scans.reset(token)
-
-    @contextlib.contextmanager
-    def inside_wrapper(self) -> Iterator[None]:
-        """While a wrapped module runs."""
-        self._entered += 1
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def _look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        cls = type(context.module)
-        if self._depth and _scans_over_params(cls):
-            self._scan = cls, self._entered
-        elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
-            if self._scan[1] == self._entered:
-                self.layers[context.module.name or cls.__name__] = cls.__name__
-            self._scan = None
-        return method(*args, **kwargs)
-
-
-_scans: ContextVar[GatheredScans | None] = ContextVar("_scans", default=None)
-
-
-def _scans_over_params(cls: type[nn.Module]) -> bool:
-    """Whether ``nn.scan`` has made this class, with a layer dim for "params"; Flax leaves that in a closure only."""
-    method: Any = vars(cls).get("__call__")
-    found = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
-    axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
-    return axes.get("params") is not None
 
 
 def _taken_apart(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.reasons import (
+from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
