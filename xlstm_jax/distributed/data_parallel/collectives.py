@@ -93,6 +93,11 @@ def is_tracked(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
+def is_batched(value: Any) -> bool:
+    """Whether ``value`` is an example of those that a ``jax.vmap`` runs over. JAX exports no name for such a tracer."""
+    return type(value).__name__ == "BatchTracer"
+
+
 def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     """The same values, typed as varying over the tracked ones of ``axes``; costs nothing.
 

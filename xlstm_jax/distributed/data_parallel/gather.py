@@ -7,8 +7,10 @@
 A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called.
 """
 
+import contextlib
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,15 +77,19 @@ class _Primal:
     shape: tuple[int, ...]
     dtype: Any
     varying: frozenset[str]
+    batched: bool
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
-    return _gather_fwd(x, dim, axes, how)[0]
+# ``path`` is where the leaf stands, for errors in the backward pass.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str = "") -> jax.Array:
+    return _gather_fwd(x, dim, axes, how, path)[0]
 
 
-def _gather_fwd(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication) -> tuple[jax.Array, _Primal]:
-    primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x))
+def _gather_fwd(
+    x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
+) -> tuple[jax.Array, _Primal]:
+    primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
     # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
     # of whole gradients.
     x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
@@ -91,10 +97,11 @@ def _gather_fwd(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communicatio
 
 
 def _gather_bwd(
-    dim: int, axes: tuple[str, ...], how: Communication, primal: _Primal, cotangent: jax.Array
+    dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: _Primal, cotangent: jax.Array
 ) -> tuple[jax.Array | np.ndarray]:
     if cotangent.dtype == jax.dtypes.float0:
         return (np.zeros(primal.shape, jax.dtypes.float0),)
+    _check_one_gradient_of_one_batch(path, primal, cotangent, axes)
     grad = widened(cotangent)
     if collectives.spread_axes(axes):
         _, dtype = how.dtypes(primal)
@@ -105,6 +112,52 @@ def _gather_bwd(
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+_in_loss: ContextVar[bool] = ContextVar("_in_loss", default=False)
+_module: ContextVar[str] = ContextVar("_module", default="")
+
+
+def inside_loss() -> contextlib.AbstractContextManager[None]:
+    """While a loss function runs whose gradient is averaged over devices afterwards: it must take none itself."""
+    return _while(_in_loss, True)
+
+
+def inside_module(path: str) -> contextlib.AbstractContextManager[None]:
+    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
+    return _while(_module, path)
+
+
+@contextlib.contextmanager
+def _while(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def path_in_model(path: str) -> str:
+    """The path of a leaf from the top of the model, for one within the module that gathers it."""
+    module = _module.get()
+    return f"{module}/{path.removeprefix('params/')}" if module else path
+
+
+def _check_one_gradient_of_one_batch(path: str, primal: _Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
+    """Raises where the transpose of a gather would average over devices what is no gradient of the mean over a batch.
+
+    Under ``vmap`` a cotangent may be one of many whose shards are many, too (an ensemble), but not of a single shard.
+    """
+    if not collectives.spread_axes(axes):
+        return
+    for_each_example = collectives.is_batched(cotangent) and not primal.batched
+    if for_each_example or _in_loss.get():
+        where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
+        raise ValueError(
+            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
+            f"taken {where}: it would be averaged over the devices of {axes}, and that of leaves which are not split "
+            "would not. In the loss function gather first, whole = gather_params(params, axis_name), and take it of "
+            "whole: it is then the gradient of this device's examples."
+        )
 
 
 def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
@@ -156,12 +209,13 @@ def gather_params(
     def gather(path: str, leaf: Any) -> Any:
         if not boxes.is_box(leaf):
             return leaf
+        path = path_in_model(path)
         value, names, how = leaf.value, list(boxes.leaf_names(leaf)), given.or_else(boxes.leaf_communication(leaf))
         for dim, entry in enumerate(names):
             if set(entry_axes(entry)) & set(axes):
                 collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
                 how.dtypes(value, path)  # refused here, with the leaf's name
-                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how)
+                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how, path)
                 how = replace(how, replicas=None)  # once for each leaf
         sizes = boxes.true_sizes(leaf)
         whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
@@ -175,19 +229,19 @@ def gather_params(
 
 
 def _gather_dim(
-    value: jax.Array, dim: int, held: tuple[str, ...], axes: tuple[str, ...], how: Communication
+    value: jax.Array, dim: int, held: tuple[str, ...], axes: tuple[str, ...], how: Communication, path: str
 ) -> tuple[jax.Array, AxisEntry]:
     """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)
     if not kept:
-        return _gather(value, dim, inner, how), axes_entry(outer)
+        return _gather(value, dim, inner, how, path), axes_entry(outer)
     # An axis to keep lies inside one to gather. Its shards are gathered as well (an all-gather whose transpose is a
     # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
-            value, how = _gather(value, dim, (axis,), how), replace(how, replicas=None)
+            value, how = _gather(value, dim, (axis,), how, path), replace(how, replicas=None)
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)

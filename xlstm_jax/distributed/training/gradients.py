@@ -22,7 +22,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import inside_loss, sync_gradients
 from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
@@ -110,7 +110,8 @@ def local_result(
     live, put_back = boxes.split_differentiable(params)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        out: Any = loss_fn(put_back(live))
+        with inside_loss():
+            out: Any = loss_fn(put_back(live))
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
         loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
         _check_scalar(loss, has_aux, weighted)

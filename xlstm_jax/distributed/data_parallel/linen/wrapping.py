@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_lea
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.gather import gather_params, inside_module
 from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
@@ -223,7 +223,8 @@ def _only_when_bound(plain: Method, lifted: Method) -> Method:
         if self.scope is None:
             return plain(self, *args, **kwargs)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
-        with jax.named_scope(f"{self.name or type(self).__name__}.sharded"), inside_wrapper():
+        name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
+        with name, inside_module("/".join(self.path)), inside_wrapper():
             return lifted(self, *args, **kwargs)
 
     return method
