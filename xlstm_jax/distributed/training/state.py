@@ -1,14 +1,15 @@
 """The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState as TrainState
+from flax import struct
+from flax.training import train_state
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -24,6 +25,28 @@ from xlstm_jax.distributed.training.checking.whole_params import (
     warn_if_nothing_is_split,
     warn_of_gathered_scans,
 )
+
+State = TypeVar("State", bound=train_state.TrainState)  # ours, Flax's own, or a subclass of either
+
+
+class TrainState(train_state.TrainState):
+    """Flax's ``TrainState``, and in ``collections`` what the model keeps beside its parameters.
+
+    ``collections`` is what ``model.init`` returned but for "params", as ``{"batch_stats": ...}``: equal on all devices,
+    apart from leaves in boxes. It is empty for most models; a plain Flax ``TrainState`` will do for these.
+
+    >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
+    >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
+    ({}, {'batch_stats': {'mean': 0.0}})
+    """
+
+    # Keyword-only, so that a subclass may have fields without a default after it.
+    collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
+
+
+def collections_of(state: Any) -> Mapping[str, PyTree]:
+    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    return getattr(state, "collections", {})
 
 
 def init_sharded(
@@ -193,8 +216,8 @@ def abstract_train_state(
 
 
 def updated_state(
-    state: TrainState, grads: PyTree, loss: Array, value_fn: Callable[[PyTree], Array], mesh: Mesh | AbstractMesh
-) -> TrainState:
+    state: State, grads: PyTree, loss: Array, value_fn: Callable[[PyTree], Array], mesh: Mesh | AbstractMesh
+) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
     tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check
 from xlstm_jax.distributed.training.checking.step_check import StepLoss
 from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
-from xlstm_jax.distributed.training.state import TrainState, updated_state
+from xlstm_jax.distributed.training.state import State, updated_state
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
 
 ApplyFn = Callable[..., PyTree]
@@ -39,11 +39,11 @@ class TrainStep(jax.stages.Wrapped, Protocol):
     """What ``make_train_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
 
     @overload
-    def __call__(self, state: TrainState, batch: PyTree, rng: jax.Array, /) -> tuple[TrainState, Metrics]: ...
+    def __call__(self, state: State, batch: PyTree, rng: jax.Array, /) -> tuple[State, Metrics]: ...
     @overload
     def __call__(
-        self, state: TrainState, batch: PyTree, rng: jax.Array, local: Local, /
-    ) -> tuple[TrainState, Metrics, Local]: ...
+        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /
+    ) -> tuple[State, Metrics, Local]: ...
 
 
 def make_train_step(
@@ -116,7 +116,7 @@ def make_train_step(
     split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
 
-    def step(state: TrainState, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
+    def step(state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         check_no_explicit_mesh()
         check_call(state, rng, local, mesh, metric)
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
