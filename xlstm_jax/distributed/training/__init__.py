@@ -3,6 +3,7 @@
   init_sharded          values of the plain model's init, each device computing the shards that it keeps
   value_and_grad        inside shard_map: loss and gradient of the mean over all devices
   accumulate_gradients  the same over minibatches, one after the other
+  TrainState            Flax's, with the collections that a model keeps beside its parameters
   create_train_state    init_sharded, and an optimizer state that is split like the parameters
   abstract_train_state  the same without a value: what a checkpoint is restored into
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
@@ -19,13 +20,20 @@ from xlstm_jax.distributed.training.checking.step_check import StepCheck, check_
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.losses.lm_head import LMHead
-from xlstm_jax.distributed.training.state import abstract_train_state, create_train_state, init_sharded, jitted_init
+from xlstm_jax.distributed.training.state import (
+    TrainState,
+    abstract_train_state,
+    create_train_state,
+    init_sharded,
+    jitted_init,
+)
 from xlstm_jax.distributed.training.step import make_train_step
 
 __all__ = [
     "LMHead",
     "StepCheck",
     "TokenLosses",
+    "TrainState",
     "abstract_train_state",
     "accumulate_gradients",
     "check_step",

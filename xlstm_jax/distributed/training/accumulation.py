@@ -6,8 +6,8 @@ mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
 gradients      made of that mean by the strategy; those of whole leaves are then averaged over devices
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,28 @@ from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.checking.arguments import check_batch
+from xlstm_jax.distributed.training.checking.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 
 ACCUMULATION = tuple(STRATEGIES)
 
 
-class MinibatchLossFn(Protocol):
+class MinibatchLoss(Protocol):
     """The loss of a minibatch; ``rng`` is None where ``accumulate_gradients`` was given none."""
 
     def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /) -> LossOutput: ...
+
+
+class MinibatchLossWithCollections(Protocol):
+    """The same, and collections, where ``accumulate_gradients`` was given some."""
+
+    def __call__(
+        self, params: PyTree, minibatch: PyTree, rng: PyTree, collections: PyTree, /
+    ) -> tuple[LossOutput, PyTree]: ...
+
+
+MinibatchLossFn = MinibatchLoss | MinibatchLossWithCollections
 
 
 def accumulate_gradients(
@@ -44,7 +56,8 @@ def accumulate_gradients(
     weighted: bool = False,
     fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None,
     carry: PyTree = None,
-) -> tuple[Any, PyTree]:
+    collections: Mapping[str, PyTree] | None = None,
+) -> tuple[Any, ...]:
     """Loss and gradient of the whole batch, also where the weights of minibatches differ; inside ``shard_map``.
 
     >>> loss_fn = lambda w, minibatch, rng: jnp.mean(w * minibatch)
@@ -68,13 +81,16 @@ def accumulate_gradients(
         ``Maximum``, ``Minimum``) is merged instead, and its value returned: ``{"tokens": Count.of(mask)}``.
       fold_aux, carry: with ``has_aux``, instead of averaging: ``carry = fold_aux(carry, aux)`` after every minibatch,
         on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
+      collections: what the model keeps beside parameters, as ``{"batch_stats": ...}``: the same on all devices. The
+        loss function is then ``loss_fn(params, minibatch, rng, collections)``, and returns a pair of what is said above
+        and the updated ones, with which the next minibatch goes on. One that it leaves out stays.
     Returns:
       ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
-      ``aux`` where there is ``fold_aux``.
+      ``aux`` where there is ``fold_aux``. With collections they come third, ``(loss, grads, collections)``.
     Raises:
       ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
         unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
-        "reduce_replicas_once" needs copies.
+        "reduce_replicas_once" needs copies; or a collection would differ between devices, or has changed its shape.
       TypeError: an integer in the auxiliary output, of which an average is hardly meant; names it.
     """
     axes = as_axis_names(axis_names)
@@ -85,21 +101,27 @@ def accumulate_gradients(
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
 
-    def on_minibatch(index: Any, carry: PyTree) -> tuple[_OfMinibatch, PyTree]:
+    def on_minibatch(index: Any, carried: tuple[PyTree, ...]) -> tuple[_OfMinibatch, tuple[PyTree, ...]]:
+        carry, *kept = carried
         minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
-        local = local_result(lambda weights: loss_fn(weights, minibatch, key), weights, axes, has_aux, weighted)
+        rest, loss = (minibatch, key, *kept), cast(Callable[..., Any], loss_fn)
+        local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
+        if kept:
+            kept = [updated_collections(loss, (weights, *rest), local.collections, axes)]
         if fold_aux is not None:
             carry, local = fold_aux(carry, local.aux), local._replace(aux=None)
         aux = Auxiliary.of(local.aux).scaled(local.scale)
         # All values vary over all axes by type, for a scan to carry them.
         loss, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        return _OfMinibatch(((loss, aux.means), local.grads), local.weight, aux.replace(means=[])), carry
+        return _OfMinibatch(((loss, aux.means), local.grads), local.weight, aux.replace(means=[])), (carry, *kept)
 
-    (((loss, means), mean_grads), _, aux), carry = _mean_over(on_minibatch, num_minibatches, carry)
+    start = (carry, collections) if collections else (carry,)
+    (((loss, means), mean_grads), _, aux), (carry, *kept) = _mean_over(on_minibatch, num_minibatches, start)
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
-    return ((loss, reported if fold_aux is None else carry), grads) if has_aux else (loss, grads)
+    found = (loss, reported if fold_aux is None else carry) if has_aux else loss
+    return (found, grads, *kept)
 
 
 class _OfMinibatch(NamedTuple):

@@ -27,7 +27,10 @@ from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
 Scalar = jax.Array | float
-LossOutput = Scalar | tuple[Any, Any]  # loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux
+# loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux; with collections a pair of all that
+# and the updated collections
+LossOutput = Scalar | tuple[Any, Any]
+UPDATED = "(what it returns without collections, updated collections)"
 
 
 class LocalLossFn(Protocol[P]):
@@ -94,6 +97,7 @@ class LocalResult(NamedTuple):
 
     ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it, ``weight`` W,
     and ``scale`` N / W, the factor that made the loss out of the function's sum; both are 1 without ``weighted``.
+    ``collections`` are those that it has updated, if it returns them.
     """
 
     loss: jax.Array
@@ -101,10 +105,16 @@ class LocalResult(NamedTuple):
     aux: PyTree
     scale: Scalar
     weight: Scalar
+    collections: PyTree = None
 
 
 def local_result(
-    loss_fn: Callable[[PyTree], LossOutput], params: PyTree, axes: tuple[str, ...], has_aux: bool, weighted: bool
+    loss_fn: Callable[[PyTree], LossOutput],
+    params: PyTree,
+    axes: tuple[str, ...],
+    has_aux: bool,
+    weighted: bool,
+    has_collections: bool = False,
 ) -> LocalResult:
     """Differentiates the loss function on this device, and checks what it returns."""
     live, put_back = boxes.split_differentiable(params)
@@ -112,16 +122,17 @@ def local_result(
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss():
             out: Any = loss_fn(put_back(live))
+        out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
         loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
         _check_scalar(loss, has_aux, weighted)
         _check_not_reduced(loss, axes, "the loss")
         _check_no_axis_left_out(loss, axes)
-        return loss, (aux, scale, weight)
+        return loss, (aux, scale, weight, updated)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
-    (loss, (aux, scale, weight)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight)
+    (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
+    return LocalResult(loss, grads, aux, scale, weight, updated)
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:

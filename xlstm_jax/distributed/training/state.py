@@ -1,14 +1,16 @@
 """The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState as TrainState
+from flax import struct
+from flax.training import train_state
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -17,13 +19,37 @@ from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
+from xlstm_jax.distributed.training.checking.collections import check_kept
 from xlstm_jax.distributed.training.checking.whole_params import (
     reasons_in_plan,
     warn_if_nothing_is_split,
     warn_of_gathered_scans,
 )
+
+State = TypeVar("State", bound=train_state.TrainState)  # ours, Flax's own, or a subclass of either
+
+
+class TrainState(train_state.TrainState):
+    """Flax's ``TrainState``, and in ``collections`` what the model keeps beside its parameters.
+
+    ``collections`` is what ``model.init`` returned but for "params", as ``{"batch_stats": ...}``: equal on all devices,
+    apart from leaves in boxes. It is empty for most models; a plain Flax ``TrainState`` will do for these.
+
+    >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
+    >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
+    ({}, {'batch_stats': {'mean': 0.0}})
+    """
+
+    # Keyword-only, so that a subclass may have fields without a default after it.
+    collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
+
+
+def collections_of(state: Any) -> Mapping[str, PyTree]:
+    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    return getattr(state, "collections", {})
 
 
 def init_sharded(
@@ -116,10 +142,12 @@ def create_train_state(
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
       whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
     Returns:
-      ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state)``: ``params`` boxed where they are split,
-      ``opt_state`` split like the parameters, and boxed only where these are padded.
+      ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where they are
+      split, ``opt_state`` split like the parameters, and boxed only where these are padded; ``collections`` all else
+      that ``model.init`` made, as ``{"batch_stats": ...}``, whole on every device unless the model has boxed it.
     Raises:
-      ValueError: the model has other variable collections than "params", which a ``TrainState`` does not carry.
+      ValueError: a collection is of single examples (a cache), or holds what the model has sown; names it, and how to
+        leave it out.
     """
     check_model(model)
     check_transform(tx, "create_train_state")
@@ -128,19 +156,14 @@ def create_train_state(
     with scans.watching():
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs))
     params = variables.pop("params", {})
-    if variables:
-        raise ValueError(
-            f"the model has the variable collections {sorted(variables)} beside 'params', which a TrainState does not "
-            "carry. Initialise with init_sharded, and write the step with value_and_grad and has_aux=True, which "
-            "returns the updated collections."
-        )
-
+    check_kept(variables)
     if not whole_ok:
         warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
         warn_of_gathered_scans(scans, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh)
-    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state)
+    kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)  # strongly typed, see sharded_opt_state
+    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=kept)
 
 
 def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -188,26 +211,58 @@ def abstract_train_state(
         step=NamedSharding(mesh, PartitionSpec()),
         params=boxes.shardings(state.params, mesh),
         opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
+        collections=boxes.shardings(state.collections, mesh),
     )
     return boxes.map_leaves(with_sharding, state, of_state)
 
 
 def updated_state(
-    state: TrainState, grads: PyTree, loss: Array, value_fn: Callable[[PyTree], Array], mesh: Mesh | AbstractMesh
-) -> TrainState:
+    state: State,
+    grads: PyTree,
+    loss: Array,
+    value_fn: Callable[[PyTree], Array],
+    mesh: Mesh | AbstractMesh,
+    collections: Mapping[str, PyTree],
+) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
     tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)
+    value = _nan_where_spoiled(loss, state, collections)
     try:
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
     except Exception:  # whatever an optimizer raises that is given the state of another
         if reason := why_not_its_state(tx, opt_state, params):
             raise ValueError(reason) from None
         raise
     opt_state = stored_state(opt_state, state.params)
     new_params = with_trainable(state.params, optax.apply_updates(params, updates))
-    return state.replace(
+    updated = state.replace(
         step=state.step + 1,
         params=jax.lax.with_sharding_constraint(new_params, boxes.shardings(new_params, mesh)),
         opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
     )
+    return _with_collections(updated, collections, mesh) if collections else updated
+
+
+def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree]) -> Array:
+    """The loss for ``skip_nonfinite`` to look at: not finite where the step would make a finite statistic infinite.
+
+    Sums of squares overflow before the loss does: the variance is infinite, what it divides 0, and the loss finite.
+    """
+    if not (collections and skip_counts(state.opt_state)):
+        return loss
+    floats, _ = boxes.split_differentiable(collections_of(state))
+    new_floats, _ = boxes.split_differentiable(collections)
+    pairs = [(boxes.leaf_value(old), boxes.leaf_value(new)) for old, new in zip(floats, new_floats, strict=True)]
+    spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
+    return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
+
+
+def _with_collections(state: Any, collections: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> Any:
+    """The state with the collections of its step; with those from before it, if ``skip_nonfinite`` has skipped that."""
+    counts = skip_counts(state.opt_state)
+    if counts:
+        applied = counts[SKIPPED_IN_A_ROW] == 0
+        collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
+    shardings = boxes.shardings(collections, mesh)
+    return state.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))

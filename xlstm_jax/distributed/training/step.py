@@ -20,30 +20,42 @@ from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
 from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_batch, check_call, check_loss_fn
+from xlstm_jax.distributed.training.checking.collections import check_takes_collections
 from xlstm_jax.distributed.training.checking.step_check import StepLoss
 from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
-from xlstm_jax.distributed.training.state import TrainState, updated_state
+from xlstm_jax.distributed.training.state import State, collections_of, updated_state
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
 
 ApplyFn = Callable[..., PyTree]
 
 
-class LossFn(Protocol):
-    """The loss of this device's shard of the batch: what ``make_train_step`` takes."""
+class LossOfParams(Protocol):
+    """The loss of this device's shard of the batch."""
 
     def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /) -> LossOutput: ...
+
+
+class LossWithCollections(Protocol):
+    """The same of a model that keeps collections beside its parameters, and those that it has updated."""
+
+    def __call__(
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, collections: PyTree, /
+    ) -> tuple[LossOutput, PyTree]: ...
+
+
+LossFn = LossOfParams | LossWithCollections  # what ``make_train_step`` takes
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
     """What ``make_train_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
 
     @overload
-    def __call__(self, state: TrainState, batch: PyTree, rng: jax.Array, /) -> tuple[TrainState, Metrics]: ...
+    def __call__(self, state: State, batch: PyTree, rng: jax.Array, /) -> tuple[State, Metrics]: ...
     @overload
     def __call__(
-        self, state: TrainState, batch: PyTree, rng: jax.Array, local: Local, /
-    ) -> tuple[TrainState, Metrics, Local]: ...
+        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /
+    ) -> tuple[State, Metrics, Local]: ...
 
 
 def make_train_step(
@@ -72,7 +84,9 @@ def make_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
-        or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers.
+        or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers. Where the state
+        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)``, returning a pair of
+        all that and the updated ones, equal on all devices; see docs/collections.md.
       mesh: the mesh of the state.
       batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost. The axes of
         the wrappers must be among them.
@@ -116,25 +130,27 @@ def make_train_step(
     split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
 
-    def step(state: TrainState, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
+    def step(state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         check_no_explicit_mesh()
         check_call(state, rng, local, mesh, metric)
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
-        specs = boxes.partition_specs(state.params, mesh)
+        collections = collections_of(state)
+        check_takes_collections(loss_fn, collections)
+        specs, of_kept = (boxes.partition_specs(tree, mesh) for tree in (state.params, collections))
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
-        in_specs, out_specs = (specs, of_batch, whole, of_aux), ((whole, of_aux), specs)
+        in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), ((whole, of_aux), specs, of_kept)
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         loss_and_grads = on_mesh(partial(_on_device, loss_fn, state.apply_fn, axes, options))
-        rest = (batch, jax.random.fold_in(rng, state.step), local)
+        rest = (batch, jax.random.fold_in(rng, state.step), local, collections)
         scans = GatheredScans()
         with scans.watching():
-            (loss, aux), grads = loss_and_grads(state.params, *rest)
+            (loss, aux), grads, collections = loss_and_grads(state.params, *rest)
         if not whole_ok:
             warn_if_nothing_is_split(state.params, mesh)
             warn_of_gathered_scans(scans, mesh)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
-        before, state = state, updated_state(state, grads, loss, value_fn, mesh)
+        before, state = state, updated_state(state, grads, loss, value_fn, mesh, collections)
         metrics |= skip_counts(state.opt_state)
         metrics |= learning_rates(learning_rate, before.opt_state, state.opt_state, before.step)
         if metric is not None:
@@ -147,7 +163,7 @@ def make_train_step(
 
 
 def _on_device(
-    loss_fn: LossFn,
+    loss_fn: Callable[..., LossOutput],
     apply_fn: ApplyFn,
     axes: tuple[str, ...],
     options: Mapping[str, Any],
@@ -155,15 +171,16 @@ def _on_device(
     batch: PyTree,
     rng: jax.Array,
     local: PyTree,
-) -> tuple[tuple[Any, Any], PyTree]:
-    """What runs inside ``shard_map``: ((loss, what else the loss function returns), gradients)."""
+    collections: Mapping[str, PyTree],
+) -> tuple[tuple[Any, Any], PyTree, PyTree]:
+    """What runs inside ``shard_map``: ((loss, what else the loss function returns), gradients, collections)."""
 
-    def loss(params: PyTree, minibatch: PyTree, rng: jax.Array) -> LossOutput:
-        return loss_fn(params, apply_fn, minibatch, rng)
+    def loss(params: PyTree, *rest: PyTree) -> Any:
+        return loss_fn(params, apply_fn, *rest)
 
-    rng = fold_rng_over_axis(rng, axes)
-    found, grads = accumulate_gradients(loss, params, batch, rng, axes, carry=local, **options)
-    return (found if options["has_aux"] else (found, None)), grads
+    rng, given = fold_rng_over_axis(rng, axes), {"carry": local, "collections": collections}
+    found, grads, *updated = accumulate_gradients(loss, params, batch, rng, axes, **given, **options)
+    return (found if options["has_aux"] else (found, None)), grads, updated[0] if updated else collections
 
 
 def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -199,7 +216,7 @@ def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any]) -> Callable
     """
 
     def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
-        (loss, _), grads = loss_and_grads(with_trainable(like, params))
+        (loss, _), grads, _ = loss_and_grads(with_trainable(like, params))
         return loss, trainable(grads)
 
     def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:

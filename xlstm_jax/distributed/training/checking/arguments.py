@@ -82,7 +82,7 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
         )
     ours = _splitting_axes(mesh)
     on_mesh = {
-        "state": {name: getattr(state, name) for name in ("step", "params", "opt_state")},
+        "state": {name: getattr(state, name, {}) for name in ("step", "params", "opt_state", "collections")},
         "rng": rng,
         "local": local,
     }

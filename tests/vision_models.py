@@ -1,0 +1,90 @@
+"""Two small vision models: a residual network with batch statistics, and a diffusion U-Net with attention.
+
+Images [b, h, w, c]; kernels of convolutions have rank 4, those of attention rank 3. ``wrap`` shards the blocks, or does
+nothing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tests.support import plain
+
+
+class ResNetBlock(nn.Module):
+    """Two convolutions with batch statistics beside a projected identity; the last scale starts at 0."""
+
+    features: int
+    strides: int
+    norm: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Conv(self.features, (3, 3), self.strides, use_bias=False)(x)
+        y = nn.relu(self.norm()(y))
+        y = nn.Conv(self.features, (3, 3), use_bias=False)(y)
+        y = self.norm(scale_init=nn.initializers.constant(0.5))(y)
+        if x.shape != y.shape:
+            x = self.norm(name="norm_proj")(nn.Conv(self.features, (1, 1), self.strides, use_bias=False)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Images [b, h, w, c] -> logits [b, 4]. ``axis_name`` are the axes over which statistics are those of the batch."""
+
+    axis_name: Any = None
+    wrap: Callable[[Any], Any] = plain
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name=self.axis_name)
+        x = nn.relu(norm(name="norm_in")(self.wrap(nn.Conv)(8, (3, 3), use_bias=False, name="conv_in")(x)))
+        block = self.wrap(nn.remat(ResNetBlock) if self.remat else ResNetBlock)
+        for i, features in enumerate((8, 16)):
+            x = block(features, strides=1 + (i > 0), norm=norm, name=f"block_{i}")(x)
+        return self.wrap(nn.Dense)(4, name="head")(x.mean((1, 2)))
+
+
+def time_embedding(t, features: int):
+    """Noise levels t[b] -> sines and cosines [b, features] of geometric frequencies."""
+    frequencies = jnp.exp(-jnp.log(1e3) * jnp.arange(features // 2) / (features // 2))
+    angles = 100.0 * t[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class UNetBlock(nn.Module):
+    """GroupNorm and convolutions, shifted by the time; then attention over all places of the image."""
+
+    features: int
+    attention: bool = False
+
+    @nn.compact
+    def __call__(self, x, t):
+        y = nn.Conv(self.features, (3, 3))(nn.swish(nn.GroupNorm(4)(x)))
+        y = y + nn.Dense(self.features)(nn.swish(t))[:, None, None]
+        y = nn.Conv(self.features, (3, 3))(nn.swish(nn.GroupNorm(4)(y)))
+        x = y + nn.Conv(self.features, (1, 1))(x)
+        if self.attention:
+            places = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, self.features)
+            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(places).reshape(x.shape)
+        return x
+
+
+class UNet(nn.Module):
+    """Noisy images [b, h, w, c] and noise levels [b] -> the noise [b, h, w, c]; down, attention, and up again."""
+
+    wrap: Callable[[Any], Any] = plain
+
+    @nn.compact
+    def __call__(self, x, t):
+        block = self.wrap(UNetBlock)
+        t = self.wrap(nn.Dense)(32, name="time")(time_embedding(t, 16))
+        high = block(8, name="down")(self.wrap(nn.Conv)(8, (3, 3), name="conv_in")(x), t)
+        low = block(16, attention=True, name="middle")(nn.avg_pool(high, (2, 2), (2, 2)), t)
+        low = self.wrap(nn.ConvTranspose)(8, (2, 2), (2, 2), name="up")(low)
+        y = block(8, name="out")(jnp.concatenate([high, low], axis=-1), t)
+        return self.wrap(nn.Conv)(x.shape[-1], (3, 3), name="conv_out")(nn.swish(y))

@@ -1,0 +1,195 @@
+"""What a model keeps beside its parameters: what a state can carry of it, and what a loss function returns of it.
+
+  init    refused: what is of single examples (a cache), and what the model has sown
+  step    loss_fn(params, apply_fn, batch, rng, collections) -> (loss, updated)
+          the leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on all devices
+
+Whether they are equal, types and equations tell (``varying``), before anything is computed. A value that every device
+computes of its own examples is refused: it has no place among values that devices share, and training would go on
+differently on each of them, without a word under ``check_vma=False``.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel.communication import value_dtype
+from xlstm_jax.distributed.training.checking.varying import Axes, differing_axes
+from xlstm_jax.wording import kind_of, listed
+
+OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
+
+
+# ------------------------------------------------------------------------------------------------- of model.init
+
+
+def check_kept(collections: Mapping[str, PyTree]) -> None:
+    """Raises a ``ValueError`` where a collection of ``model.init`` is not one that devices can share."""
+    for name, collection in collections.items():
+        rest = ["params", *(other for other in collections if other != name)]
+        cure = f"Leave it out of the state: create_train_state(..., mutable={rest})."
+        if name in OF_EXAMPLES:
+            raise ValueError(
+                f"the model's collection {name!r} holds {OF_EXAMPLES[name]} of single examples, and a training state "
+                f"holds what all devices share. {cure}"
+            )
+        for path, leaf in boxes.flatten_with_path(collection, tuple)[0]:
+            if type(leaf) is tuple:
+                raise ValueError(
+                    f"'{name}/{path}' is a tuple, which is what self.sow leaves: values of one call, to which each "
+                    f"step would append. {cure} In the loss function apply with mutable=[..., {name!r}], and return "
+                    "the other collections alone. (Of a tuple of your own make a dict.)"
+                )
+
+
+# --------------------------------------------------------------------------------------------- of a loss function
+
+
+def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+    """Raises a ``TypeError`` where a loss function takes collections and the state has none, or the reverse."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a function without a signature says so itself
+        return
+    if _binds(signature, 5 if collections else 4) or not _binds(signature, 4 if collections else 5):
+        return
+    if collections:
+        raise TypeError(
+            f"the state has the collections {sorted(collections)}, and loss_fn takes four arguments. Write loss_fn("
+            "params, apply_fn, batch, rng, collections), which returns a pair of what it returns now and the updated "
+            "collections: out, updated = apply_fn({'params': params, **collections}, x, mutable=list(collections))."
+        )
+    raise TypeError(
+        "loss_fn takes collections as a fifth argument, and the state has none. Make it with create_train_state, or "
+        "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
+        "for a model without them leave the argument out."
+    )
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def updated_collections(
+    loss_fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    updated: Any,
+    axes: tuple[str, ...],
+) -> PyTree:
+    """What the loss function has made of the collections, ``args[-1]``, equal on all devices by type too.
+
+    Args:
+      loss_fn: ``loss_fn(*args)`` -> (anything, ``updated``).
+      args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
+      updated: what it has returned.
+    Raises:
+      TypeError, ValueError: ``updated`` has other leaves than the collections, or one that differs between devices.
+    """
+    new = _like_before(args[-1], updated)
+    leaves = boxes.leaves_with_path(new)
+    of_types = [_differing_by_type(leaf) for _, leaf in leaves]
+    if not any(of_types):
+        return new
+
+    def again(*args: Any) -> list[Any]:
+        return jax.tree.leaves(_like_before(args[-1], loss_fn(*args)[1]))
+
+    in_fact = differing_axes(again, args, _differing_args(args, axes))
+    found = zip(leaves, of_types, in_fact, strict=True)
+    _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing})
+    return _equal_by_type(new, of_types)
+
+
+def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
+    """``updated`` in the tree and the dtypes of ``before``; a collection that was left out stays as it was."""
+    if not isinstance(updated, Mapping):
+        raise TypeError(
+            f"with collections: loss_fn must return a pair whose second part is a dict of updated collections, with "
+            f"names of {sorted(before)}, not {kind_of(updated)}."
+        )
+    if unknown := sorted(updated.keys() - before.keys()):
+        raise ValueError(
+            f"loss_fn returned the collection {unknown[0]!r}, which the state does not have; it has {sorted(before)}. "
+            "Return these alone, of what apply_fn has made: {name: updated[name] for name in collections}."
+        )
+    old = {path: leaf for path, leaf in boxes.leaves_with_path(before) if path.partition("/")[0] in updated}
+    new = dict(boxes.leaves_with_path(updated))
+    if unlike := sorted(old.keys() ^ new.keys()):
+        what = "did not return" if unlike[0] in old else "returned, and was not given,"
+        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns a collection whole, or leaves it out as it was.")
+
+    def like(path: str, leaf: Any) -> Any:
+        return _strong(path, leaf, new[path]) if path in new else leaf
+
+    return boxes.map_leaves_with_path(like, before)
+
+
+def _strong(path: str, before: Any, updated: Any) -> Any:
+    """The value in the box of ``before``, of a dtype of its own: what is weakly typed would compile a step twice."""
+    old, new = boxes.leaf_value(before), boxes.leaf_value(updated)
+    was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
+    if was != became:
+        raise ValueError(
+            f"loss_fn made '{path}' {became[1]}{list(became[0])}, which was {was[1]}{list(was[0])}. A collection keeps "
+            "its shapes and dtypes. What has a row for each example is no state of a training."
+        )
+    return boxes.rebox(before, jnp.asarray(new, value_dtype(old)))
+
+
+# ------------------------------------------------------------------------------------------ equal on all devices
+
+
+def _differing_by_type(leaf: Any) -> Axes:
+    """The axes along which a leaf may differ between devices by its type, and is not split by its box."""
+    varying = collectives.varying_axes(boxes.leaf_value(leaf))
+
+    def may_differ(axis: str) -> bool:
+        return axis in varying if collectives.is_tracked(axis) else bool(collectives.spread_axes([axis]))
+
+    return Axes(filter(may_differ, collectives.manual_axes())) - Axes(boxes.leaf_axes(leaf))
+
+
+def _differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
+    """The axes along which the leaves of a loss function's arguments differ between devices."""
+    params, minibatch, rng, collections = args
+    spread = Axes(collectives.spread_axes(axes))
+    of_params, of_collections = (
+        [Axes(boxes.leaf_axes(leaf)) for _, leaf in boxes.leaves_with_path(tree)] for tree in (params, collections)
+    )
+    of_minibatch = [spread if np.ndim(leaf) else Axes() for leaf in jax.tree.leaves(minibatch)]
+    return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]
+
+
+def _check_equal(differing: dict[str, Axes]) -> None:
+    if not differing:
+        return
+    axes = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
+    raise ValueError(
+        f"the collections {listed(differing)} would differ from device to device along {axes}: each makes them of its "
+        f"own examples, and the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm(..., "
+        f"axis_name={axes}). To normalise by each device's own, and keep the mean of all: return pmean(updated, "
+        f"{axes}) of jax.lax. What is of one call alone, as a sown loss: create_train_state(..., mutable=['params', "
+        "'batch_stats'])."
+    )
+
+
+def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
+    """The same values, which are equal, with types that say so: by a maximum over devices, where types are tracked."""
+    values, treedef = jax.tree.flatten(new)
+    tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]
+    for axes in sorted(set(tracked) - {()}):
+        indices = [index for index, over in enumerate(tracked) if over == axes]
+        sent = [values[i].astype(jnp.int32) if values[i].dtype == bool else values[i] for i in indices]
+        for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
+            values[i] = value.astype(values[i].dtype)
+    return jax.tree.unflatten(treedef, values)

@@ -1,0 +1,110 @@
+"""Over which mesh axes the results of a function differ from device to device, read off its equations.
+
+The types of ``check_vma=True`` say it too, more cautiously: all that is computed of a gathered parameter varies by
+type, and without ``check_vma`` there are no types. Nothing is computed here, and nothing communicated.
+
+  most equations       differ along the axes along which one of their inputs differs
+  psum, all_gather     equal along their axes, whatever their inputs
+  axis_index and what else names an axis     differ along it
+  loops, branches      read through; a loop until nothing more differs
+
+An equation that is not known is taken to differ, so that a mistake is an error too many, never one too few.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+Axes = frozenset[str]
+
+_EQUALS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_CASTS = {"pvary", "pcast"}  # of types alone
+_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
+    """For each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
+
+    ``of_args`` are those of each leaf of ``args``. An array of an outer trace that ``fn`` has closed over is taken to
+    differ along all of these.
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    everywhere = Axes().union(*of_args)
+    consts = [everywhere if isinstance(const, Tracer) else Axes() for const in closed.consts]
+    return _of_jaxpr(closed.jaxpr, consts, list(of_args))
+
+
+def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom: Any) -> Axes:
+        return Axes() if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _of_closed(closed: Any, inputs: list[Axes]) -> list[Axes]:
+    """Of a jaxpr within an equation, whose constants are plain arrays."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return _of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
+
+
+def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
+    name, named = eqn.primitive.name, _named_axes(eqn.params)
+    if name in _CASTS:
+        return inputs
+    if name in _EQUALS and eqn.params.get("axis_index_groups") is None:
+        return [axes - named for axes in inputs]
+    if name in _LOOPS:
+        return _LOOPS[name](eqn.params, inputs)
+    if name in _CALLS:
+        return _of_closed(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], inputs)
+    return [named.union(*inputs)] * len(eqn.outvars)
+
+
+def _named_axes(params: dict[str, Any]) -> Axes:
+    """The mesh axes that an equation names: as ``axes`` or as ``axis_name``, one or several."""
+    names = [params.get("axes", ()), params.get("axis_name", ())]
+    return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
+
+
+def _of_scan(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+    first, after = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, carry, rest = inputs[:first], inputs[first:after], inputs[after:]
+    while True:
+        results = _of_closed(params["jaxpr"], [*consts, *carry, *rest])
+        before, carry = carry, _joined(carry, results[: len(carry)])
+        if carry == before:
+            return [*carry, *results[len(carry) :]]
+
+
+def _of_while(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = inputs[of_body:]
+    while True:
+        (ends,) = _of_closed(params["cond_jaxpr"], [*inputs[:of_cond], *carry])
+        results = _of_closed(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
+        before, carry = carry, _joined(carry, results, [ends] * len(carry))
+        if carry == before:
+            return carry
+
+
+def _of_cond(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+    branches = [_of_closed(branch, inputs[1:]) for branch in params["branches"]]
+    return _joined(*branches, [inputs[0]] * len(branches[0]))
+
+
+_LOOPS: dict[str, Callable[[dict[str, Any], list[Axes]], list[Axes]]] = {
+    "scan": _of_scan,
+    "while": _of_while,
+    "cond": _of_cond,
+}
+
+
+def _joined(*of_values: list[Axes]) -> list[Axes]:
+    return [Axes().union(*axes) for axes in zip(*of_values, strict=True)]
