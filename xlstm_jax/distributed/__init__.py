@@ -12,8 +12,11 @@ from xlstm_jax.distributed.data_parallel import (
     shard_module_params,
     shard_params,
     shardings,
+    split_array_over_mesh,
+    stack_params,
     sync_gradients,
     unbox,
+    unstack_params,
 )
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
 from xlstm_jax.distributed.hardware import compiler_options
@@ -92,7 +95,10 @@ __all__ = [
     "simulate_cpu_devices",
     "skip_counts",
     "skip_nonfinite",
+    "split_array_over_mesh",
+    "stack_params",
     "sync_gradients",
     "unbox",
+    "unstack_params",
     "value_and_grad",
 ]
