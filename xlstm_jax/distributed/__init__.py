@@ -46,6 +46,7 @@ from xlstm_jax.distributed.training import (
     create_train_state,
     fold_rng_over_axis,
     init_sharded,
+    make_eval_step,
     make_train_step,
     value_and_grad,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "import_safetensors",
     "init_sharded",
     "initialize_distributed",
+    "make_eval_step",
     "make_train_step",
     "partition_specs",
     "plan_sharding",
