@@ -12,8 +12,11 @@ from xlstm_jax.distributed.data_parallel import (
     shard_module_params,
     shard_params,
     shardings,
+    split_array_over_mesh,
+    stack_params,
     sync_gradients,
     unbox,
+    unstack_params,
 )
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
 from xlstm_jax.distributed.hardware import compiler_options
@@ -44,6 +47,7 @@ from xlstm_jax.distributed.training import (
     create_train_state,
     fold_rng_over_axis,
     init_sharded,
+    make_eval_step,
     make_train_step,
     value_and_grad,
 )
@@ -83,6 +87,7 @@ __all__ = [
     "import_safetensors",
     "init_sharded",
     "initialize_distributed",
+    "make_eval_step",
     "make_train_step",
     "partition_specs",
     "plan_sharding",
@@ -94,7 +99,10 @@ __all__ = [
     "simulate_cpu_devices",
     "skip_counts",
     "skip_nonfinite",
+    "split_array_over_mesh",
+    "stack_params",
     "sync_gradients",
     "unbox",
+    "unstack_params",
     "value_and_grad",
 ]

@@ -24,9 +24,10 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 from xlstm_jax.distributed.data_parallel.boxes import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gather import gather_array_with_mean_grads, gather_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.linen.stacking import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.linen.wrapping import shard_module_params
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import shard_params
+from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 
 __all__ = [
     "Replicas",
@@ -39,6 +40,9 @@ __all__ = [
     "shard_module_params",
     "shard_params",
     "shardings",
+    "split_array_over_mesh",
+    "stack_params",
     "sync_gradients",
     "unbox",
+    "unstack_params",
 ]

@@ -143,6 +143,11 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]]
 
 
+def map_nodes(fn: Callable[[Any], Any], tree: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
+    """The tree with ``fn`` applied to what ``is_node`` is true of, a box or a dict, say, and to all other leaves."""
+    return jax.tree.map(fn, tree, is_leaf=lambda node: is_box(node) or is_node(node))
+
+
 def flatten_with_path(tree: PyTree, leaf_type: type[Any]) -> tuple[list[tuple[str, Any]], Any]:
     """All leaves with their paths, an instance of ``leaf_type`` being one leaf, and the structure to put them back."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, leaf_type))

@@ -174,3 +174,39 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, *map(str, dtypes)))
 
     return boxes.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
+
+
+def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -> jax.Array:
+    """This device's slice of an array that all devices along the axis hold whole; inside ``shard_map``.
+
+    >>> split = lambda x: split_array_over_mesh(x, "fsdp", 1)
+    >>> largest = jax.shard_map(lambda x: split(x).max(1), mesh=mesh, in_specs=jax.P(), out_specs=jax.P("fsdp"))
+    >>> largest(jnp.arange(8.0)[None]).tolist()  # of 2 values on each of 4 devices
+    [1.0, 3.0, 5.0, 7.0]
+
+    Nothing travels. In the backward pass each device has the gradient of its own slice, and zeros elsewhere. Their sum
+    over the axis, the gradient of ``x``, is taken where ``x`` comes from: by the transpose of the all-gather that made
+    it, by JAX where the type of ``x`` says that it is equal on all devices, or of a parameter by ``value_and_grad`` and
+    ``sync_gradients``, as the mean.
+
+    Args:
+      x: [..., d, ...], of any dtype.
+      axis_name: an axis or a tuple of axes, the first outermost, N devices in all.
+      split_axis: the dim d; negative ones count from the end.
+    Returns:
+      [..., d / N, ...], slices lying in the order of ``PartitionSpec(axes)``.
+    Raises:
+      ValueError: an axis is not bound; ``x`` has no such dim, or N does not divide it.
+    """
+    axes = as_axis_names(axis_name)
+    collectives.check_bound(axes, caller="split_array_over_mesh")
+    if not -x.ndim <= split_axis < x.ndim:
+        raise ValueError(f"split_array_over_mesh: {split_axis=} is no dim of an array of shape {x.shape}.")
+    size, count = x.shape[split_axis], collectives.axis_size(axes)
+    if size % count:
+        raise ValueError(
+            f"split_array_over_mesh: dim {split_axis} of an array of shape {x.shape} has size {size}, which the "
+            f"{count} devices over {axes} do not divide; the last {size % count} would be lost. Pad it to "
+            f"{padded_size(size, count)}."
+        )
+    return collectives.own_shard(x, split_axis % x.ndim, axes)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
 
@@ -71,3 +72,17 @@ def resolved(options: str | Mapping[str, Any] | None, device_kind: str) -> dict[
     if isinstance(chosen, str):
         raise ValueError(f"compiler_options={chosen!r}: pass a dict of XLA's options, 'auto' or None.")
     return dict(chosen or {}) or None
+
+
+def resolved_on(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``resolved`` for the chips of a mesh.
+
+    Raises:
+      ValueError: as of ``resolved``; or "auto", and the mesh has no devices.
+    """
+    if options == "auto" and isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "compiler_options='auto' needs devices, and this mesh is abstract. Pass compiler_options(device_kind), or "
+            "hand the options to forecast."
+        )
+    return resolved(options, "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind)

@@ -12,7 +12,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
-from xlstm_jax.distributed.hardware.xla_options import resolved
+from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
@@ -159,7 +159,7 @@ def make_train_step(
 
     step.loss = StepLoss(loss_fn, weighted, has_second)  # type: ignore[attr-defined]  # for check_step
     donated = 0 if metric is None else (0, 3)
-    return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=_resolved_options(mesh, compiler_options))
+    return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=resolved_on(mesh, compiler_options))
 
 
 def _on_device(
@@ -181,15 +181,6 @@ def _on_device(
     rng, given = fold_rng_over_axis(rng, axes), {"carry": local, "collections": collections}
     found, grads, *updated = accumulate_gradients(loss, params, batch, rng, axes, **given, **options)
     return (found if options["has_aux"] else (found, None)), grads, updated[0] if updated else collections
-
-
-def _resolved_options(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if options == "auto" and isinstance(mesh, AbstractMesh):
-        raise ValueError(
-            "compiler_options='auto' needs devices, and this mesh is abstract. Pass compiler_options(device_kind), or "
-            "hand the options to forecast."
-        )
-    return resolved(options, "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind)
 
 
 def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:

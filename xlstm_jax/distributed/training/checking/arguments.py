@@ -7,7 +7,7 @@ donated, before the call: releases of JAX differ in what follows, and some end t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
-ARGUMENTS = ("state", "batch", "rng", "local")
+ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
+TAKEN_OVER = {"state": "state", "params": "state", "local": "local"}  # arguments, and what steps donate of them
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
@@ -31,14 +32,14 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 # -------------------------------------------------------------------------------------------------- model, loss and key
 
 
-def check_loss_fn(loss_fn: Any) -> None:
-    """Raises a ``TypeError`` where ``make_train_step`` was given something else than a function first."""
+def check_loss_fn(
+    loss_fn: Any, taker: str = "make_train_step", signature: str = "loss_fn(params, apply_fn, batch, rng)"
+) -> None:
+    """Raises a ``TypeError`` where the maker of a step was given something else than a function first."""
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
-    raise TypeError(
-        f"make_train_step takes first a function loss_fn(params, apply_fn, batch, rng), not {kind_of(loss_fn)}; {cure}."
-    )
+    raise TypeError(f"{taker} takes first a function {signature}, not {kind_of(loss_fn)}; {cure}.")
 
 
 def check_model(model: Any) -> None:
@@ -80,23 +81,23 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
             "create_train_state makes one; a step returns a pair, state, metrics = step(state, batch, rng)."
         )
+    of_state = {name: getattr(state, name, {}) for name in ("step", "params", "opt_state", "collections")}
+    check_mesh_of({"state": of_state, "rng": rng, "local": local}, mesh)
+    if (local is None) != (metric is None):
+        raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
+
+
+def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
     ours = _splitting_axes(mesh)
-    on_mesh = {
-        "state": {name: getattr(state, name, {}) for name in ("step", "params", "opt_state", "collections")},
-        "rng": rng,
-        "local": local,
-    }
-    for path, leaf in boxes.leaves_with_path(on_mesh):
+    for path, leaf in boxes.leaves_with_path(arguments):
         its = jax.typeof(boxes.leaf_value(leaf)).sharding.mesh
         if not its.empty and _splitting_axes(its) != ours:
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
                 "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
-                "make_train_step. To go on on another mesh: save, and restore into abstract_train_state on that mesh."
+                "the maker of the step. To go on on another mesh: save, and restore into abstract_train_state on it."
             )
-
-    if (local is None) != (metric is None):
-        raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
 
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
@@ -126,12 +127,12 @@ def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
-def check_batch(batch: PyTree, count: int, divisor: str) -> None:
+def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighted=True") -> None:
     """Looks at the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
 
     Raises:
       ValueError: with path, both numbers and cure: leaves have different numbers of rows, or ``count`` does not divide
-        them, or there are none; or numbers stand in a list.
+        them, or there are none; or numbers stand in a list. ``padding`` is how the caller gives padded rows weight 0.
       TypeError: a leaf is no array of numbers.
     """
     leaves = boxes.leaves_with_path(batch)
@@ -153,7 +154,7 @@ def check_batch(batch: PyTree, count: int, divisor: str) -> None:
             raise ValueError(
                 f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
                 f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
-                f"weighted=True), or choose a divisor of {examples}."
+                f"{padding}), or choose a divisor of {examples}."
             )
 
 
@@ -198,17 +199,25 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 class CheckedStep:
-    """``jax.jit`` of a step ``(state, batch, rng)``, or with the ``local`` state of a metric besides.
+    """``jax.jit`` of a step whose ``arguments``, by position, have these names.
 
     It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
     """
 
-    def __init__(self, step: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh | AbstractMesh,
+        arguments: tuple[str, ...] = ARGUMENTS,
+        **options: Any,
+    ):
         functools.update_wrapper(self, step)
-        self._jitted, self._mesh = jax.jit(step, **options), mesh
+        self._jitted, self._mesh, self._arguments = jax.jit(step, **options), mesh, arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _check_not_donated(args)
+        for name, argument in zip(self._arguments, args, strict=False):
+            if any(map(_is_deleted, _some_leaves(name, argument))):
+                raise _deleted(name, name)
         return self._explained(self._jitted, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -227,18 +236,19 @@ class CheckedStep:
             return fn(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             elsewhere = "incompatible devices" in str(error)
-            if found := next(_errors_in(args, self._mesh if elsewhere else None), None):
+            named = zip(self._arguments, args, strict=False)
+            if found := next(_errors_in(named, self._mesh if elsewhere else None), None):
                 raise found from None
             raise
 
 
-def _check_not_donated(args: tuple[Any, ...]) -> None:
-    """Looks at one array of each tree that is donated as a whole: to look at all costs as much as to call the step."""
-    state = args[0] if args else None
-    if _is_deleted(getattr(state, "step", None)) or _is_deleted(_first_leaf(getattr(state, "params", None))):
-        raise _deleted("state", "state")
-    if len(args) > 3 and any(map(_is_deleted, jax.tree.leaves(args[3])[:1])):
-        raise _deleted("local", "local")
+def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
+    """An array of each tree that a step takes over as a whole: to look at all costs as much as to call the step."""
+    if name == "state":
+        return getattr(argument, "step", None), _first_leaf(getattr(argument, "params", None))
+    if name == "params":
+        return (_first_leaf(argument),)
+    return jax.tree.leaves(argument)[:1] if name == "local" else ()
 
 
 def _first_leaf(tree: PyTree) -> Any:
@@ -254,9 +264,9 @@ def _is_deleted(leaf: Any) -> bool:
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
-def _errors_in(args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
+def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
     """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
-    for name, argument in zip(ARGUMENTS, args, strict=False):
+    for name, argument in arguments:
         for path, leaf in boxes.leaves_with_path(argument):
             value, where = boxes.leaf_value(leaf), named_leaf(name, path)
             if reason := why_no_array(value):
@@ -273,11 +283,11 @@ def _errors_in(args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Itera
 
 
 def _deleted(name: str, where: str) -> ValueError:
-    if name in ("state", "local"):
+    if name in TAKEN_OVER:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns the next. Go "
-            f"on with what it returned, state, metrics{', local' if name == 'local' else ''} = step(...). To use one "
-            f"twice, hand in a copy of it: jax.tree.map(jnp.copy, {name})."
+            f"{where} was handed to a step before: that takes over the memory of its {TAKEN_OVER[name]}, and returns "
+            f"the next. Go on with the {name} that it returned. To use one twice, hand in a copy of it: "
+            f"jax.tree.map(jnp.copy, {name})."
         )
     return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
 

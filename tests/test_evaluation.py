@@ -1,0 +1,212 @@
+"""An evaluation on shards is that of one device on the whole set; it gathers once, and reduces and keeps nothing."""
+
+from functools import cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from flax.training.train_state import TrainState
+from numpy.testing import assert_allclose
+
+from tests.support import (
+    AXES,
+    FLOAT32_ROUNDING,
+    Model,
+    count_collectives,
+    data,
+    fsdp,
+    mean_loss,
+    mesh_of,
+)
+from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step, shard_batch
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.metrics import Compose, Max, Sum, WeightedMean, make_log_step
+
+MESH, KEY = mesh_of(2, 4), jax.random.key(0)
+METRIC = Compose({"loss": WeightedMean(), "rows": Sum(jnp.int32), "worst": Max()})
+SET = data(batch=21)  # two batches of 16 rows, the last with 5: three devices see padding alone
+
+
+def eval_fn(params, apply_fn, batch):
+    losses = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    seen = batch["weight"] > 0
+    return {"loss": (losses, batch["weight"]), "rows": seen, "worst": (losses, seen)}
+
+
+def batches(rows=16):
+    for start in range(0, 21, rows):
+        own = {name: np.asarray(SET[name])[start : start + rows] for name in ("x", "y")}
+        batch, weight = shard_batch(own, MESH, AXES, pad=rows)
+        yield batch | {"weight": weight}
+
+
+@cache
+def state_of(scan=True, remat=False):
+    wrap = fsdp(axis_name=AXES if scan else "fsdp", gather_dtype=None)
+    return create_train_state(Model(wrap, scan, remat), optax.adam(1e-2), MESH, KEY, SET["x"][:16], batch_axes=AXES)
+
+
+def evaluate(step, state, metric=METRIC):
+    local = metric.empty(AXES, MESH)
+    for batch in batches():
+        local = step(state, batch, local)
+    return make_log_step(metric, MESH, AXES)(local)[0]
+
+
+def on_one_device(params, scan=True, rows=21):
+    """The whole set at once, by the plain model."""
+    out = Model(scan=scan).apply({"params": params}, SET["x"][:rows])
+    losses = jnp.mean((out - SET["y"][:rows]) ** 2, axis=-1)
+    return {"loss": losses.mean(), "rows": len(losses), "worst": losses.max()}
+
+
+def whole(params):
+    return jax.device_get(boxes.map_leaves(boxes.true_value, params))
+
+
+@pytest.mark.parametrize("scan, check_vma", [(True, True), (False, False)])
+def test_an_evaluation_is_that_of_one_device_on_the_whole_set(scan, check_vma):
+    state = state_of(scan)
+    want = on_one_device(whole(state.params), scan)
+    got = evaluate(eval_step(check_vma=check_vma), state)
+    assert got["rows"] == 21
+    assert_allclose(got["loss"], want["loss"], rtol=FLOAT32_ROUNDING)
+    assert_allclose(got["worst"], want["worst"], rtol=FLOAT32_ROUNDING)
+    first = SET["x"][:16], SET["y"][:16]
+    assert not np.isclose(
+        np.mean((Model(scan=scan).apply({"params": whole(state.params)}, first[0]) - first[1]) ** 2), want["loss"]
+    )
+
+
+def eval_step(fn=eval_fn, mesh=MESH, metric=METRIC, **options):
+    return make_eval_step(fn, mesh, AXES, metric=metric, **options)
+
+
+def lowered(step, state):
+    return step.lower(state, next(batches()), METRIC.empty(AXES, MESH))
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_each_split_leaf_is_gathered_once_and_nothing_is_reduced(remat):
+    state = state_of(scan=False, remat=remat)
+    split = sum(bool(boxes.leaf_axes(leaf)) for _, leaf in boxes.leaves_with_path(state.params))
+    text = lowered(eval_step(), state).as_text()
+    assert text.count("stablehlo.all_gather") == count_collectives(text) == split > 3
+
+
+class Deep(nn.Module):
+    """Layers of 64 x 64 weights, scanned."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(fsdp(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+        return nn.Dense(4)(scan()(nn.Dense(64)(x))[0])
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.tanh(nn.Dense(64)(x)), None
+
+
+def temporary_bytes(layers, train):
+    state = create_train_state(Deep(layers), optax.sgd(0.1), MESH, KEY, SET["x"][:16], batch_axes=AXES)
+    program = make_train_step(mean_loss, MESH, AXES).lower(state, data(), KEY) if train else lowered(eval_step(), state)
+    return program.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_nothing_is_kept_for_a_backward_pass():
+    """As much memory for eight layers as for two, where a training step keeps what it has gathered of each."""
+    one_layer = 64 * 64 * 4
+    assert abs(temporary_bytes(8, train=False) - temporary_bytes(2, train=False)) < one_layer / 4
+    assert temporary_bytes(8, train=True) - temporary_bytes(2, train=True) > 5 * one_layer  # guard
+
+
+# ----------------------------------------------------------------------------------------------- what else a state has
+
+
+class WithAverage(TrainState):
+    average: Any = struct.field(default=None, kw_only=True)
+    collections: Any = struct.field(default_factory=dict, kw_only=True)
+
+
+def test_an_averaged_copy_of_the_weights_is_evaluated_by_the_same_program():
+    state = state_of()
+    average = jax.tree.map(lambda w: 0.5 * w, state.params)
+    state = WithAverage(**vars(state) | {"average": average})
+    step = eval_step()
+    own, averaged = evaluate(step, state), evaluate(step, state.replace(params=state.average))
+    want = on_one_device(whole(average))
+    assert_allclose(averaged["loss"], want["loss"], rtol=FLOAT32_ROUNDING)
+    assert not np.isclose(own["loss"], averaged["loss"])
+    assert step._cache_size() == 1
+
+
+def test_collections_are_handed_in_where_there_are_some():
+    def with_statistics(params, apply_fn, batch, collections):
+        out = apply_fn({"params": params} | collections, batch["x"])
+        return {"values": out[:, 0], "weight": batch["weight"]}
+
+    model = nn.BatchNorm(use_running_average=True)
+    collections = {"batch_stats": {"mean": jnp.arange(8.0), "var": 4 * jnp.ones(8)}}
+    params = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
+    state = WithAverage.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), collections=collections)
+    mean = WeightedMean()
+    got = evaluate(eval_step(with_statistics, metric=mean), state, mean)
+    assert_allclose(got, model.apply({"params": params} | collections, SET["x"])[:, 0].mean(), rtol=FLOAT32_ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_makes_no_evaluation_is_refused():
+    with pytest.raises(TypeError, match=r"make_eval_step takes first a function eval_fn.*a Model; write a function"):
+        eval_step(Model())
+    with pytest.raises(TypeError, match="metric=None is no PureMetric"):
+        eval_step(metric=None)
+
+
+OTHER = mesh_of(4, 2)
+WRONG = {
+    "state": (
+        lambda state, **_: {"state": state.params},
+        {},
+        TypeError,
+        r"is a dict of .*, which has no 'params'",
+    ),
+    "rows": (lambda **_: {"batch": SET}, {}, ValueError, r"\(21,\) .* 8 devices does not divide.*24 .*pad=True"),
+    "mesh": (
+        lambda **_: {"local": METRIC.empty(AXES, OTHER)},
+        {"mesh": OTHER},
+        ValueError,
+        r"'state/params/.*' lies on a mesh \{'dp': 2, 'fsdp': 4\}.*\{'dp': 4, 'fsdp': 2\}",
+    ),
+    "observed": (
+        lambda **_: {},
+        {"fn": lambda params, apply_fn, batch: batch["x"]},
+        TypeError,
+        r"eval_fn returned an array float32\[.*, and a dict of the arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, options, error, match", WRONG.values(), ids=WRONG)
+def test_what_cannot_be_evaluated_is_refused(change, options, error, match):
+    given = {"state": state_of(), "batch": next(batches()), "local": METRIC.empty(AXES, MESH)}
+    with pytest.raises(error, match=match):
+        eval_step(**options).trace(*(given | change(**given)).values())
+
+
+def test_a_state_of_a_metric_is_taken_over_and_the_state_of_the_training_is_not():
+    step, local = eval_step(), METRIC.empty(AXES, MESH)
+    after = step(state_of(), next(batches()), local)
+    step(state_of(), next(batches()), after)
+    with pytest.raises(ValueError, match=r"local was handed to a step before.*Go on with the local that it returned"):
+        step(state_of(), next(batches()), local)

@@ -1,0 +1,219 @@
+"""Layers of a loop become layers of a scan and back, shard by shard; and an array is split over devices."""
+
+from functools import cache, partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.support import (
+    AXES,
+    FLOAT32_ROUNDING,
+    Model,
+    assert_same_params,
+    count_collectives,
+    data,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    on_mesh,
+)
+from xlstm_jax.distributed import (
+    Checkpointer,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+    split_array_over_mesh,
+    stack_params,
+    unstack_params,
+    value_and_grad,
+)
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.linen import stacking
+
+LOOP, SCAN = "block_{}", "blocks"
+TX = optax.adamw(1e-2)
+
+
+@cache
+def states():
+    """A state of the loop, and one of the scan, on the same mesh."""
+    wrap = fsdp(axis_name=AXES, gather_dtype="bfloat16", uneven="pad", min_weight_size=4)
+    where = (TX, mesh_of(2, 4), jax.random.key(0), data()["x"])
+    return [create_train_state(Model(wrap, scan), *where, batch_axes=AXES) for scan in (False, True)]
+
+
+def described(tree):
+    """Structure with boxes, shapes, dtypes and places of a tree, without values."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+
+
+def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
+    """Boxes, shapes and places are those of the scan's own state, moments included, and so is the next step."""
+    loop, scan = states()
+    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+    loop, _ = step(jax.tree.map(jnp.copy, loop), data(), jax.random.key(1))
+    stacked = stack_params(jax.tree.map(jnp.copy, loop), LOOP, SCAN).replace(apply_fn=scan.apply_fn)
+    assert described(stacked.params) == described(scan.params)
+    assert described(stacked.opt_state) == described(scan.opt_state)
+    assert any(boxes.is_padded(leaf) for _, leaf in boxes.leaves_with_path(scan.params))  # guard
+
+    back = unstack_params(stacked, SCAN, LOOP)
+    assert described(back.params) == described(loop.params)
+    jax.tree.map(np.testing.assert_array_equal, back.params, loop.params)
+
+    loop, of_loop = step(loop, data(), jax.random.key(1))
+    stacked, of_scan = step(stacked, data(), jax.random.key(1))
+    np.testing.assert_allclose(of_scan["loss"], of_loop["loss"], rtol=FLOAT32_ROUNDING)
+    # AdamW makes a step of lr=0.01 out of a gradient however small, so a gradient that is rounding alone may differ by
+    # a hundredth of it here.
+    assert_same_params(unstack_params(stacked.params, SCAN, LOOP), loop.params, 1e-3)
+
+
+def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path):
+    loop, _ = states()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"train": loop})
+    model = Model(fsdp(axis_name=AXES), scan=True)
+    target = abstract_train_state(model, TX, mesh_of(1, 4), jax.random.key(0), data()["x"], batch_axes=AXES)
+    with Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore({"train": unstack_params(target, SCAN, LOOP)})["train"]
+        params = checkpointer.restore_params(unstack_params(target.params, SCAN, LOOP))
+    state = stack_params(restored, LOOP, SCAN)
+    for got, want in [(state.params, target.params), (state.opt_state, target.opt_state)]:
+        assert described(got) == described(want)
+    assert state.apply_fn == model.apply
+    want = stack_params(boxes.map_leaves(boxes.true_value, loop.params), LOOP, SCAN)
+    assert_same_params(state.params, want, tolerance=0)
+    assert_same_params(params, restored.params, tolerance=0)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(None, AXES)], ids=str)
+def test_shards_stay_where_they_are(spec):
+    mesh = mesh_of(2, 4)
+    x = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, spec))
+    scan = stack_params({"block_0": x, "block_1": x + 1}, LOOP, SCAN)
+    assert scan[SCAN].sharding == NamedSharding(mesh, PartitionSpec(None, *spec))
+    assert [leaf.sharding for leaf in unstack_params(scan, SCAN, LOOP).values()] == [x.sharding] * 2
+    for fn, sharding, values in [
+        (stacking._stack, scan[SCAN].sharding, (x, x)),
+        (stacking._split, x.sharding, (scan[SCAN],)),
+    ]:
+        program = stacking._jitted(fn, sharding).lower(*values).compile().as_text()
+        assert count_collectives(program) == 0 and "num_partitions=8" in program
+
+
+def test_layers_lie_anywhere_and_in_any_container():
+    loop = FrozenDict(
+        {
+            "enc": {"layer_0_x": {"w": np.zeros(3)}, "layer_1_x": {"w": np.ones(3)}, "layer_10": np.ones(2)},
+            "layer_0_x": {"enc": {"w": jnp.ones(())}},
+            "layer_1_x": {"enc": {"w": jnp.zeros(())}},
+        }
+    )
+    tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    opt_state = tx.init(loop)
+    scan = stack_params((loop, opt_state), "layer_{}_x", "layers")
+    assert isinstance(scan[0], FrozenDict) and isinstance(scan[0]["enc"]["layers"]["w"], np.ndarray)
+    assert scan[0]["layers"]["enc"]["w"].shape == (2,) and scan[0]["enc"]["layer_10"].shape == (2,)
+    assert jax.tree.structure(scan[1]) == jax.tree.structure(
+        optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(scan[0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, unstack_params(scan, "layers", "layer_{}_x"), (loop, opt_state))
+
+
+W, BOXED = jnp.ones((4, 2)), nn.Partitioned(jnp.ones((4, 2)), (None, "fsdp"))
+WRONG = {
+    "none": ({"dense": W, "norm": W}, r"no 'block_0'; its names are 'dense', 'norm'"),
+    "one is missing": ({"block_0": W, "block_2": W}, r"'block_1' is missing among the layers 'block_0', 'block_2'"),
+    "shapes": ({"block_0": W, "block_1": W[:2]}, r"'block_0/.' is float32\[4, 2\], .*'block_1/.' is float32\[2, 2\]"),
+    "structures": ({"block_0": {}, "block_1": {"b": W}}, r"'block_0/b' is not there, and 'block_1/b' is float32"),
+    "boxes": ({"block_0": W, "block_1": BOXED}, r"'block_1/.' is .* in a Partitioned of \(None, 'fsdp'\)"),
+    "the name is taken": ({"block_0": W, "blocks": W}, r"beside 'block_0' there is 'blocks' already"),
+}
+
+
+@pytest.mark.parametrize("tree, match", WRONG.values(), ids=WRONG)
+def test_layers_that_make_no_scan_are_refused(tree, match):
+    with pytest.raises(ValueError, match=match):
+        stack_params(tree, LOOP, SCAN)
+
+
+def test_what_is_no_scan_is_refused():
+    split = nn.Partitioned(jnp.ones((4, 2)), ("pipe", None))
+    for tree, match in [
+        ({"dense": W}, r"no 'blocks'; its names are 'dense'"),
+        (
+            {"blocks": {"a": W, "b": jnp.ones(3)}},
+            r"'blocks/b' is float32\[3\], and 'blocks/a' is float32\[4, 2\]: dim 0",
+        ),
+        ({"blocks": split}, r"'blocks/\.' is .*\('pipe', None\).*lie on different devices"),
+        ({"blocks": W, "block_2": W}, r"beside 'blocks' there is 'block_2' already"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            unstack_params(tree, SCAN, LOOP)
+    with pytest.raises(TypeError, match=r"layer_names='blocks' has not one \{\}"):
+        stack_params({}, SCAN, LOOP)
+    with pytest.raises(TypeError, match=r"a name of layers is a string, not 0"):
+        stack_params({}, LOOP, 0)
+
+
+# ---------------------------------------------------------------------------------------------- an array over the mesh
+
+WHOLE = PartitionSpec()
+
+
+def split_on(mesh, axes, dim, out_spec=WHOLE, check_vma=True):
+    return on_mesh(partial(split_array_over_mesh, axis_name=axes, split_axis=dim), mesh, check_vma, WHOLE, out_spec)
+
+
+@pytest.mark.parametrize("axes", ["fsdp", ("fsdp", "dp")], ids=str)
+def test_each_device_gets_its_slice_in_the_order_of_the_axes(axes):
+    x = jnp.arange(96).reshape(4, 24)
+    np.testing.assert_array_equal(split_on(mesh_of(2, 4), axes, -1, PartitionSpec(None, axes))(x), x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_of_a_slice(check_vma):
+    """Of a parameter that all devices hold, and of what an all-gather has made (as in a tensor-parallel layer)."""
+    w, v, c = (jax.random.normal(key, (8, 16)) for key in jax.random.split(jax.random.key(0), 3))
+
+    def loss(w, v, c):
+        return jnp.mean(jnp.tanh(w * c) * jnp.tanh(2 * v * c))
+
+    def on_device(w, v_shard, c):
+        def local(w, v_shard):
+            v = jax.lax.all_gather(v_shard, "fsdp", axis=1, tiled=True)
+            return loss(*(split_array_over_mesh(x, "fsdp", 0) for x in (w, v, c)))
+
+        # JAX transposes its own all_gather to the sum over devices.
+        return *value_and_grad(local, "fsdp")(w, v_shard), jax.grad(lambda v: local(w, v) / 8)(v_shard)
+
+    split = PartitionSpec(None, "fsdp")
+    run = on_mesh(on_device, mesh_of(1, 8), check_vma, (WHOLE, split, WHOLE), (WHOLE, WHOLE, split))
+    value, of_w, of_v = run(w, v, c)
+    want, (want_w, want_v) = jax.value_and_grad(loss, (0, 1))(w, v, c)
+    np.testing.assert_allclose(value, want, rtol=FLOAT32_ROUNDING)
+    # Gradients of a mean over 128 values are of size 1 / 128; rounding is relative to their terms.
+    np.testing.assert_allclose(of_w, want_w, atol=1e-7)
+    np.testing.assert_allclose(of_v, want_v, atol=1e-7)
+    assert np.abs(want_w).max() > 1e-3 < np.abs(want_v).max()  # guard
+
+
+@pytest.mark.parametrize(
+    "axes, dim, match",
+    [
+        ("fsdp", 1, r"dim 1 of .*\(4, 6\) has size 6, which the 4 devices over \('fsdp',\) .*Pad it to 8"),
+        ("fsdp", 2, r"split_axis=2 is no dim of an array of shape \(4, 6\)"),
+        ("tp", 1, "split_array_over_mesh: 'tp' is not a bound mesh axis"),
+    ],
+)
+def test_a_slice_that_cannot_be_is_refused(axes, dim, match):
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(split_on(mesh_of(2, 4), axes, dim), jnp.ones((4, 6)))

@@ -1,0 +1,147 @@
+"""The ready-made step of an evaluation: this device's shard of a batch, forward only, into the state of a metric.
+
+    state, batch  -- gather, forward -->  observed  -- metric.update -->  local      on each device, no reduction
+
+Parameters stay in their shards, and are gathered module by module as in training; nothing is kept for a backward pass.
+What each device has seen stays on it. At the end ``make_log_step`` reduces it, by one collective.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.hardware.xla_options import resolved_on
+from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
+from xlstm_jax.distributed.training.checking.arguments import (
+    CheckedStep,
+    check_batch,
+    check_loss_fn,
+    check_mesh_of,
+)
+from xlstm_jax.wording import kind_of
+
+ARGUMENTS = ("state", "batch", "local")
+PADDING = "which shard_batch(..., pad=True) returns"
+
+
+class EvalFn(Protocol):
+    """What is observed of this device's shard of a batch; with the state's collections last, where it has any."""
+
+    def __call__(self, params: PyTree, apply_fn: Callable[..., PyTree], batch: PyTree, /) -> Mapping[str, Any]: ...
+
+
+class EvalStep(jax.stages.Wrapped, Protocol):
+    """What ``make_eval_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
+
+    def __call__(self, state: Any, batch: PyTree, local: Local, /) -> Local: ...
+
+
+def make_eval_step(
+    eval_fn: EvalFn,
+    mesh: Mesh | AbstractMesh,
+    batch_axes: AxisNames,
+    *,
+    metric: PureMetric,
+    check_vma: bool = True,
+    compiler_options: str | Mapping[str, Any] | None = None,
+) -> EvalStep:
+    """The step of an evaluation, on the state of a training as it is: forward inside ``shard_map``, in one ``jit``.
+
+    >>> from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+    >>> def eval_fn(params, apply_fn, batch):
+    ...     return {"values": apply_fn({"params": params}, batch["x"]).mean(-1), "weight": batch["weight"]}
+    >>> model, axes = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), ("dp", "fsdp")
+    >>> state = create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), jnp.ones((8, 32)), batch_axes=axes)
+    >>> metric = WeightedMean()
+    >>> step, local = make_eval_step(eval_fn, mesh, axes, metric=metric), metric.empty(axes, mesh)
+    >>> for rows in 16, 5:  # the last batch has fewer rows; it is padded, with weight 0
+    ...     batch, weight = shard_batch({"x": np.zeros((rows, 32))}, mesh, axes, pad=16)
+    ...     local = step(state, batch | {"weight": weight}, local)
+    >>> float(make_log_step(metric, mesh, axes)(local)[0])
+    0.0
+
+    A split parameter is gathered once, where its module runs, and nothing is reduced: neither gradients, nor what is
+    observed. To evaluate an average of the parameters (an EMA, say), pass ``state.replace(params=average)``: in the
+    same boxes and places it is the same compiled program.
+
+    Args:
+      eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
+        arguments of ``metric.update``: one value for each row, and the weights of the rows, rather than means. Where
+        ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``.
+      mesh, batch_axes, check_vma, compiler_options: as of ``make_train_step``.
+      metric: takes in what each device has observed, without communication. Several metrics are a ``Compose``.
+    Returns:
+      ``step(state, batch, local) -> local``, a ``jax.jit`` function. ``state`` is a ``TrainState``, or anything else
+      with ``params`` and ``apply_fn``; it is not donated. ``batch`` is as of a training step. ``local`` is donated:
+      begin with ``metric.empty(batch_axes, mesh)``, read with ``make_log_step``.
+    Raises:
+      ValueError: (at the call) the devices do not divide a leaf of the batch, or leaves have different numbers of rows;
+        state or ``local`` lie on a mesh of other axes, or a step before has taken them over. Names leaf and both
+        numbers.
+      TypeError: ``eval_fn`` is no function, ``metric`` no ``PureMetric``; or (at the call) the state has no parameters,
+        or ``eval_fn`` returned no dict.
+    """
+    mesh = auto_mesh(mesh)
+    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
+    if not isinstance(metric, PureMetric):
+        raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
+    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
+    divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
+
+    def step(state: Any, batch: PyTree, local: Local) -> Local:
+        check_no_explicit_mesh()
+        variables = _variables_of(state)
+        check_mesh_of({"state": variables, "local": local}, mesh)
+        check_batch(batch, _devices_over(mesh, axes), divisor, PADDING)
+        specs = boxes.partition_specs(variables, mesh)
+        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
+        in_specs = (specs, of_batch, PartitionSpec(axes))
+        observe = partial(_observe, eval_fn, state.apply_fn, metric)
+        on_mesh = jax.shard_map(
+            observe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), check_vma=check_vma
+        )
+        return on_mesh(variables, batch, local)
+
+    options = resolved_on(mesh, compiler_options)
+    return CheckedStep(step, mesh, ARGUMENTS, donate_argnums=ARGUMENTS.index("local"), compiler_options=options)
+
+
+def _variables_of(state: Any) -> dict[str, PyTree]:
+    """What is evaluated of a state: its parameters, and its collections, if any."""
+    if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
+        raise TypeError(
+            f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
+            f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
+        )
+    return {"params": state.params, "collections": getattr(state, "collections", {})}
+
+
+def _observe(
+    eval_fn: Callable[..., Any],
+    apply_fn: Callable[..., PyTree],
+    metric: PureMetric,
+    variables: dict[str, PyTree],
+    batch: PyTree,
+    local: Local,
+) -> Local:
+    """What runs inside ``shard_map``."""
+    more = (variables["collections"],) if variables["collections"] else ()
+    observed = eval_fn(variables["params"], apply_fn, batch, *more)
+    if not isinstance(observed, Mapping):
+        raise TypeError(
+            f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
+            "{'values': losses, 'weight': batch['weight']}."
+        )
+    return metric.update(local, **observed)
+
+
+def _devices_over(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
