@@ -30,19 +30,81 @@ def test_updates_stay_on_their_device_until_sync(operation):
     accumulator = MetricAccumulator(jnp.float32(NEUTRAL[operation]), operation)
     accumulator.update(5)
     want = np.array([5.0] + [NEUTRAL[operation]] * 7, np.float32)
-    np.testing.assert_array_equal(accumulator.value, want)
+    np.testing.assert_array_equal(accumulator.local_values, want)
     accumulator.update(PER_DEVICE)
     merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}[operation]
     want = merge(want, PER_DEVICE)
-    np.testing.assert_array_equal(accumulator.value, want)
-    assert len(accumulator.value.sharding.device_set) == 8 and not accumulator.is_synchronized
+    np.testing.assert_array_equal(accumulator.local_values, want)
+    assert len(accumulator.local_values.sharding.device_set) == 8 and not accumulator.is_synchronized
     accumulator.sync()
-    assert accumulator.is_synchronized and accumulator.value.shape == ()
+    assert accumulator.is_synchronized
     assert float(accumulator.value) == getattr(np, operation)(want)
     accumulator.update(True)
-    assert accumulator.value.shape == (8,)
+    assert not accumulator.is_synchronized
     accumulator.reset()
-    np.testing.assert_array_equal(accumulator.value, np.full(8, NEUTRAL[operation]))
+    np.testing.assert_array_equal(accumulator.local_values, np.full(8, NEUTRAL[operation]))
+
+
+@pytest.mark.parametrize("shape, initial", [((), 1.5), ((2, 3), np.ones((2, 3), np.int32))], ids=["number", "array"])
+def test_before_sync_the_value_is_what_this_process_has_seen_in_the_shape_of_the_initial_value(shape, initial):
+    accumulator = MetricAccumulator(initial, mesh=mesh_of(2, 4), axes="dp")  # "fsdp" repeats the rows
+    assert accumulator.value.shape == shape
+    np.testing.assert_array_equal(accumulator.value, initial)
+    accumulator.update(np.stack([np.full(shape, 4), np.full(shape, 2)]))
+    assert not accumulator.is_synchronized and accumulator.local_values.shape == (2, *shape)
+    assert accumulator.value.dtype == accumulator.dtype
+    before = np.asarray(accumulator.value)
+    np.testing.assert_array_equal(before, initial + np.full(shape, 6))
+    accumulator.sync()  # of one process, so that it is the same
+    np.testing.assert_array_equal(accumulator.value, before)
+
+
+@jax.jit
+def half_a_second_of_work(x):
+    return jax.lax.fori_loop(0, 1500, lambda _, x: jnp.tanh(x @ x), x).mean()
+
+
+def placed(shape, spec):
+    return jax.jit(lambda x: x * jnp.ones(shape), out_shardings=NamedSharding(mesh_of(2, 4), spec))
+
+
+@pytest.mark.parametrize(
+    "make, arrange",
+    [
+        (lambda: MetricAccumulator(0.0), lambda x: x),
+        (lambda: MetricAccumulator(0.0), placed((), P())),
+        (lambda: MetricAccumulator(0.0), placed(8, P(AXES))),
+        (lambda: MetricAccumulator(jnp.zeros(8)), placed(8, P(AXES))),
+        (lambda: StatefulMetric(WeightedMean()), lambda x: x),
+    ],
+    ids=["a number", "the same on all devices", "a value for each device", "split", "a metric"],
+)
+def test_an_update_does_not_wait_for_a_value_that_is_being_computed(make, arrange):
+    accumulator, x = make(), jnp.eye(256)
+    for _ in range(2):  # first with what must be compiled
+        value = arrange(half_a_second_of_work(x))
+        accumulator.update(value)
+        waited = value.is_ready()
+        jax.block_until_ready(value)
+    assert not waited
+
+
+@pytest.mark.parametrize("place", ["cpu", "cpu:3", 3, -1])
+def test_a_state_moves_to_a_platform_or_to_a_device_by_its_number(place):
+    metric = MaxMetric()
+    metric.update(4.0)
+    metric.to(place)
+    number = place if isinstance(place, int) else int(place.partition(":")[2] or 0)
+    assert metric.largest.value.devices() == {jax.devices()[number]} and float(metric.compute()) == 4
+    metric.update(5.0)
+    metric.sync()
+    assert float(metric.compute()) == 5
+
+
+@pytest.mark.parametrize("place", ["gpu", "abacus", 8, "cpu:8", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(place):
+    with pytest.raises(ValueError, match=rf"to\({place!r}\): this process has no such device, but cpu:0, cpu:1"):
+        MetricAccumulator(0.0).to(place)
 
 
 def test_a_number_counts_once_whatever_the_number_of_devices_and_so_does_the_initial_value():
@@ -128,7 +190,7 @@ def test_local_values_move_with_their_device_and_a_saved_state_goes_to_any_numbe
     assert isinstance(saved["local"]["high"], np.ndarray) and saved["is_synchronized"] is False
     last = jax.devices()[-1]
     accumulator.to(last)
-    assert accumulator.value.shape == (1,) and accumulator.value.devices() == {last}
+    assert accumulator.local_values.shape == (1,) and accumulator.value.devices() == {last}
     for target in (
         MetricAccumulator(jnp.float32(0)),
         MetricAccumulator(jnp.float32(0), mesh=mesh_of(1, 4)),

@@ -584,7 +584,7 @@ def test_the_first_axis_crosses_processes(two):
         assert info.items() <= process["info"].items()
         assert process["info"]["axes_across_processes"] == ["dp"]
         assert process["info of one axis"]["axes_across_processes"] == ["data"]
-        assert re.match(r"ValueError: num_devices=2 of 4 leaves process 1 without a dev", process["too few"]["result"])
+        assert re.match(r"ValueError: the first 2 of 4 devices leave process 1 with", process["too few"]["result"])
 
 
 def test_axes_cross_processes_only_as_far_as_they_must(four):

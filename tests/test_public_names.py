@@ -53,6 +53,12 @@ def test_all_lists_what_there_is(path):
     assert not [name for name in module.__all__ if not hasattr(module, name)]
 
 
+def test_the_metrics_have_their_names_in_the_public_face_too():
+    face, metrics = (importlib.import_module(f"xlstm_jax.distributed{part}") for part in ("", ".metrics"))
+    assert not [name for name in metrics.__all__ if getattr(face, name, None) is not getattr(metrics, name)]
+    assert set(metrics.__all__) < set(face.__all__)
+
+
 def test_the_name_of_the_options_is_the_function_and_no_module():
     """It was both, and importing the module gave the function."""
     import xlstm_jax.distributed

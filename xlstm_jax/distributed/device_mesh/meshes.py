@@ -1,5 +1,6 @@
 """``DeviceMeshManager``: makes device meshes, and says what there is to know about one."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,20 +41,26 @@ class DeviceMeshManager:
 
         Args:
           mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. One size
-            may be -1: what the others leave.
+            may be -1: what the others leave. Sizes that take fewer devices than there are take the first of them.
           devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
             several slices (or processes, where these are the units that slow links connect) the first axes cross them.
+            Where the sizes take fewer, in the order of ``jax.devices()``.
         Raises:
-          ValueError: the sizes do not multiply to the number of devices; says both, and the nearest shapes that do. Or
+          ValueError: there are fewer devices than the sizes take, or those of a -1 do not divide them; says both
+            numbers, and the nearest shapes that fit. Or the first devices leave a process of the job without one; or
             ``mesh_shape`` has no names, or ``devices`` are none, or one of them is there twice.
           TypeError: ``devices`` holds something else.
         """
         pairs = _named_sizes(mesh_shape)
         names = as_axis_names(tuple(name for name, _ in pairs))
+        array = _array_of(jax.devices() if devices is None else devices)
+        sizes = filled_sizes(dict(pairs), array.size)
+        count = math.prod(sizes)
+        if devices is None and count == array.size:
+            return mesh_by_topology(sizes, names, jax.devices())
         if devices is None:
-            return mesh_by_topology(filled_sizes(dict(pairs), jax.device_count()), names, jax.devices())
-        array = _array_of(devices)
-        return Mesh(array.reshape(filled_sizes(dict(pairs), array.size)), names, axis_types=auto_types(names))
+            _check_every_process_has_one(array[:count], array.size)
+        return Mesh(array[:count].reshape(sizes), names, axis_types=auto_types(names))
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
@@ -67,13 +74,13 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
-        """A mesh with the axes "data" and "model" over all devices, "model" on the fast links. One size may be -1."""
+        """A mesh with the axes "data" and "model", this on the fast links; sizes as for ``create_device_mesh``."""
         return DeviceMeshManager.create_device_mesh({"data": data_parallel_size, "model": model_parallel_size})
 
     @staticmethod
     def create_hsdp_mesh(replicas: int, shards: int) -> Mesh:
-        """A mesh with the axes "dp" and "fsdp" over all devices, for hybrid sharding: ``replicas`` copies of the
-        parameters, each split over ``shards`` devices, which the fast links connect. One size may be -1."""
+        """A mesh with the axes "dp" and "fsdp", for hybrid sharding: ``replicas`` copies of the parameters, each split
+        over ``shards`` devices, which the fast links connect. Sizes as for ``create_device_mesh``."""
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
     @staticmethod
@@ -149,17 +156,18 @@ def _array_of(devices: Any) -> np.ndarray:
 
 def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
     count = jax.device_count()
-    if num_devices is None or num_devices == count:
-        return DeviceMeshManager.create_device_mesh({name: count})
-    if not (is_size(num_devices) and num_devices <= count):
+    if num_devices is not None and not (is_size(num_devices) and num_devices <= count):
         raise ValueError(
             f"num_devices={num_devices!r} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
         )
-    devices = jax.devices()[:num_devices]
+    return DeviceMeshManager.create_device_mesh({name: count if num_devices is None else num_devices})
+
+
+def _check_every_process_has_one(devices: np.ndarray, count: int) -> None:
+    """Raises where the first of ``count`` devices are those of some processes only."""
     left_out = set(range(jax.process_count())) - {device.process_index for device in devices}
     if left_out:
         raise ValueError(
-            f"num_devices={num_devices} of {count} leaves process {min(left_out)} without a device in the mesh, where "
-            f"it could take no part in the run. Use all {count}, or start fewer processes."
+            f"the first {devices.size} of {count} devices leave process {min(left_out)} without a device in the mesh, "
+            f"where it could take no part in the run. Use all {count}, or start fewer processes."
         )
-    return DeviceMeshManager.create_device_mesh({name: num_devices}, devices)

@@ -17,17 +17,20 @@ def is_size(size: Any) -> bool:
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """The sizes with -1 replaced; an error names the nearest shapes if they do not multiply to ``count``."""
+    """The sizes with -1 replaced, for ``count`` devices or, without a -1, for the first of them.
+
+    Raises:
+      ValueError: there are fewer devices, or -1 has no size that takes all; names the nearest shapes that fit.
+    """
     wild = [name for name, size in shape.items() if size == -1]
     if len(wild) > 1 or not all(is_size(size) or size == -1 for size in shape.values()):
         raise ValueError(f"mesh_shape={shape}: a size is a positive integer, and at most one of them -1.")
     known = math.prod(size for size in shape.values() if size != -1)
-    if count % known or (not wild and known != count):
-        fewer = f"; or pass devices=jax.devices()[:{known}]" if not wild and known < count else ""
+    if known > count or (wild and count % known):
         nearest = ", ".join(str(dict(zip(shape, sizes, strict=True))) for sizes in _nearest(shape.values(), count))
         raise ValueError(
             f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
-            f"Nearest shapes that fit: {nearest}{fewer}; or try it on simulate_cpu_devices({known})."
+            f"Nearest shapes that fit: {nearest}; or try it on simulate_cpu_devices({known})."
         )
     return tuple(int(count // known if size == -1 else size) for size in shape.values())
 

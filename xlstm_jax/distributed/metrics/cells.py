@@ -50,7 +50,7 @@ def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
     return jnp.where(weight != 0, values, empty)
 
 
-def like_rows(weight: ArrayLike, values: jax.Array) -> jax.Array:
+def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """The weight with dims of size 1 appended, so that it broadcasts over the dims that it does not have."""
     weight = jnp.asarray(weight)
     if weight.shape != values.shape[: weight.ndim]:

@@ -7,20 +7,24 @@ devices, without a program that other processes would have to run too; only ``sy
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import serialization
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, sync_states
+from xlstm_jax.distributed.processes.simulation import Device
 
 DEVICES_AXIS = "devices"
+# Where a state is moved: a device, its number among those of this process, or the name of a platform, as "cpu".
+Place = Device | Mesh | str | int
 
 
 class MeshState:
@@ -75,15 +79,26 @@ class MeshState:
     def _set_local(self, vectors: Vectors) -> None:
         self.local, self.synced = Local(vectors, self._initial.layout, self.axes), None
 
-    def to(self, device: jax.Device | Mesh) -> None:  # pyright: ignore[reportInvalidTypeForm] JAX assigns this name
+    def of_this_process(self) -> Synced:
+        """What the devices of this process have seen together; no other process takes part."""
+        rows = {name: _own_rows(x) for name, x in self.local.vectors.items()}
+        return Synced(_merge_rows(self.local.layout, rows), self.local.layout)
+
+    def to(self, device: Place) -> None:
         """Moves the state to one device, or to another mesh, over all its axes; no other process may hold local values.
 
         Where the number of devices changes, the local values are merged into the first.
+
+        Args:
+          device: a device or a mesh; an int, the number of a device among ``jax.local_devices()``; or a platform
+            ("cpu", "gpu", "tpu"), of which it is the first device.
+        Raises:
+          ValueError: there is no such device, or other processes hold local values.
         """
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self.local)):
             raise ValueError("to: other processes hold local values of this state; sync it, and take the value.")
         rows, synced = jax.tree.map(np.asarray, (self.local.vectors, self.synced))
-        mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([device]), (DEVICES_AXIS,))
+        mesh = device if isinstance(device, Mesh) else Mesh(np.asarray([_device_of(device)]), (DEVICES_AXIS,))
         self._put_on(auto_mesh(mesh), mesh.axis_names)
         self._set_rows(rows, synced)
 
@@ -138,6 +153,32 @@ def is_readable(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
+def on_one_device(x: Any) -> Any:
+    """An array that this process can read, on one of its devices, not waited for; what is no ``jax.Array`` as it is."""
+    if not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
+        return x
+    if not x.is_fully_replicated:  # by a program, as jax.device_put would wait for it
+        x = _copying(cast(NamedSharding, x.sharding).mesh)(x)
+    return x.addressable_data(0)
+
+
+@functools.cache
+def _copying(mesh: Mesh | AbstractMesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _device_of(place: Device | str | int) -> Device:
+    """The device that is meant by itself, by its number, or by its platform with or without a number ("cpu:1")."""
+    if not isinstance(place, str | int):
+        return place
+    platform, _, number = place.partition(":") if isinstance(place, str) else ("", "", str(place))
+    try:
+        return jax.local_devices(backend=platform or None)[int(number or 0)]
+    except (RuntimeError, ValueError, IndexError) as error:
+        there = sorted({f"{device.platform}:{i}" for i, device in enumerate(jax.local_devices())})
+        raise ValueError(f"to({place!r}): this process has no such device, but {', '.join(there)}.") from error
+
+
 def check_entries(given: dict[str, Any], wanted: Iterable[str]) -> None:
     """Raises where a state dict has other entries than those wanted."""
     if given.keys() != set(wanted):
@@ -164,6 +205,18 @@ def _restored(like: Cells, saved: Any, name: str, leading: tuple[str, ...]) -> C
 @functools.partial(jax.jit, static_argnums=0)
 def _merge(layout: Layout, a: Vectors, b: Vectors) -> Vectors:
     return layout.merge(a, b)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merge_rows(layout: Layout, rows: dict[str, list[jax.Array]]) -> Vectors:
+    return layout.merge_rows({name: jnp.concatenate(some) for name, some in rows.items()})
+
+
+def _own_rows(x: jax.Array) -> list[jax.Array]:
+    """The rows of this process, [1, k] each, on the device of the first."""
+    first = _first_shards(x)[0]
+    rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return jax.device_put([rows[start] for start in sorted(rows)], first.device)
 
 
 def _merged_into_first_row(local: Local, seen: Vectors) -> Vectors:

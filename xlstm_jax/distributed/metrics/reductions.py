@@ -5,8 +5,9 @@
   outside, on gathered arrays        collect_from_devices
 
 Dictionaries may be nested. What is no ``jax.Array`` (a name, a Python number, a NumPy array, a key) passes through
-untouched. However many metrics there are, a call issues one collective per operation and dtype; means are sums that are
-divided afterwards, and values narrower than 32 bits are summed in float32.
+untouched, unless ``reduce_fn`` names an operation for it. However many metrics there are, a call issues one collective
+per operation and dtype; means are sums that are divided afterwards, and values narrower than 32 bits are summed in
+float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
@@ -24,6 +26,8 @@ from xlstm_jax.distributed.data_parallel.communication import is_prng_key, wide_
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
+UNNAMED = ""  # the operation of a metric that is not named: "mean", of arrays alone
+NUMBERS = (int, float, np.number, np.bool_)  # bool is an int
 Operations = Mapping[str, "str | Operations | None"]  # by the names of the metrics, nested like them
 
 
@@ -75,8 +79,10 @@ def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metr
       reduce_fn: name -> "mean", "sum", "max", "min", or None for a metric to be left alone. "mean" for names that it
         does not have, and for all where it is None. For a nested dictionary either one operation, or a dictionary.
     Raises:
-      ValueError: an unknown operation, or a name that the metrics do not have; nothing has been reduced then.
+      ValueError: an unknown operation, or a name that the metrics do not have; or "sum" for a Python number, which has
+        no entries that could be summed, and is this process's alone. Nothing has been reduced then.
     """
+    _check_no_number_is_summed(metrics, reduce_fn)
     return _reduce_each(metrics, reduce_fn, _reduce_global)
 
 
@@ -89,6 +95,16 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, jax.Array) and not is_prng_key(value)
 
 
+def _check_no_number_is_summed(metrics: Metrics, reduce_fn: Operations | None) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        if isinstance(leaf, NUMBERS) and _operation_at(path, reduce_fn or {}) == "sum":
+            raise ValueError(
+                f"reduce_fn[{jax.tree_util.keystr(path, simple=True, separator='/')!r}] is 'sum', but that metric is "
+                f"{leaf!r}, a number with no entries to be summed. Pass an array that has one for each device or row, "
+                "or None to leave it alone. (Inside shard_map reduce_custom_collective sums numbers over devices.)"
+            )
+
+
 def _reduce_each(
     metrics: Metrics, reduce_fn: Operations | None, reduce: Callable[[list[Any], str], list[Any]]
 ) -> Metrics:
@@ -96,13 +112,18 @@ def _reduce_each(
     chosen = {} if reduce_fn is None else reduce_fn
     _check_operations(metrics, chosen, "")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
-    operations = [_operation_at(path, chosen) for path, _ in with_paths]
-    leaves = [leaf for _, leaf in with_paths]
+    named = [_operation_at(path, chosen) for path, _ in with_paths]
+    leaves = [_array_if_named(leaf, operation) for (_, leaf), operation in zip(with_paths, named, strict=True)]
+    operations = ["mean" if operation is UNNAMED else operation for operation in named]
     for operation in OPERATIONS:
         indices = [i for i, name in enumerate(operations) if name == operation]
         for i, value in zip(indices, reduce([leaves[i] for i in indices], operation), strict=True):
             leaves[i] = value
     return jax.tree.unflatten(structure, leaves)
+
+
+def _array_if_named(leaf: Any, operation: str | None) -> Any:
+    return jnp.asarray(leaf) if operation and isinstance(leaf, (*NUMBERS, np.ndarray)) else leaf
 
 
 def _check_operations(metrics: Any, chosen: Any, path: str) -> None:
@@ -127,10 +148,10 @@ def _check_operations(metrics: Any, chosen: Any, path: str) -> None:
 
 
 def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
-    """What is chosen for the leaf at a key path; "mean" where nothing is."""
+    """What is chosen for the leaf at a key path; ``UNNAMED`` where nothing is, None where it is to be left alone."""
     for key in path:
         if isinstance(chosen, Mapping):
-            chosen = chosen.get(key.key, "mean")
+            chosen = chosen.get(key.key, UNNAMED)
     return chosen
 
 
@@ -194,11 +215,12 @@ def reduce_custom_collective(
 ) -> Metrics:
     """Each metric by an operation of its own over devices; ``reduce_fn`` and errors as in ``reduce_custom``.
 
-    ``weight`` is that of the means; see ``reduce_mean_collective``.
+    A Python number or NumPy array with an operation of its own is what each device has, and reduced as such: of 2 the
+    sum over 8 devices is 16. ``weight`` is that of the means; see ``reduce_mean_collective``.
 
-    >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x}, {"peak": "max"}, "batch")
+    >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x, "n": 2}, {"peak": "max", "n": "sum"}, "batch")
     >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
-    {'loss': 3.5, 'peak': 7.0}
+    {'loss': 3.5, 'n': 16.0, 'peak': 7.0}
     """
     axes = _bound(axis_name, "reduce_custom_collective")
     return _reduce_each(metrics, reduce_fn, lambda leaves, operation: _over_devices(leaves, operation, axes, weight))

@@ -9,19 +9,22 @@ leading device dim; row i lies on device i::
   update(5.0)                                                    a number of this process: its first device has it
       local   [4]      5.0        0.0        0.0        0.0
   update(per_device), per_device [4] = 1 2 3 4                   one value per device: each adds its own
-      local   [4]      6.0        2.0        3.0        4.0      <- value, before sync: an array [4]
+      local   [4]      6.0        2.0        3.0        4.0      <- local_values: an array [4]
+                      15.0                                       <- value, before sync: what this process has seen
   sync()                                                         one collective over all devices of all processes
-      synchronized    15.0       15.0       15.0       15.0      <- value, after sync: an array []
+      synchronized    15.0       15.0       15.0       15.0      <- value, after sync: what all have
 
 So a number counts once, whatever the number of devices; of two processes each gives its own number. ``update`` never
-communicates. A process may update with what it has seen by itself without the others doing the same.
+communicates and waits for nothing: a value may still be in computation. A process may update with what it has seen by
+itself without the others doing the same.
 """
 
 import enum
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +36,17 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.layout import Cells, Vectors
-from xlstm_jax.distributed.metrics.mesh_state import MeshState, check_entries, is_readable, sync_together
-from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.mesh_state import (
+    MeshState,
+    Place,
+    check_entries,
+    is_readable,
+    on_one_device,
+    sync_together,
+)
+from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced
+
+Value = TypeVar("Value")  # what the compute of a metric returns
 
 
 class MetricReduceOp(enum.StrEnum):
@@ -58,19 +70,30 @@ class MetricReduceOp(enum.StrEnum):
         raise ValueError(f"reduce_op={value!r} is none of {', '.join(repr(str(op)) for op in cls)}.")
 
 
+@dataclass(frozen=True)
 class _Entrywise(PureMetric):
-    """Values of one shape and dtype, merged entry by entry."""
+    """Values of one shape and dtype, merged entry by entry. Equal ones share what JAX has compiled for them."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], operation: MetricReduceOp) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.sum = Count if jnp.issubdtype(dtype, jnp.integer) else Total
-        self.extremum = {"max": Maximum, "min": Minimum}.get(operation)
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    operation: MetricReduceOp
 
     def identity(self) -> Cells:
-        return self.extremum.identity(self.shape, self.dtype) if self.extremum else self.sum.identity(self.shape)
+        if self.operation is MetricReduceOp.sum:
+            return self._sum.identity(self.shape)
+        return self._extremum.identity(self.shape, self.dtype)
 
     def observe(self, values: ArrayLike) -> Cells:
-        return (self.extremum or self.sum).of(jnp.asarray(values, self.dtype), keep=np.ndim(values))
+        cell = self._sum if self.operation is MetricReduceOp.sum else self._extremum
+        return cell.of(jnp.asarray(values, self.dtype), keep=np.ndim(values))
+
+    @property
+    def _sum(self) -> type[Count] | type[Total]:
+        return Count if jnp.issubdtype(self.dtype, jnp.integer) else Total
+
+    @property
+    def _extremum(self) -> type[Maximum]:
+        return Maximum if self.operation is MetricReduceOp.max else Minimum
 
     def result(self, cells: Cells) -> jax.Array:
         if isinstance(cells, Count):
@@ -119,7 +142,7 @@ class MetricAccumulator(MeshState):
         super().__init__(metric, metric.observe(initial), mesh, axes)
 
     def update(self, value: ArrayLike) -> None:
-        """Merges a value into the local values; never communicates. ``self.value`` is the local values from then on.
+        """Merges a value into the local values; never communicates, nor waits for a value that is being computed.
 
         Args:
           value: a number, or an array of the accumulator's shape: seen by this process, and counted once. (A global
@@ -132,27 +155,43 @@ class MetricAccumulator(MeshState):
         _check_holds(self.dtype, value)
         shape = np.shape(value)
         if shape == (self.num_devices, *self.shape):
-            self.add_rows(_observe_rows(self.metric, value))
+            self.add_rows(_observe_rows(self.metric, self._seen(value)))
         elif shape in (self.shape, ()):
             if not is_readable(value):
                 raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
-            observed = self.metric.observe(np.broadcast_to(np.asarray(value), self.shape))
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
-            self.add_own(self.metric.state_of(observed).vectors, on_all_processes)
+            self.add_own(_observe_own(self.metric, on_one_device(self._seen(value))), on_all_processes)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
                 f"that shape, or {(self.num_devices, *self.shape)}: one for each of the {self.num_devices} devices."
             )
 
+    def _seen(self, value: ArrayLike) -> Any:
+        """The value; of the host in the accumulator's dtype, as a program would take one of 64 bits for one of 32."""
+        return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
+
     @property
     def value(self) -> jax.Array:
-        """The synchronized value [*shape] if in sync, else the local ones [n, *shape], in the accumulator's dtype.
+        """[*shape] in the accumulator's dtype: the synchronized value if in sync, else what this process has seen.
+
+        The initial value is among what the first process has seen.
 
         Raises:
           OverflowError: an integer sum is outside of its dtype.
         """
-        cells = (self.synced or self.local).cells
+        return self._checked((self.synced or self.of_this_process()).cells)
+
+    @property
+    def local_values(self) -> jax.Array:
+        """[n, *shape]: what each device has seen since the last ``reset``, in the accumulator's dtype.
+
+        Raises:
+          OverflowError: an integer sum is outside of its dtype.
+        """
+        return self._checked(self.local.cells)
+
+    def _checked(self, cells: Cells) -> jax.Array:
         if isinstance(cells, Count) and self.dtype.itemsize < 8 and is_readable(cells.low):
             _check_fits(cells.exact(), self.dtype)
         return self.metric.result(cells)
@@ -198,12 +237,19 @@ def _rank(dtype: DTypeLike) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def _observe_own(metric: _Entrywise, value: jax.Array) -> Vectors:
+    return metric.state_of(metric.observe(jnp.broadcast_to(value, metric.shape))).vectors
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _observe_rows(metric: PureMetric, value: jax.Array) -> Vectors:
     return jax.vmap(lambda row: metric.state_of(metric.observe(row)).vectors)(value)
 
 
-class Metric(ABC):
-    """A metric with a state of its own. A subclass makes accumulators (or other metrics) its attributes.
+class Metric(ABC, Generic[Value]):
+    """A metric with a state of its own, ``Metric[T]`` where ``compute`` returns a ``T``.
+
+    A subclass makes accumulators (or other metrics) its attributes.
 
     ``sync``, ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` reach all of them, also those in lists, tuples
     and dicts.
@@ -227,7 +273,7 @@ class Metric(ABC):
         """Adds a batch to the local state; never communicates."""
 
     @abstractmethod
-    def compute(self) -> PyTree:
+    def compute(self) -> Value:
         """The value of the metric; after ``sync`` that of all devices and processes."""
 
     def sync(self) -> None:
@@ -239,7 +285,7 @@ class Metric(ABC):
         for _, state in self._states():
             state.reset()
 
-    def to(self, device: jax.Device | Mesh) -> None:  # pyright: ignore[reportInvalidTypeForm] JAX assigns this name
+    def to(self, device: Place) -> None:
         """Moves all states to one device, or to another mesh; see ``MetricAccumulator.to``."""
         for _, state in self._states():
             state.to(device)
@@ -264,7 +310,7 @@ class Metric(ABC):
                 yield from ((f"{name}/{inner}", state) for inner, state in value._states())
 
 
-class StatefulMetric(Metric):
+class StatefulMetric(Metric[PyTree]):
     """Any metric of the catalogue with a state of its own; ``mesh`` and ``axes`` as for ``MetricAccumulator``.
 
     >>> from xlstm_jax.distributed.metrics import WeightedMean
@@ -280,7 +326,7 @@ class StatefulMetric(Metric):
         self.state = MeshState(metric, metric.identity(), mesh, axes)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Adds a batch; never communicates.
+        """Adds a batch; never communicates, nor waits for arrays that are being computed.
 
         Global arrays that are split over devices are split over the axes along their first dim, and every device adds
         its shard. Anything else (numbers, NumPy arrays, arrays of one device) is what this process has seen, of any
@@ -302,16 +348,33 @@ class StatefulMetric(Metric):
             self.state.add_batch(arguments)
             return
         on_all_processes = any(not x.is_fully_addressable for x in arrays)
-        args, kwargs = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, arguments)
-        own = self.metric.update(self.metric.empty(), *args, **kwargs)
-        self.state.add_own(jax.tree.map(lambda x: x[0], own.vectors), on_all_processes)
+        observe = _observe_batch_on_device if arrays else _observe_batch
+        self.state.add_own(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
     def compute(self) -> PyTree:
-        """The value of all that all devices have seen; a ``RuntimeError`` if anything was added since the last sync."""
+        """The value of all that all devices have seen, computed under ``jit``.
+
+        Raises:
+          RuntimeError: something was added since the last ``sync``.
+        """
         if self.state.synced is None:
             raise RuntimeError("compute reads what all devices have seen: sync() first, or compute_local() for each.")
-        return self.metric.compute(self.state.synced)
+        return _compute(self.metric, self.state.synced)
 
     def compute_local(self) -> PyTree:
         """Each device's own value, [n, ...]."""
-        return self.metric.compute_local(self.state.local)
+        return _compute(self.metric, self.state.local)
+
+
+def _observe_batch(metric: PureMetric, arguments: PyTree) -> Vectors:
+    args, kwargs = arguments
+    return metric.state_of(metric.observe(*args, **kwargs)).vectors
+
+
+# One program, as many small ones wait for each other. Python numbers alone, of any size, are observed without.
+_observe_batch_on_device = jax.jit(_observe_batch, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(metric: PureMetric, state: Local | Synced) -> PyTree:
+    return metric.compute(state) if isinstance(state, Synced) else metric.compute_local(state)

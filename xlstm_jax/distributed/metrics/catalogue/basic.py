@@ -213,6 +213,10 @@ class Compose(PureMetric):
 
     metrics: Mapping[str, PureMetric]
 
+    def __getitem__(self, name: str) -> PureMetric:
+        """The metric of this name."""
+        return self.metrics[name]
+
     def identity(self) -> Cells:
         return {name: metric.identity() for name, metric in self.metrics.items()}
 

@@ -45,11 +45,15 @@ AVERAGES = ("micro", "macro", "weighted", "per_class")
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was predicted and what is true, bools [b..., C]; and where a score is NaN, [b..., C] or [b..., 1]."""
+    """What was predicted and what is true, bools [b..., C]; and where that is unknown, [b..., C] or [b..., 1].
+
+    ``weighted`` is the shape of what has a weight of its own: [b...], or [b..., C] where decisions may.
+    """
 
     predicted: jax.Array
     actual: jax.Array
     unknown: jax.Array | bool
+    weighted: tuple[int, ...]
 
 
 class Task(Protocol):
@@ -79,7 +83,7 @@ class Binary:
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
         check_one_score_per_label(scores, labels, "Binary")
         reached = _at_least(scores, self.threshold)
-        return Decisions(reached[..., None], labels[..., None] == 1, jnp.isnan(scores)[..., None])
+        return Decisions(reached[..., None], labels[..., None] == 1, jnp.isnan(scores)[..., None], labels.shape)
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,21 @@ class Multilabel:
         check_one_score_per_label(scores, labels, "Multilabel")
         if labels.shape[-1:] != (self.num_labels,):
             raise ValueError(f"labels of shape {labels.shape} do not end in num_labels={self.num_labels}.")
-        return Decisions(_at_least(scores, self.threshold), labels == 1, jnp.isnan(scores))
+        return Decisions(_at_least(scores, self.threshold), labels == 1, jnp.isnan(scores), labels.shape)
 
 
 @dataclass(frozen=True)
 class Multiclass:
-    """One of C classes: scores [b..., C] and integer labels [b...]; the highest score is the prediction.
+    """One of C classes: scores [b..., C] and labels; the highest score is the prediction.
 
-    With ``top_k`` > 1 the prediction is the label where that is among the k highest scores, else the highest score. Of
-    equal scores the lower class counts as the higher. With ``top_k`` 1 the scores may also be integer predictions
-    [b...].
+    Labels are integers [b...] or [b..., 1], or with floating scores one-hot [b..., C], of any dtype. With ``top_k`` > 1
+    the prediction is the label where that is among the k highest scores, else the highest score. Of equal scores the
+    lower class counts as the higher. With ``top_k`` 1 the scores may also be integer predictions of the labels' shape.
 
-    A label outside of 0..C-1 (an ignore index such as -1) matches no class: its row is wrong, a false positive of the
-    class that was predicted and no class's false negative. Give such rows weight 0 to leave them out. Likewise an
-    integer prediction outside of 0..C-1 is a false negative only.
+    A label outside of 0..C-1 (an ignore index such as -1), or one-hot without a 1, matches no class: its row is wrong,
+    a false positive of the class that was predicted and no class's false negative. Give such rows weight 0 to leave
+    them out. Likewise an integer prediction outside of 0..C-1 is a false negative only. Labels of the shape of one-hot
+    ones that are none (smoothed ones, probabilities) show as NaN.
 
     >>> Multiclass(3).decide(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).predicted.tolist()
     [[False, True, False]]
@@ -136,20 +141,37 @@ class Multiclass:
             raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        classes = jnp.arange(self.num_classes)
+        labels, unknown = self._class_numbers(scores, labels)
         check_labels(labels)
         if scores.shape == (*labels.shape, self.num_classes):
             predictions = self._predictions(scores, labels)
-            unknown: jax.Array | bool = jnp.isnan(scores).any(-1, keepdims=True)
+            unknown = unknown | jnp.isnan(scores).any(-1, keepdims=True)
         elif scores.shape == labels.shape and jnp.issubdtype(scores.dtype, jnp.integer) and self.top_k == 1:
-            predictions, unknown = scores, False
+            predictions = scores
         else:
             raise ValueError(
                 f"scores of shape {scores.shape} and dtype {scores.dtype} do not fit labels of shape {labels.shape}: "
                 f"with num_classes={self.num_classes} they have shape {(*labels.shape, self.num_classes)}, or with "
                 f"top_k 1 (here {self.top_k}) are integer predictions of the labels' shape."
             )
-        classes = jnp.arange(self.num_classes)
-        return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown)
+        return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown, labels.shape)
+
+    def _class_numbers(self, scores: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
+        """The labels as numbers [b...] of classes, -1 for none; and where they are neither that nor one-hot, [b..., 1].
+
+        Integer scores are predictions: labels of their shape are numbers, whatever the size of the last dim.
+        """
+        *rows, last = scores.shape or (None,)
+        if last != self.num_classes or jnp.issubdtype(scores.dtype, jnp.integer):
+            return labels, False
+        if labels.shape == (*rows, 1):
+            return labels[..., 0], False
+        if labels.shape != scores.shape:
+            return labels, False
+        ones = labels == 1
+        is_one_hot = (ones | (labels == 0)).all(-1) & (ones.sum(-1) <= 1)
+        return jnp.where(ones.any(-1), jnp.argmax(ones, -1), -1), ~is_one_hot[..., None]
 
     def _predictions(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         if self.top_k == 1:
@@ -191,9 +213,10 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
     return Total.of_halves(weight, add)
 
 
-def weight_per_label(weight: ArrayLike | None, labels: jax.Array) -> jax.Array:
-    """The weight with all dims of the labels, of which it has the leading ones; 1 where none is given."""
-    return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), labels.shape)
+def weight_per_label(weight: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
+    """The weight of each label [*shape], of whose dims it has the leading ones; 1 where none is given."""
+    labels = jax.ShapeDtypeStruct(shape, jnp.bool_)
+    return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +362,8 @@ class ConfusionMatrix(PureMetric):
         return {name: Total.identity((self.task.num_classes,)) for name in ("tp", "fp", "fn", "tn")}
 
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        labels = jnp.asarray(labels)
-        made = self.task.decide(jnp.asarray(scores), labels)
-        weight = weight_per_label(weight, labels)
+        made = self.task.decide(jnp.asarray(scores), jnp.asarray(labels))
+        weight = weight_per_label(weight, made.weighted)
         became = {
             "tp": made.predicted & made.actual,
             "fp": made.predicted & ~made.actual,

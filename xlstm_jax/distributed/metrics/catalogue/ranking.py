@@ -91,7 +91,7 @@ class BinnedRanking(PureMetric):
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
-        weight, positive = weight_per_label(weight, labels), labels == 1
+        weight, positive = weight_per_label(weight, labels.shape), labels == 1
         weight = jnp.where(jnp.isnan(scores) & (weight != 0), jnp.nan, weight)
         bins = self._bin_of(scores)
 

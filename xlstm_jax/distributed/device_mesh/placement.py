@@ -1,0 +1,136 @@
+"""``DataParallel``: plain data parallelism by methods, for training loops that are written so.
+
+  create_data_parallel_sharding   mesh -> the sharding of a batch
+  shard_batch                     a batch in that sharding
+  shard_model_state               parameters and optimizer state: a copy on every device, or split
+  all_reduce_gradients            in the step, where each device has the gradient of its own part of the batch
+
+Such a loop keeps all parameters on every device. Where they are to be split, take ``shard_module_params`` and
+``make_train_step``.
+"""
+
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, choose_shard_dim
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.device_mesh import batches
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
+
+DATA_AXIS = "data"  # of DeviceMeshManager.create_data_parallel_mesh
+STEP_AXIS = "batch"  # what a step under pmap calls it, as the reductions of metrics do
+SHARDINGS_OF_A_STATE = ("replicate", "shard")
+REDUCE_TYPES = ("mean", "sum")
+
+
+class DataParallel(nnx.Module):
+    """Data parallelism by methods, for training loops that are written so; a module without state.
+
+    All methods can be called on the class as well; three have a twin ``*_static``, as those of ``DistributedMetrics``.
+
+    >>> data = DeviceMeshManager.create_data_parallel_mesh()
+    >>> dp = DataParallel()
+    >>> batch = dp.shard_batch({"x": np.ones((16, 3))}, dp.create_data_parallel_sharding(data))
+    >>> params = dp.shard_model_state({"w": jnp.ones(3)}, data)
+    >>> grads = jax.jit(jax.grad(lambda params, batch: jnp.mean(batch["x"] @ params["w"])))(params, batch)
+    >>> dp.all_reduce_gradients(grads)["w"].tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    @staticmethod
+    def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
+        """The sharding of a batch whose rows are split over an axis of the mesh, or over a tuple of them."""
+        check_mesh(mesh, devices=True)
+        return NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis")))
+
+    @staticmethod
+    def shard_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
+        """The global batch from the rows of this process, as by the function ``shard_batch``, in a sharding of rows.
+
+        Raises:
+          TypeError: ``sharding`` is no ``NamedSharding``; or as ``shard_batch``.
+          ValueError: it does not split rows, or splits other dims too; or as ``shard_batch``.
+        """
+        cure = "Pass that of create_data_parallel_sharding(mesh)."
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(f"sharding is a {type(sharding).__name__}, and names no axes of a mesh. {cure}")
+        rows, *others = [*sharding.spec, None]
+        if not entry_axes(rows) or any(map(entry_axes, others)):
+            raise ValueError(f"sharding splits by {sharding.spec}, and a batch is split along its rows alone. {cure}")
+        return batches.shard_batch(batch, cast(Mesh, sharding.mesh), entry_axes(rows))
+
+    @staticmethod
+    def shard_model_state(
+        state: PyTree, mesh: Mesh, param_sharding: str = "replicate", *, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
+    ) -> PyTree:
+        """The same state on the devices of the mesh.
+
+        Args:
+          state: arrays: parameters, an optimizer state, ``nnx.state(model)``. Each process has the same.
+          mesh: the mesh.
+          param_sharding: "replicate", a copy on every device; or "shard", each leaf split over the first axis of the
+            mesh, along the dim that ``shard_params`` would choose: for a step under plain ``jit``, where XLA gathers.
+          min_weight_size: with "shard", leaves with fewer values stay whole.
+        Raises:
+          ValueError: another ``param_sharding``.
+        """
+        check_mesh(mesh, devices=True)
+        _check_choice("param_sharding", param_sharding, SHARDINGS_OF_A_STATE)
+        axis_sizes, mesh = {mesh.axis_names[0]: mesh.devices.shape[0]}, auto_mesh(mesh)
+
+        def spec(shape: tuple[int, ...]) -> PartitionSpec:
+            dim, _ = choose_shard_dim(shape, (None,) * len(shape), axis_sizes, min_weight_size)
+            return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, mesh.axis_names[0])
+
+        def put(leaf: Any) -> jax.Array:
+            split = spec(np.shape(leaf)) if param_sharding == "shard" else PartitionSpec()
+            return jax.device_put(leaf, NamedSharding(mesh, split))
+
+        return jax.tree.map(put, state)
+
+    @staticmethod
+    def replicate_params(params: PyTree, mesh: Mesh) -> PyTree:
+        """A copy on every device, as ``shard_model_state`` makes them."""
+        return DataParallel.shard_model_state(params, mesh)
+
+    @staticmethod
+    def all_reduce_gradients(gradients: PyTree, reduce_type: str = "mean", axis_name: AxisNames = STEP_AXIS) -> PyTree:
+        """The gradients of the loss of the whole batch, in every kind of step.
+
+        Inside ``shard_map`` or ``pmap`` a device has the gradient of the loss of its own rows; they are averaged or
+        summed, rightly in both ``check_vma`` modes (by ``sync_gradients``). Under plain ``jit``, where arrays are
+        global, the gradient is that of the whole batch already, and is returned as it is.
+
+        Args:
+          gradients: straight from ``jax.grad``.
+          reduce_type: "mean" where the loss is a mean over rows, "sum" where it is a sum.
+          axis_name: the axis, or the tuple of axes, that the step has bound; not looked at where none is bound.
+        Raises:
+          ValueError: another ``reduce_type``; or the step has bound other axes, which it names.
+        """
+        _check_choice("reduce_type", reduce_type, REDUCE_TYPES)
+        axes = as_axis_names(axis_name)
+        if not collectives.manual_axes() and not any(map(collectives.is_bound, axes)):
+            return gradients
+        means = sync_gradients(gradients, axes)
+        if reduce_type == "mean":
+            return means
+        live, put_back = boxes.split_differentiable(means)
+        return put_back([boxes.rebox(x, boxes.leaf_value(x) * collectives.axis_size(axes)) for x in live])
+
+    # As methods that are static already, they are their own twins.
+    create_data_parallel_sharding_static = create_data_parallel_sharding
+    shard_batch_static = shard_batch
+    all_reduce_gradients_static = all_reduce_gradients
+
+
+def _check_choice(argument: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ValueError(f"Unsupported {argument}: {given!r} is none of {', '.join(map(repr, choices))}.")
