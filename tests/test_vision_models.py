@@ -45,6 +45,7 @@ KEEP = optax.GradientTransformation(
 # A gradient that vanishes, that of the bias of attention's keys, is rounding alone; this eps keeps it small.
 TX = optax.chain(KEEP, optax.adamw(1e-3, eps=1e-3))
 
+MESH, WRAP = mesh_of(2, 4), fsdp(min_weight_size=64)
 CASES = {
     "resnet": (ResNet, {"axis_name": AXES}, classify, (IMAGES,)),
     "unet": (UNet, {}, denoise, (IMAGES, BATCH["level"])),
@@ -74,15 +75,21 @@ def one_device(name):
     return seen, params, kept
 
 
+@cache
+def sharded(name):
+    cls, options, _, inputs = CASES[name]
+    return create_train_state(cls(wrap=WRAP, **options), TX, MESH, KEY, *inputs, batch_axes=AXES)
+
+
 @pytest.mark.parametrize("check_vma, remat", [(True, False), (False, True)])
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_on_one_device(name, check_vma, remat):
-    cls, options, loss_fn, inputs = CASES[name]
-    mesh, model = mesh_of(2, 4), cls(wrap=fsdp(min_weight_size=64), remat=remat, **options)
-    state = create_train_state(model, TX, mesh, KEY, *inputs, batch_axes=AXES)
+    cls, options, loss_fn, _ = CASES[name]
+    apply_fn = cls(wrap=WRAP, remat=remat, **options).apply
+    state = jax.tree.map(jnp.copy, sharded(name).replace(apply_fn=apply_fn))
     split = {path for path, leaf in leaves_with_path(state.params) if is_box(leaf)}
     assert {np.ndim(leaf.value) for path, leaf in leaves_with_path(state.params) if path in split} >= {2, 4}
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
+    step = make_train_step(loss_fn, MESH, AXES, check_vma=check_vma)
 
     want, params, kept = one_device(name)
     for loss, grads in want:
