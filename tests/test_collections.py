@@ -1,67 +1,467 @@
-"""What a model keeps beside its parameters is carried by state and step, as one device with the whole batch would."""
+"""What a model keeps beside its parameters goes through state and step as on one device with the whole batch.
 
-from functools import cache
+And what devices would each make of their own examples is refused before anything runs, in both ``check_vma`` modes.
+"""
 
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of
-from tests.vision_models import ResNet
-from xlstm_jax.distributed import create_train_state, make_train_step
+from tests.damage import same
+from tests.support import AXES, Block, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    Checkpointer,
+    ReplicaError,
+    Replicas,
+    TrainState,
+    abstract_train_state,
+    box_like,
+    bytes_per_device,
+    check_replicas,
+    check_step,
+    create_train_state,
+    make_train_step,
+    partition_specs,
+    plan_sharding,
+    skip_nonfinite,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.training.checking.varying import differing_axes
 
-KEY = jax.random.key(0)
-ROWS = 16
-IMAGES = jax.random.normal(jax.random.key(1), (ROWS, 6, 6, 3)) * (1 + jnp.arange(ROWS) % 5)[:, None, None, None]
-LABELS = jnp.arange(ROWS) * 7 % 4
-BATCH = {"image": IMAGES, "label": LABELS}
-WRAPPED = fsdp(min_weight_size=64)
-MODEL = ResNet(AXES, WRAPPED)
+KEY, BATCH, TX = jax.random.key(0), data(), optax.sgd(0.1)
+BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])
+STATS = "batch_stats/BatchNorm_0"
+
+
+class Net(nn.Module):
+    """Batch statistics between two layers; ``axis_name`` as BatchNorm takes it."""
+
+    axis_name: Any = AXES
+    wrap: Any = plain
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(16)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5, axis_name=self.axis_name)(x)
+        return self.wrap(nn.Dense)(4)(nn.gelu(x))
 
 
 def loss_fn(params, apply_fn, batch, rng, collections):
     del rng
-    logits, updated = apply_fn({"params": params, **collections}, batch["image"], mutable=list(collections))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), updated
+    out, updated = apply_fn({"params": params, **collections}, batch["x"], mutable=list(collections))
+    return jnp.mean((out - batch["y"]) ** 2), updated
 
 
-TX = optax.adamw(1e-2)
+def state_of(model, tx=TX, mesh=None, create=create_train_state, **options):
+    return create(model, tx, mesh or mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, **options)
 
 
-@cache
-def one_device(steps, minibatches=1):
-    """Parameters, batch statistics and the losses of a plain model on one device."""
-    model = ResNet()
-    variables = jax.jit(model.init)(KEY, IMAGES)
-    params, kept = variables["params"], {"batch_stats": variables["batch_stats"]}
-    opt_state = TX.init(params)
-
-    @jax.jit
-    def step(params, kept, opt_state):
-        (loss, kept), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, model.apply, BATCH, None, kept)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), kept, opt_state, loss, grads
-
-    losses = []
-    for _ in range(steps):
-        params, kept, opt_state, loss, _ = step(params, kept, opt_state)
-        losses.append(float(loss))
-    return params, kept, losses
+def traced(loss, model=None, state=None, **options):
+    """A step that is not run, on a state that is not there."""
+    state = state_of(model or Net(wrap=fsdp()), create=abstract_train_state) if state is None else state
+    return make_train_step(loss, mesh_of(2, 4), AXES, **options).trace(state, BATCH, KEY)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_resnet_trains_as_on_one_device(check_vma):
-    mesh = mesh_of(2, 4)
-    state = create_train_state(MODEL, TX, mesh, KEY, IMAGES, batch_axes=AXES)
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
-    losses = []
-    for _ in range(3):
-        state, metrics = step(state, BATCH, KEY)
-        losses.append(float(metrics["loss"]))
-    params, kept, want = one_device(3)
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
-    assert_same_params(state.params, params, 1e-4)
-    assert_same_params(dict(state.collections), kept)
+def one_step(collections, model, tx=TX, batch=BATCH, loss=loss_fn):
+    """(parameters, collections) after a step on one device."""
+    params = jax.jit(model.init)(KEY, BATCH["x"])["params"]
+    (_, updated), grads = jax.value_and_grad(loss, has_aux=True)(params, model.apply, batch, KEY, collections)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return optax.apply_updates(params, updates), updated
+
+
+# ------------------------------------------------------------------------------------------- equal on all devices
+
+
+@BOTH_MODES
+def test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure(check_vma):
+    cure = r"nn.BatchNorm\(..., axis_name=\('dp', 'fsdp'\)\).* pmean\(updated, .*mutable="
+    with pytest.raises(ValueError, match=rf"'{STATS}/mean', '{STATS}/var' would .* along \('dp', 'fsdp'\).*{cure}"):
+        traced(loss_fn, Net(None, fsdp()), check_vma=check_vma)
+    with pytest.raises(ValueError, match=rf"along \('fsdp',\).*{cure}"):
+        traced(loss_fn, Net("dp", fsdp()), check_vma=check_vma, num_minibatches=2)
+
+
+def test_what_is_refused_would_drift_and_is_found():
+    """A step of one's own, which declares statistics equal that are not: types are off, and nobody looks."""
+    model, mesh = Net(None, fsdp()), mesh_of(2, 4)
+    state = state_of(model)
+
+    def on_device(params, collections, batch):
+        loss = lambda params: loss_fn(params, model.apply, batch, None, collections)  # noqa: E731
+        (value, updated), grads = value_and_grad(loss, AXES, has_aux=True)(params)
+        return value, grads, updated
+
+    def own_step(state, batch, rng):
+        specs = partition_specs(state.params, mesh)
+        run = on_mesh(on_device, mesh, False, (specs, P(), P(AXES)), (P(), specs, P()))
+        loss, grads, collections = run(state.params, state.collections, batch)
+        updates, opt_state = state.tx.update(unbox(grads), state.opt_state)
+        params = box_like(optax.apply_updates(unbox(state.params), updates), state.params)
+        return state.replace(params=params, opt_state=opt_state, collections=collections), {"loss": loss}
+
+    check_replicas(state)
+    with pytest.raises(ReplicaError, match=rf"2 of \d+ leaves .*'collections/{STATS}/mean'"):
+        check_replicas(own_step(state, BATCH, KEY)[0])
+    found = check_step(own_step, state, BATCH, KEY, loss_fn=loss_fn)
+    assert any(f"'{STATS}/mean', '{STATS}/var' are not the same on all" in finding for finding in found.findings)
+
+
+def test_check_step_finds_nothing_where_statistics_are_those_of_the_batch():
+    found = check_step(make_train_step(loss_fn, mesh_of(2, 4), AXES), state_of(Net(wrap=fsdp())), BATCH, KEY)
+    assert found.ok and found.compared == "gradients", str(found)
+
+
+def test_statistics_of_each_device_may_be_averaged_by_the_loss():
+    def averaged(*args):
+        loss, updated = loss_fn(*args)
+        return loss, jax.lax.pmean(updated, AXES)
+
+    model = Net(None, fsdp())
+    state, _ = make_train_step(averaged, mesh_of(2, 4), AXES, check_vma=False)(state_of(model), BATCH, KEY)
+    traced(averaged, model)
+    start = dict(jax.jit(Net().init)(KEY, BATCH["x"]))
+    shares = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(8)]
+    of_shares = [loss_fn(start["params"], Net(None).apply, share, None, _kept(start))[1] for share in shares]
+    assert_same_params(dict(state.collections), jax.tree.map(lambda *x: sum(x) / 8, *of_shares))
+    whole = loss_fn(start["params"], Net(None).apply, BATCH, None, _kept(start))[1]
+    assert not np.allclose(
+        *(tree["batch_stats"]["BatchNorm_0"]["var"] for tree in (state.collections, whole)), rtol=0.1
+    )
+
+
+def _kept(variables):
+    return {name: collection for name, collection in variables.items() if name != "params"}
+
+
+class Spectral(nn.Module):
+    """A layer whose largest singular value is kept: made of a weight that is gathered."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.SpectralNorm(nn.Dense(16))(x, update_stats=True)
+
+
+class Counting(nn.Module):
+    """Keeps what is equal on all devices: made of weights, whole and gathered, of a count, and of a key."""
+
+    wrap: Any = plain
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (8,))
+        count = self.variable("seen", "count", lambda: jnp.int32(0))
+        mean = self.variable("seen", "mean", lambda: 0.0)  # weakly typed: a step must not compile twice for it
+        large = self.variable("seen", "large", lambda: jnp.array(False))
+        key = self.variable("keys", "key", lambda: jax.random.key(3))
+        if not self.is_initializing():
+            count.value += 1
+            mean.value = 0.5 * mean.value + 0.5 * jnp.mean(scale)
+            large.value = jnp.sum(scale) > 1
+            key.value = jax.random.split(key.value)[0]
+        return self.wrap(Spectral)()(x * scale)[:, :4]
+
+
+def test_what_is_made_of_parameters_counts_and_keys_is_equal_and_passes():
+    mesh, state = mesh_of(2, 4), state_of(Counting(fsdp()))
+    step = make_train_step(loss_fn, mesh, AXES)
+    collections = _kept(jax.jit(Counting().init)(KEY, BATCH["x"]))
+    params, want = one_step(collections, Counting())
+    _, want = loss_fn(params, Counting().apply, BATCH, KEY, want)
+    for _ in range(2):
+        state, _ = step(state, BATCH, KEY)
+    got = dict(state.collections)
+    assert same(got.pop("keys"), want.pop("keys"))
+    assert_same_params(got, want)
+    assert got["seen"]["count"] == 2 and got["seen"]["count"].dtype == jnp.int32 and got["seen"]["large"]
     assert step._cache_size() == 1
+    check_replicas(state)
+    traced(loss_fn, Counting(fsdp()), check_vma=False, num_minibatches=2)
+
+
+class Codes(nn.Module):
+    """Codes that decay, split over an axis by a box of the model's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        box = nn.with_partitioning(lambda: jnp.arange(32.0).reshape(8, 4), ("fsdp", None))
+        codes = self.variable("codes", "table", box)
+        if not self.is_initializing():
+            assert codes.value.shape == (2, 4)  # of this device
+            codes.value = codes.value / 2
+        return fsdp(nn.Dense)(4)(x)
+
+
+@BOTH_MODES
+def test_a_leaf_that_the_model_has_boxed_stays_split(check_vma):
+    state = state_of(Codes())
+    before = jax.tree.map(lambda x: x.sharding, state)
+    state, _ = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma)(state, BATCH, KEY)
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+    table = state.collections["codes"]["table"]
+    assert type(table) is nn.Partitioned and table.names == ("fsdp", None)
+    assert np.array_equal(table.value, np.arange(32.0).reshape(8, 4) / 2)
+
+
+# ----------------------------------------------------------------------------------------------------- minibatches
+
+
+@pytest.mark.parametrize("accumulation, check_vma", [
+    ("reduce_each", True), ("reduce_once", False), ("reduce_replicas_once", True),
+])  # fmt: skip
+def test_minibatches_hand_collections_on(accumulation, check_vma):
+    """As on one device: the j-th minibatch has the j-th rows of every device."""
+
+    def weighted(params, apply_fn, batch, rng, collections):
+        out, updated = apply_fn({"params": params, **collections}, batch["x"], mutable=list(collections))
+        error = jnp.mean((out - batch["y"]) ** 2, axis=-1)
+        return ((jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"])), {"error": jnp.mean(error)}), updated
+
+    wrap = fsdp(replicas=Replicas("dp")) if accumulation == "reduce_replicas_once" else fsdp()
+    options = {"num_minibatches": 2, "accumulation": accumulation, "weighted": True, "has_aux": True}
+    step = make_train_step(weighted, mesh_of(2, 4), AXES, check_vma=check_vma, **options)
+    state, metrics = step(state_of(Net(wrap=wrap)), BATCH, KEY)
+
+    start = dict(jax.jit(Net().init)(KEY, BATCH["x"]))
+
+    def reference(params):
+        kept, total = _kept(start), 0.0
+        for j in range(2):
+            rows = jax.tree.map(lambda x, j=j: x[j::2], BATCH)
+            ((error, _), _), kept = weighted(params, Net(None).apply, rows, None, kept)
+            total = total + error
+        return total / BATCH["weight"].sum(), kept
+
+    (loss, kept), grads = jax.value_and_grad(reference, has_aux=True)(start["params"])
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert_same_params(dict(state.collections), kept)
+    assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, start["params"], grads))
+
+
+# -------------------------------------------------------------------------------------------- steps that are skipped
+
+
+def test_a_step_that_is_skipped_leaves_collections_as_they_were():
+    state = state_of(Net(wrap=fsdp()), skip_nonfinite(optax.adam(0.1)))
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
+    state, _ = step(state, BATCH, KEY)
+    held = jax.tree.map(np.asarray, (state.params, state.collections))
+    nan = BATCH | {"x": BATCH["x"].at[3, 0].set(jnp.nan)}
+    # Squares overflow, and the variance is infinite; what it divides is 0, and loss and gradients are finite.
+    large = BATCH | {"x": jnp.where(jnp.arange(16) % 2, 1e20, -1e20)[:, None] * jnp.ones(8)}
+    for bad, count in [(nan, 1), (large, 2)]:
+        state, metrics = step(state, bad, KEY)
+        assert metrics["skipped_steps"] == count and np.isfinite(metrics["loss"]) == (count == 2)
+        assert same(jax.tree.map(np.asarray, (state.params, state.collections)), held)
+    state, metrics = step(state, BATCH, KEY)
+    assert metrics["skipped_in_a_row"] == 0 and not same(jax.tree.map(np.asarray, state.collections), held[1])
+
+
+# ------------------------------------------------------------------------------------- what the loss function returns
+
+
+def _updated(change):
+    """A loss function that returns ``change(updated collections)``."""
+
+    def changed(*args):
+        loss, updated = loss_fn(*args)
+        return loss, change(updated)
+
+    return changed
+
+
+def test_a_collection_that_is_left_out_stays():
+    state = state_of(Net(wrap=fsdp()))
+    held = jax.tree.map(np.asarray, state.collections)
+    state, _ = make_train_step(_updated(lambda _: {}), mesh_of(2, 4), AXES)(state, BATCH, KEY)
+    assert same(jax.tree.map(np.asarray, state.collections), held)
+
+
+@pytest.mark.parametrize("loss, error, message", [
+    (lambda *args: loss_fn(*args)[0], TypeError, r"must return \(what it returns .*, updated collections\), not"),
+    (_updated(lambda new: [new]), TypeError, r"whose second part is a dict .* names of \['batch_stats'\], not a list"),
+    (_updated(lambda new: new | {"losses": 0.0}), ValueError, r"'losses', which the state does not have.*Return these"),
+    (_updated(lambda new: {"batch_stats": {"BatchNorm_0": {"mean": new["batch_stats"]["BatchNorm_0"]["mean"]}}}),
+     ValueError, rf"did not return '{STATS}/var'.*It returns a collection whole, or leaves it out"),
+    (_updated(lambda new: jax.tree.map(jnp.bfloat16, new)), ValueError,
+     rf"made '{STATS}/mean' bfloat16\[16\], which was float32\[16\]"),
+    (mean_loss, TypeError, r"state has the collections \['batch_stats'\], and loss_fn takes four .*mutable=list"),
+], ids=["no pair", "no dict", "unknown", "part", "dtype", "four arguments"])  # fmt: skip
+def test_what_a_step_cannot_carry_on_is_refused(loss, error, message):
+    with pytest.raises(error, match=message):
+        traced(loss)
+
+
+def test_a_loss_that_takes_collections_is_refused_where_the_state_has_none():
+    plain_state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=TX)
+    with pytest.raises(TypeError, match=r"takes collections as a fifth argument, and the state has none. Make it with"):
+        traced(loss_fn, state=plain_state, whole_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------- what a state holds
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Net(wrap=fsdp())(x)
+        self.sow("losses", "size", jnp.sum(x**2))
+        return x
+
+
+def test_what_is_of_single_examples_or_of_one_call_is_refused_and_can_be_left_out():
+    decoder = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
+    with pytest.raises(ValueError, match=r"'cache' holds what decoding keeps of single .*mutable=\['params'\]"):
+        state_of(decoder, create=abstract_train_state)
+    with pytest.raises(ValueError, match=r"'losses/size' is a tuple, .* mutable=\['params', 'batch_stats'\]"):
+        state_of(Sowing(), create=abstract_train_state)
+    state = state_of(Sowing(), create=abstract_train_state, mutable=["params", "batch_stats"])
+    assert set(state.collections) == {"batch_stats"}
+
+    def with_sown(params, apply_fn, batch, rng, collections):
+        variables = {"params": params, **collections}
+        out, updated = apply_fn(variables, batch["x"], mutable=[*collections, "losses"])
+        (size,) = updated.pop("losses")["size"]
+        return jnp.mean((out - batch["y"]) ** 2) + 0.1 * size, updated
+
+    traced(with_sown, state=state)
+
+
+def test_the_abstract_state_and_the_plan_are_those_of_the_state():
+    model = Net(wrap=fsdp())
+    state, abstract = state_of(model), state_of(model, create=abstract_train_state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), (state.params, state.collections)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), (abstract.params, abstract.collections)
+    )
+    plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
+    assert plan.other.per_device == bytes_per_device(state.collections) == 2 * 16 * 4
+    row = plan.row("(batch_stats) BatchNorm_0/mean")
+    assert row.parts == 1 and str(row.reason) == "only parameters are split"
+
+
+def test_a_workload_for_the_forecast_has_collections():
+    workload = Workload(Net(("dp", "fsdp"), fsdp()), TX, BATCH, loss_fn, inputs=(BATCH["x"],))
+    step, args = workload.build_step({"dp": 2, "fsdp": 4})
+    assert "batch_stats" in args[0].collections
+    assert step.eval_shape(*args)[0].collections.keys() == {"batch_stats"}
+
+
+def test_a_checkpoint_goes_to_another_mesh_whole_or_in_parts(tmp_path):
+    model = Net(wrap=fsdp())
+    state, _ = make_train_step(loss_fn, mesh_of(2, 4), AXES)(state_of(model), BATCH, KEY)
+    target = state_of(model, mesh=mesh_of(1, 2), create=abstract_train_state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        restored = checkpointer.restore(target)
+        statistics = checkpointer.restore_params(target.collections, path="collections")
+        params = checkpointer.restore_params(target.params)
+    held = jax.tree.map(np.asarray, (state.params, state.collections))
+    assert same(jax.tree.map(np.asarray, (restored.params, restored.collections)), held)
+    assert same(jax.tree.map(np.asarray, (params, statistics)), held)
+    assert restored.collections["batch_stats"]["BatchNorm_0"]["mean"].sharding.mesh.shape["fsdp"] == 2
+
+
+class WithSlowParams(TrainState):
+    slow: Any  # has no default, though it comes after a field that has one
+
+
+def test_states_without_collections_are_what_they_were(tmp_path):
+    """A plain Flax state trains, and its checkpoint is one of ours; a subclass keeps its fields."""
+    ours = state_of(Block(8), whole_ok=True)
+    fields = {name: getattr(ours, name) for name in ("step", "apply_fn", "params", "tx", "opt_state")}
+    flaxs = train_state.TrainState(**fields)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, flaxs)
+        assert same(checkpointer.restore(ours).params, flaxs.params)
+
+    def loss(params, apply_fn, batch, rng):
+        return jnp.mean(apply_fn({"params": params}, batch["x"])[0] ** 2)
+
+    step = make_train_step(loss, mesh_of(2, 4), AXES, whole_ok=True)
+    assert type(step.eval_shape(flaxs, BATCH, KEY)[0]) is train_state.TrainState
+    slow = step.eval_shape(WithSlowParams(**fields, slow=fields["params"]), BATCH, KEY)[0]
+    assert jax.tree.structure(slow.slow) == jax.tree.structure(fields["params"]) and slow.collections == {}
+
+
+# ------------------------------------------------------------------------------------- what the equations of a loss say
+
+
+def _scanned(x, w):
+    """With its first turn the second value differs along "fsdp", and with the next the third does."""
+
+    def turn(carry, _):
+        a, b, c = carry
+        return (x.sum() + a, jax.lax.psum(a, "dp") + jax.lax.axis_index("fsdp"), b + c), a
+
+    start = collectives.to_varying(w.sum(), ["fsdp"])
+    return jax.lax.scan(turn, (x.sum(), start, start), None, length=4)
+
+
+def _while(x, w):
+    """How often the second value is counted up depends on the first."""
+    start = x.sum(), 0 * x.sum() + w.sum()
+    return jax.lax.while_loop(lambda values: values[0] < 3, lambda values: (values[0] + x.sum(), values[1] + 1), start)
+
+
+def _cond(x, w):
+    positive = jax.lax.psum(x.sum(), "fsdp") > 0
+    return jax.lax.cond(positive, lambda: jax.lax.psum(x.sum(), "fsdp"), lambda: jax.lax.psum(2 * x.sum(), "fsdp"))
+
+
+@jax.custom_vjp
+def _summed(x):
+    return jax.lax.psum(x, "dp")
+
+
+_summed.defvjp(lambda x: (_summed(x), None), lambda _, g: (g,))
+
+FUNCTIONS = {
+    "products": lambda x, w: (x @ w, w * 2, 1.0),
+    "sums": lambda x, w: (jax.lax.psum(x, AXES), jax.lax.pmean(x, "dp"), jax.lax.pmax(x, "fsdp")),
+    "index": lambda x, w: (w.sum() + jax.lax.axis_index("dp"), jax.lax.ppermute(x, "dp", [(0, 1), (1, 0)])),
+    "scan": _scanned,
+    "while": _while,
+    "cond": lambda x, w: jax.lax.cond(
+        jax.lax.psum(x.sum(), "fsdp") > 0, lambda: x.sum() * 0, lambda: 0 * x.sum() + 1.0
+    ),
+    "remat": lambda x, w: jax.checkpoint(lambda x: jax.lax.pmean(jnp.sin(x), AXES) * w[0])(x),
+    "custom rules": lambda x, w: (_summed(x), nn.relu(w), jax.jit(nn.gelu)(jax.lax.psum(x, AXES))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equations_say_what_types_say(name):
+    """Of functions that cast no type further than they must; and without types they say the same."""
+    found = {}
+
+    def on_device(check_vma, x, w):
+        fn = lambda x, w: jax.tree.leaves(FUNCTIONS[name](x, w))  # noqa: E731
+        found[check_vma] = differing_axes(fn, (x, w), [frozenset(AXES), frozenset()])
+        found["types"] = [collectives.varying_axes(leaf) for leaf in fn(x, w)] if check_vma else found["types"]
+
+    for check_vma in (True, False):
+        run = on_mesh(partial(on_device, check_vma), mesh_of(2, 4), check_vma, (P(AXES), P()), P())
+        jax.eval_shape(run, jnp.ones((8, 8)), jnp.ones(8))
+    assert found[True] == found["types"] == found[False]
+
+
+def test_an_equation_that_is_not_known_and_an_array_of_outside_are_taken_to_differ():
+    def on_device(x, w):
+        group_sum = partial(jax.lax.psum, axis_name="fsdp", axis_index_groups=[[0, 1], [2, 3]])
+        fn = lambda w: [group_sum(w), w + x.sum(), jax.lax.all_gather(w, "fsdp")]  # noqa: E731
+        found.extend(differing_axes(fn, (w,), [frozenset({"fsdp"})]))
+
+    found = []
+    jax.eval_shape(on_mesh(on_device, mesh_of(2, 4), False, (P(AXES), P()), P()), jnp.ones((8, 8)), jnp.ones(8))
+    assert found == [{"fsdp"}, {"fsdp"}, frozenset()]

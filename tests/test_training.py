@@ -504,14 +504,6 @@ def test_a_batch_that_does_not_divide_is_refused_by_leaf(batch_size, count, mess
         make_train_step(mean_loss, mesh, AXES, count)(state, data(batch_size), KEY)
 
 
-def test_collections_that_a_train_state_has_no_place_for_are_refused():
-    model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)])
-    with pytest.raises(
-        ValueError, match=r"collections \['batch_stats'\] beside 'params'.*init_sharded.*value_and_grad"
-    ):
-        create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
-
-
 def test_a_step_can_be_lowered_without_being_run():
     mesh = mesh_of(2, 4)
     state = create_train_state(WRAPPED, optax.adamw(1e-3), mesh, KEY, BATCH["x"], batch_axes=AXES)

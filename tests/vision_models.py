@@ -43,7 +43,8 @@ class ResNet(nn.Module):
     def __call__(self, x, train: bool = True):
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name=self.axis_name)
         x = nn.relu(norm(name="norm_in")(self.wrap(nn.Conv)(8, (3, 3), use_bias=False, name="conv_in")(x)))
-        block = self.wrap(nn.remat(ResNetBlock) if self.remat else ResNetBlock)
+        block = self.wrap(ResNetBlock)
+        block = nn.remat(block) if self.remat else block
         for i, features in enumerate((8, 16)):
             x = block(features, strides=1 + (i > 0), norm=norm, name=f"block_{i}")(x)
         return self.wrap(nn.Dense)(4, name="head")(x.mean((1, 2)))
@@ -60,7 +61,6 @@ class UNetBlock(nn.Module):
     """GroupNorm and convolutions, shifted by the time; then attention over all places of the image."""
 
     features: int
-    attention: bool = False
 
     @nn.compact
     def __call__(self, x, t):
@@ -68,23 +68,23 @@ class UNetBlock(nn.Module):
         y = y + nn.Dense(self.features)(nn.swish(t))[:, None, None]
         y = nn.Conv(self.features, (3, 3))(nn.swish(nn.GroupNorm(4)(y)))
         x = y + nn.Conv(self.features, (1, 1))(x)
-        if self.attention:
-            places = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, self.features)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(places).reshape(x.shape)
-        return x
+        places = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, self.features)
+        return x + nn.MultiHeadDotProductAttention(num_heads=2)(places).reshape(x.shape)
 
 
 class UNet(nn.Module):
-    """Noisy images [b, h, w, c] and noise levels [b] -> the noise [b, h, w, c]; down, attention, and up again."""
+    """Noisy images [b, h, w, c] and noise levels [b] -> the noise [b, h, w, c]; down, and up again beside a skip."""
 
     wrap: Callable[[Any], Any] = plain
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x, t):
         block = self.wrap(UNetBlock)
-        t = self.wrap(nn.Dense)(32, name="time")(time_embedding(t, 16))
-        high = block(8, name="down")(self.wrap(nn.Conv)(8, (3, 3), name="conv_in")(x), t)
-        low = block(16, attention=True, name="middle")(nn.avg_pool(high, (2, 2), (2, 2)), t)
+        block = nn.remat(block) if self.remat else block
+        t = self.wrap(nn.Dense)(16, name="time")(time_embedding(t, 8))
+        high = self.wrap(nn.Conv)(8, (3, 3), name="conv_in")(x)
+        low = block(16, name="middle")(nn.avg_pool(high, (2, 2), (2, 2)), t)
         low = self.wrap(nn.ConvTranspose)(8, (2, 2), (2, 2), name="up")(low)
-        y = block(8, name="out")(jnp.concatenate([high, low], axis=-1), t)
-        return self.wrap(nn.Conv)(x.shape[-1], (3, 3), name="conv_out")(nn.swish(y))
+        y = nn.swish(nn.GroupNorm(4, name="norm_out")(jnp.concatenate([high, low], axis=-1)))
+        return self.wrap(nn.Conv)(x.shape[-1], (3, 3), name="conv_out")(y)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.checking.arguments import check_batch
-from xlstm_jax.distributed.training.checking.collections import updated_collections
+from xlstm_jax.distributed.training.checking.collections import readable, updated_collections
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 
@@ -116,12 +116,12 @@ def accumulate_gradients(
         loss, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         return _OfMinibatch(((loss, aux.means), local.grads), local.weight, aux.replace(means=[])), (carry, *kept)
 
-    start = (carry, collections) if collections else (carry,)
+    start = (carry, readable(collections)) if collections else (carry,)
     (((loss, means), mean_grads), _, aux), (carry, *kept) = _mean_over(on_minibatch, num_minibatches, start)
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
     found = (loss, reported if fold_aux is None else carry) if has_aux else loss
-    return (found, grads, *kept)
+    return (found, grads, *(boxes.box_like(boxes.unbox(updated), collections) for updated in kept))
 
 
 class _OfMinibatch(NamedTuple):

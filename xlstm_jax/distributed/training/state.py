@@ -29,10 +29,11 @@ from xlstm_jax.distributed.training.checking.whole_params import (
     warn_of_gathered_scans,
 )
 
-State = TypeVar("State", bound=train_state.TrainState)  # ours, Flax's own, or a subclass of either
+FlaxTrainState = train_state.TrainState
+State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclass of either
 
 
-class TrainState(train_state.TrainState):
+class TrainState(FlaxTrainState):
     """Flax's ``TrainState``, and in ``collections`` what the model keeps beside its parameters.
 
     ``collections`` is what ``model.init`` returned but for "params", as ``{"batch_stats": ...}``: equal on all devices,

@@ -10,7 +10,7 @@ differently on each of them, without a word under ``check_vma=False``.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.checking.varying import Axes, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
@@ -80,6 +80,18 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
+def readable(collections: PyTree) -> PyTree:
+    """The collections as a model reads them inside ``shard_map``: of a leaf in a box the shard of this device.
+
+    (A box of Flax would constrain its sharding as it is read, which is an error where mesh axes are manual.)
+    """
+
+    def shard(leaf: Any) -> Any:
+        return boxes.PartlyGathered(leaf.value, boxes.leaf_names(leaf)) if boxes.is_box(leaf) else leaf
+
+    return boxes.map_leaves(shard, collections)
+
+
 def updated_collections(
     loss_fn: Callable[..., Any],
     args: tuple[PyTree, ...],
@@ -106,7 +118,7 @@ def updated_collections(
 
     in_fact = differing_axes(again, args, _differing_args(args, axes))
     found = zip(leaves, of_types, in_fact, strict=True)
-    _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing})
+    _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing}, axes)
     return _equal_by_type(new, of_types)
 
 
@@ -170,14 +182,14 @@ def _differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axe
     return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]
 
 
-def _check_equal(differing: dict[str, Axes]) -> None:
+def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:
     if not differing:
         return
-    axes = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
+    along = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
     raise ValueError(
-        f"the collections {listed(differing)} would differ from device to device along {axes}: each makes them of its "
-        f"own examples, and the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm(..., "
-        f"axis_name={axes}). To normalise by each device's own, and keep the mean of all: return pmean(updated, "
+        f"the collections {listed(differing)} would differ from device to device along {along}: each device makes them "
+        "of its own examples, and the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm("
+        f"..., axis_name={axes}). To normalise by each device's own and keep the mean of all: return pmean(updated, "
         f"{axes}) of jax.lax. What is of one call alone, as a sown loss: create_train_state(..., mutable=['params', "
         "'batch_stats'])."
     )
@@ -193,3 +205,23 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
         for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
             values[i] = value.astype(values[i].dtype)
     return jax.tree.unflatten(treedef, values)
+
+
+def drifting(collections: PyTree) -> Iterator[str]:
+    """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
+    if differ := [path for path, leaf in boxes.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
+        yield (
+            f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
+            "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
+            "axes of the batch."
+        )
+
+
+def copies_differ(value: jax.Array) -> bool:
+    """Whether devices that by its sharding hold the same values do not; reads all of them on the host."""
+    seen: dict[str, np.ndarray] = {}
+    for shard in value.addressable_shards:
+        data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
+        if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
+            return True
+    return False

@@ -27,8 +27,9 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
+from xlstm_jax.distributed.training.checking.collections import copies_differ, drifting, readable
 from xlstm_jax.distributed.training.gradients import LossOutput
-from xlstm_jax.distributed.training.state import TrainState, sharded_opt_state
+from xlstm_jax.distributed.training.state import FlaxTrainState, State, collections_of, sharded_opt_state
 from xlstm_jax.wording import format_axes, format_mesh, listed
 
 DEFAULT_TOLERANCE = 0.05  # a wrong factor is 2 or more; bfloat16 compute rounds to 0.01 or so
@@ -39,6 +40,9 @@ _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
 
 
+LOSS_ARGS = 4  # params, apply_fn, batch, rng; and then collections
+
+
 class StepLoss(NamedTuple):
     """The loss of a step, and what it returns; ``make_train_step`` leaves one on its step, for ``check_step``."""
 
@@ -47,8 +51,9 @@ class StepLoss(NamedTuple):
     has_aux: bool
 
     def mean(self, *args: Any) -> jax.Array:
-        """The loss alone, of one device that has the whole batch."""
+        """The loss alone, of one device that has the whole batch; ``args`` end with collections, if there are any."""
         out: Any = self.loss_fn(*args)
+        out = out[0] if len(args) > LOSS_ARGS else out
         out = out[0] if self.has_aux else out
         return out[0] / out[1] if self.weighted else out
 
@@ -102,7 +107,7 @@ class StepCheck:
 
 def check_step(
     step: Callable[..., Any],
-    state: TrainState,
+    state: FlaxTrainState,
     batch: PyTree,
     rng: jax.Array,
     *rest: Any,
@@ -130,7 +135,7 @@ def check_step(
       rng: a key, as the step takes it. Draws differ between mesh and device: with dropout gradients are compared within
         the noise between two keys.
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, what the step is to minimise, the mean over whatever batch it
-        is given; None: that of ``make_train_step``.
+        is given; None: that of ``make_train_step``. It takes and returns collections where the state has some.
       weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used where it is None.
       tolerance: a relative difference up to which values are equal.
     Returns:
@@ -147,8 +152,8 @@ def check_step(
     leaves = tuple(_compared(seen, state.params, mesh))
     loss_ratio = float(seen.metrics["loss"]) / loss if loss and "loss" in seen.metrics else None
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    findings = tuple(_findings(leaves, seen.what, loss_ratio, sizes, tolerance + 3 * noise))
-    return StepCheck(seen.what, dict(mesh.shape), leaves, loss_ratio, noise, findings)
+    findings = [*_findings(leaves, seen.what, loss_ratio, sizes, tolerance + 3 * noise), *drifting(seen.collections)]
+    return StepCheck(seen.what, dict(mesh.shape), leaves, loss_ratio, noise, tuple(findings))
 
 
 def _reference(step: Callable[..., Any]) -> StepLoss:
@@ -179,7 +184,7 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 
 def _on_one_device(
-    reference: StepLoss, state: TrainState, batch: PyTree, mesh: Mesh
+    reference: StepLoss, state: Any, batch: PyTree, mesh: Mesh
 ) -> Callable[[jax.Array], tuple[float, PyTree]]:
     """A function of the key: the loss, and its gradients as the optimizer sees them.
 
@@ -187,17 +192,18 @@ def _on_one_device(
     """
     one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names, axis_types=mesh.axis_types)
     whole = NamedSharding(one, PartitionSpec())
-    params, batch = jax.device_put((state.params, batch), whole)
+    params, batch, kept = jax.device_put((state.params, batch, collections_of(state)), whole)
+    kept = (readable(kept),) if kept else ()
     live, put_back = boxes.split_differentiable(params)
 
-    def loss(live: list[Any], batch: PyTree, rng: jax.Array) -> jax.Array:
-        return reference.mean(put_back(live), state.apply_fn, batch, rng)
+    def loss(live: list[Any], batch: PyTree, rng: jax.Array, *kept: PyTree) -> jax.Array:
+        return reference.mean(put_back(live), state.apply_fn, batch, rng, *kept)
 
     run = jax.shard_map(jax.value_and_grad(loss), mesh=one, in_specs=whole.spec, out_specs=whole.spec, check_vma=False)
     jitted = jax.jit(run)
 
     def on_one_device(rng: jax.Array) -> tuple[float, PyTree]:
-        value, grads = jitted(live, batch, jax.device_put(rng, whole))
+        value, grads = jitted(live, batch, jax.device_put(rng, whole), *kept)
         return float(value), trainable(put_back(grads))
 
     return on_one_device
@@ -210,9 +216,10 @@ class _Seen(NamedTuple):
     got: dict[str, jax.Array]
     right: dict[str, jax.Array]
     metrics: dict[str, Any]
+    collections: PyTree
 
 
-def _of_step(step: Callable[..., Any], state: TrainState, given: PyTree, grads: PyTree, mesh: Mesh) -> _Seen:
+def _of_step(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> _Seen:
     """Runs the step with an optimizer that keeps the gradients; where the step does not take it, with its own."""
     keeping = state.replace(tx=_KEEP_GRADIENTS, opt_state=sharded_opt_state(_KEEP_GRADIENTS, state.params, mesh))
     try:
@@ -221,11 +228,11 @@ def _of_step(step: Callable[..., Any], state: TrainState, given: PyTree, grads: 
         return _of_own_optimizer(step, state, given, grads)
     got, right = _by_path(_as_seen(after.opt_state)), _by_path(grads)
     if got.keys() == right.keys() and any(np.any(leaf) for leaf in got.values()):
-        return _Seen("gradients", got, right, metrics)
+        return _Seen("gradients", got, right, metrics, collections_of(after))
     return _of_own_optimizer(step, state, given, grads)
 
 
-def _of_own_optimizer(step: Callable[..., Any], state: TrainState, given: PyTree, grads: PyTree) -> _Seen:
+def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> _Seen:
     """Runs the step as it is, and compares first moments where the optimizer has them, else updates."""
     # What the optimizer remembers begins at 0, so that it is all of this step.
     fresh = state.replace(
@@ -234,16 +241,17 @@ def _of_own_optimizer(step: Callable[..., Any], state: TrainState, given: PyTree
         )
     )
     after, metrics = _run(step, fresh, given)
+    kept = collections_of(after)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
     updates, opt_state = optax.with_extra_args_support(state.tx).update(grads, opt_state, params)
     if right := _first_moments(opt_state, params):
-        return _Seen("first moments", _first_moments(_as_seen(after.opt_state), params), right, metrics)
+        return _Seen("first moments", _first_moments(_as_seen(after.opt_state), params), right, metrics, kept)
     moved = jax.tree.map(jnp.subtract, trainable(after.params), before)
-    return _Seen("updates", _by_path(moved), _by_path(updates), metrics)
+    return _Seen("updates", _by_path(moved), _by_path(updates), metrics, kept)
 
 
-def _run(step: Callable[..., Any], state: TrainState, given: PyTree) -> tuple[TrainState, dict[str, Any]]:
+def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, dict[str, Any]]:
     """State and metrics after the step, which may donate all that it is given."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
     if not isinstance(metrics, dict):
@@ -282,7 +290,7 @@ def _compared(seen: _Seen, params: PyTree, mesh: Mesh) -> Iterator[LeafCheck]:
         if path in right:
             axes = tuple(axis for axis in boxes.leaf_axes(leaf) if mesh.shape[axis] > 1)
             ratio, error = _ratio(_flat(seen.got[path]), right[path], typical)
-            yield LeafCheck(path, axes, ratio, error, _copies_differ(seen.got[path]))
+            yield LeafCheck(path, axes, ratio, error, copies_differ(seen.got[path]))
 
 
 def _flat(leaf: jax.Array) -> np.ndarray:
@@ -301,15 +309,6 @@ def _ratio(got: np.ndarray, right: np.ndarray, typical: float) -> tuple[float, f
         return 1.0, 0.0
     ratio = float(got @ right) / size**2 if size else 1.0
     return ratio, float(np.linalg.norm(got - ratio * right)) / (size * abs(ratio) or 1.0)
-
-
-def _copies_differ(value: jax.Array) -> bool:
-    """Whether devices that by its sharding hold the same values do not."""
-    shards: dict[str, np.ndarray] = {}
-    return any(
-        not np.array_equal(np.asarray(shard.data), shards.setdefault(str(shard.index), np.asarray(shard.data)))
-        for shard in value.addressable_shards
-    )
 
 
 def _distance(a: PyTree, b: PyTree) -> float:
