@@ -47,6 +47,7 @@ from xlstm_jax.distributed.training import (
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
+    make_generate,
     make_train_step,
     value_and_grad,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "init_sharded",
     "initialize_distributed",
     "make_eval_step",
+    "make_generate",
     "make_train_step",
     "partition_specs",
     "plan_sharding",
