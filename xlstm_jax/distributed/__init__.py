@@ -89,6 +89,7 @@ from xlstm_jax.distributed.training import (
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
+    make_generate,
     make_train_step,
     value_and_grad,
 )
@@ -158,6 +159,7 @@ __all__ = [
     "init_sharded",
     "initialize_distributed",
     "make_eval_step",
+    "make_generate",
     "make_log_step",
     "make_train_step",
     "partition_specs",
