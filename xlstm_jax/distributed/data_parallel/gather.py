@@ -114,7 +114,7 @@ def _gather_bwd(
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 _in_loss: ContextVar[bool] = ContextVar("_in_loss", default=False)
-_module: ContextVar[str] = ContextVar("_module", default="")
+_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
 
 
 def inside_loss() -> contextlib.AbstractContextManager[None]:
@@ -122,7 +122,7 @@ def inside_loss() -> contextlib.AbstractContextManager[None]:
     return _while(_in_loss, True)
 
 
-def inside_module(path: str) -> contextlib.AbstractContextManager[None]:
+def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
     """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
     return _while(_module, path)
 
@@ -139,7 +139,7 @@ def _while(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 def path_in_model(path: str) -> str:
     """The path of a leaf from the top of the model, for one within the module that gathers it."""
     module = _module.get()
-    return f"{module}/{path.removeprefix('params/')}" if module else path
+    return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
 def _check_one_gradient_of_one_batch(path: str, primal: _Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
+from flax.errors import ScopeParamShapeError
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
@@ -29,6 +30,11 @@ from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.gather import gather_params, inside_module
+from xlstm_jax.distributed.data_parallel.linen.refusals import (
+    check_not_inside_reader,
+    check_shards,
+    whole_value_gathered,
+)
 from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
@@ -65,8 +71,9 @@ def shard_module_params(
     ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan would gather all layers at once.
 
     Args:
-      target: a Linen module class (or ``functools.partial`` of one), a module instance, or a function whose first
-        argument is a module. An instance gives an instance with the same fields and name.
+      target: a Linen module class (or ``functools.partial`` of one), a module instance, a function whose first argument
+        is a module, or one that makes a module and returns it, ``make(config) -> nn.Module``. An instance gives an
+        instance with the same fields and name; a function that makes modules then makes wrapped ones.
       axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
         in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay whole on every device.
@@ -79,7 +86,8 @@ def shard_module_params(
       uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
     Raises:
-      ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
+      ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
+        no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
       TypeError: the target is none of these (no module of ``flax.nnx`` is), or an instance that its parent has already
         named; or a dtype is none.
     """
@@ -132,6 +140,7 @@ def _no_axis(axis: str) -> ValueError:
 
 def _gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
     if _mode(axes) == "manual":
+        check_shards(variables, axes)
         return gather_params(variables, axes, rule.communication.gather_dtype, rule.communication.grad_scatter_dtype)
 
     def take_out(leaf: Any) -> Any:
@@ -161,18 +170,56 @@ def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_for
     if isinstance(target, functools.partial):
         lifted = _lift(target.func, axes, rule, reshard_after_forward)
         return functools.partial(lifted, *target.args, **target.keywords)
-    methods = _public_methods(target) if isinstance(target, type) and issubclass(target, nn.Module) else None
+    if not isinstance(target, type):
+        return _lift_function(target, axes, rule, reshard_after_forward)
+    lifted = _lift_methods(target, _public_methods(target), axes, rule, reshard_after_forward)
+    for name in _public_methods(target):
+        setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name), axes))
+    # Linen names submodules after their class, so another name would rename the parameters of the whole model. And it
+    # makes an __init__ for each class, without what a decorator has put around that of the target.
+    for name in ("__name__", "__qualname__", "__module__", "__init__"):
+        setattr(lifted, name, getattr(target, name))
+    return lifted
+
+
+def _lift_methods(
+    target: Any, methods: list[str] | None, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool
+) -> Any:
     gather, shard = functools.partial(_gather_here, axes, rule), functools.partial(_shard_here, axes, rule)
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
-    if reshard_after_forward:
-        lifted = lift_transform(_dropping_gathered, lifted, axes, methods=methods)
-    for name in methods or ():
-        setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name)))
-    if methods is not None:
-        # Linen names submodules after their class, so another name would rename the parameters of the whole model.
-        for name in ("__name__", "__qualname__", "__module__"):
-            setattr(lifted, name, getattr(target, name))
-    return lifted
+    return lift_transform(_dropping_gathered, lifted, axes, methods=methods) if reshard_after_forward else lifted
+
+
+def _lift_function(target: Method, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Method:
+    """A function of a module, lifted; or one that makes a module, of which it then makes a wrapped one.
+
+    What it is shows at the call: Linen lifts functions whose first argument is a module.
+    """
+    lifted = _lift_methods(target, None, axes, rule, reshard_after_forward)
+    lift_class = functools.partial(_lift, axes=axes, rule=rule, reshard_after_forward=reshard_after_forward)
+    wrapped_class: Callable[[Any], Any] = functools.cache(lift_class)
+
+    @functools.wraps(target)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):
+            return lifted(*args, **kwargs)
+        made = target(*args, **kwargs)
+        if not isinstance(made, nn.Module):
+            first = kind_of(args[0]) if args else "no argument by position"
+            raise TypeError(
+                f"{_named(target)}, which shard_module_params has wrapped, was called with {first} and returned "
+                f"{kind_of(made)}. It takes functions of a module, f(module, ...), and those that make a module and "
+                "return it, unbound: make(config) -> nn.Module."
+            )
+        # In place: within a compact method its parent has named and registered this very object already.
+        object.__setattr__(made, "__class__", wrapped_class(type(made)))
+        return made
+
+    return function
+
+
+def _named(function: Method) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
@@ -215,17 +262,25 @@ def _public_methods(cls: type[nn.Module]) -> list[str]:
     return [name for name, fn in inspect.getmembers_static(cls, inspect.isfunction) if is_public(name, fn)]
 
 
-def _only_when_bound(plain: Method, lifted: Method) -> Method:
+def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Method:
     """A method that is lifted where the module has parameters to gather, and left as it is on an unbound module."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
+        mode = _mode(axes)
+        if mode != "plain":
+            check_not_inside_reader(self)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
         name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
-        with name, inside_module("/".join(self.path)), inside_wrapper():
-            return lifted(self, *args, **kwargs)
+        with name, inside_module(self.path), inside_wrapper():
+            try:
+                return lifted(self, *args, **kwargs)
+            except ScopeParamShapeError as error:
+                if mode == "manual" and (reason := whole_value_gathered(self, axes, error)):
+                    raise reason from None
+                raise
 
     return method
 
