@@ -135,13 +135,13 @@ def test_methods_by_name_gather_inside_shard_map():
         assert_allclose(run(boxed, X), TwoMethods().apply(plain_variables, X, method="encode"), rtol=1e-5, atol=1e-6)
 
 
-def test_a_slice_that_is_used_without_its_gather_is_refused_with_the_cure():
-    """A method of the plain class, a module shared into a wrapped one, a parent that reads its child's variables."""
+def test_a_shard_that_no_wrapper_has_gathered_gathers_itself_where_it_is_read():
+    """A method of the plain class, and a module shared into a wrapped one."""
 
     class Shares(nn.Module):
         @nn.compact
         def __call__(self, x):
-            dense = nn.Dense(16, name="dense")
+            dense = fsdp(nn.Dense)(16, name="dense")
 
             class Inner(nn.Module):
                 shared: nn.Module
@@ -156,13 +156,10 @@ def test_a_slice_that_is_used_without_its_gather_is_refused_with_the_cure():
     for model, method in [(fsdp(TwoMethods)(), TwoMethods.encode), (Shares(), None)]:
         boxed = init_sharded(model, mesh, KEY, X, batch_axes=AXES, method="decode" if method else None)
         specs = partition_specs(boxed, mesh)
-        with pytest.raises(
-            ValueError, match=r"split as .*'fsdp'.* used where it was not gathered over 'fsdp'. Wrap the mod"
-        ):
-            on_mesh(lambda v, x, a=model.apply, m=method: a(v, x, method=m), mesh, True, (specs, P(AXES)), P(AXES))(
-                boxed, X
-            )
-        model.apply(boxed, X, method=method)  # outside, values are global
+        run = on_mesh(lambda v, x, a=model.apply, m=method: a(v, x, method=m), mesh, True, (specs, P(AXES)), P(AXES))
+        assert_allclose(run(boxed, X), model.apply(boxed, X, method=method), rtol=1e-5, atol=1e-6)
+        shards = on_mesh(lambda v: jax.tree.map(lambda s: s[None], unbox(v)), mesh, True, (specs,), P(AXES))(boxed)
+        assert shards["params"]["dense"]["kernel"].shape != (8, 16, 16)  # guard: what lies on a device is not whole
 
 
 def test_weight_norm_inside_a_wrapped_module():

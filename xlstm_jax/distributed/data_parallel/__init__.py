@@ -23,7 +23,10 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 
 from xlstm_jax.distributed.data_parallel.boxes import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gather import gather_array_with_mean_grads, gather_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.gather_array import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.linen.from_outside import shard_modules
+from xlstm_jax.distributed.data_parallel.linen.policies import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.linen.stacking import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.linen.wrapping import shard_module_params
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
@@ -35,9 +38,12 @@ __all__ = [
     "bytes_per_device",
     "gather_array_with_mean_grads",
     "gather_params",
+    "larger_than",
     "partition_specs",
     "remat_policy",
+    "repeated_blocks",
     "shard_module_params",
+    "shard_modules",
     "shard_params",
     "shardings",
     "split_array_over_mesh",

@@ -5,7 +5,7 @@ for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
 Everything that must know about boxes asks here: one function walks trees with boxes as leaves (``map_leaves``), one
-reads a leaf's axes. No function here calls a collective. Which dim is split, ``shard_choice`` decides.
+reads a leaf's axes. Which dim is split, ``shard_choice`` decides. A box that is read in ``shard_map`` gathers itself.
 """
 
 import math
@@ -23,8 +23,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.communication import DEFAULT_COMMUNICATION, Communication, value_dtype
+from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, ReadAsArray, gather_dims
 
 
 class Box(Protocol):
@@ -45,33 +47,63 @@ class Box(Protocol):
     def replace_boxed(self, val: Any) -> "Box": ...  # the same box around another value
 
 
-class Sharded(meta.Partitioned[Any]):
+class Sharded(ReadAsArray, meta.Partitioned[Any]):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.
 
     ``communication`` says how the leaf travels. ``true_sizes`` has an entry for each dim, or is empty: the size without
     padding where the dim was padded so that the axes divide it, else None.
 
+    ``unit_depth`` says which module gathers it: how many of the last names of the leaf's path lie below that module; 0
+    where none is known. ``model_axes`` are those over which the model had split it before (tensor parallel).
+
     It differs from its parent in two more ways. ``nn.scan`` and ``nn.vmap`` may add their layer dim without giving a
     name for it in ``metadata_params``; the layer dim is then whole. And ``unbox``, by which Linen reads a parameter,
-    refuses a shard that was not gathered. (The parent would constrain its sharding, which is an error where the mesh
-    axes are manual.) The function ``unbox`` of this file reads shards.
+    gathers a shard that no wrapped module has gathered before: over all axes that are bound, but for ``model_axes``.
+    (The parent would constrain its sharding, which is an error where the mesh axes are manual.) Read as an array
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) it is what ``unbox`` returns. Each such read is a gather of its own.
     """
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
     communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
+    unit_depth: int = struct.field(default=0, pytree_node=False)
+    model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
-        split = [axis for axis in leaf_axes(self) if size_if_bound(axis) > 1]
-        if split:
+        axes = self._axes_to_read()
+        if not axes:
+            return true_value(self)
+        collectives.check_bound(copied_axes(self), caller="a parameter that is read, replicas of it")
+        with jax.named_scope(GATHER_SCOPE):
+            return leaf_value(gather_leaf(self, axes, self.communication))
+
+    def _axes_to_read(self) -> tuple[str, ...]:
+        """The axes over which it is gathered when it is read here; outside of ``shard_map`` values are global."""
+        axes = tuple(axis for entry in self.names for axis in entry_axes(entry))
+        bound = tuple(axis for axis in axes if axis not in self.model_axes and collectives.is_bound(axis))
+        if bound and len(self.names) != np.ndim(self.value):
             raise ValueError(
-                f"a parameter of shape {np.shape(self.value)} on this device, split as {leaf_names(self)}, is used "
-                f"where it was not gathered over {split[0]!r}. Wrap the module that owns it with shard_module_params "
-                "and enter that through a public method of the wrapped class: not its submodules, private methods, "
-                "or functions of the plain class. (To read shards on purpose, use xlstm_jax.distributed.unbox.)"
+                f"a parameter is read that has the shape {np.shape(self.value)} on this device, and a box for "
+                f"{len(self.names)} dims, {self.names}: it was stacked or sliced without its box, by jax.vmap or "
+                "jax.lax.scan, say. Use nn.vmap or nn.scan, or call gather_params before."
             )
-        return true_value(self)
+        return bound
+
+    @property
+    def dtype(self) -> Any:
+        return self.communication.dtypes(self.value)[0] if self._axes_to_read() else value_dtype(self.value)
+
+    @property
+    def ndim(self) -> int:
+        return np.ndim(self.value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        read = self._axes_to_read()
+        parts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf_names(self)]
+        dims = zip(np.shape(self.value), parts, true_sizes(self), strict=True)
+        return tuple(size * count if true is None else true for size, count, true in dims)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % (len(self.names) + 1)
@@ -93,6 +125,27 @@ class PartlyGathered(Sharded):
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         return self.value
+
+    def _axes_to_read(self) -> tuple[str, ...]:
+        return ()
+
+
+def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+    """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
+    value, names = gather_dims(leaf.value, leaf_names(leaf), axes, how, path)
+    sizes = true_sizes(leaf)
+    whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
+    value = value[whole] if any(sizes) else value
+    if not any(names):
+        return value
+    gathered = set(leaf_axes(leaf)) & set(axes)
+    return PartlyGathered(
+        value,
+        names,
+        communication=replace(how, replicas=None) if gathered else how,
+        true_sizes=sizes if any(sizes) else (),
+        unit_depth=unit_depth(leaf),
+    )
 
 
 def is_box(leaf: Any) -> TypeIs[Box]:
@@ -216,7 +269,14 @@ def box_dim(
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or leaf_communication(leaf).replicas
     how = replace(communication, replicas=replicas).not_copied_along(split)
-    return Sharded(value, tuple(names), communication=how, true_sizes=tuple(sizes) if any(sizes) else ())
+    kept = leaf.model_axes if isinstance(leaf, Sharded) else leaf_axes(leaf)
+    true = tuple(sizes) if any(sizes) else ()
+    return Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+
+
+def unit_depth(leaf: Any) -> int:
+    """How many of the last names of a leaf's path lie below the module that gathers it; 0: not known."""
+    return leaf.unit_depth if isinstance(leaf, Sharded) else 0
 
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:

@@ -1,179 +1,26 @@
-"""Parameters are gathered where they are used, and gradients are averaged: the two halves of FSDP in ``shard_map``.
+"""Trees of parameters are gathered, and gradients averaged: the two halves of FSDP in ``shard_map``.
 
   gather_params    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   its transpose    dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
   sync_gradients   dW            -->  mean of dW      all-reduce, of leaves that stay whole; once
 
-A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called.
+A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called; for one array
+``gather_array`` does it.
 """
 
-import contextlib
 import weakref
-from collections.abc import Collection, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.communication import Communication, Replicas, cast_dtype, term_of_mean, widened
-
-
-def gather_array_with_mean_grads(
-    x: jax.Array,
-    axis: int,
-    axis_name: AxisNames,
-    gather_dtype: DTypeLike | None = None,
-    grad_scatter_dtype: DTypeLike | None = None,
-    *,
-    replicas: Replicas | None = None,
-) -> jax.Array:
-    """All-gathers ``x`` along a dim; the gradient is reduce-scattered as the *mean* over the axis.
-
-    >>> def loss(shard, x):  # of 1 value on each of 4 devices; x differs by device
-    ...     return (gather_array_with_mean_grads(shard, 0, "fsdp") * x).sum()
-    >>> grad = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
-    >>> grad(jnp.ones(4), jnp.array([0.0, 1.0, 2.0, 3.0])).tolist()
-    [1.5, 1.5, 1.5, 1.5]
-
-    Args:
-      x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, uncast and without gradient.
-      axis: the dim d along which the shards are concatenated.
-      axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
-      gather_dtype: dtype that is sent, and of the result; None: x's own. With the dtype in which the module computes
-        nothing is left to cast (and to save for the backward pass).
-      grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is wider. It is
-        divided by N before the sum, so that a float16 sum overflows only where the mean does. On one device nothing
-        travels, and nothing is narrowed.
-      replicas: other axes along which there are copies of ``x``; its gradient is then averaged over them too, after the
-        scatter. Where the type of ``x`` says that the copies are equal (``check_vma=True``) it is summed, as JAX sums
-        the gradient of any such value, and ``sync_gradients`` divides.
-    Returns:
-      [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
-    Raises:
-      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would make floats complex, or the reverse.
-    """
-    axes, how = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
-    collectives.check_bound(axes, caller="gather_array_with_mean_grads")
-    collectives.check_bound(how.copied_axes, caller="gather_array_with_mean_grads, replicas")
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
-    how.dtypes(x)  # refused here, not in the backward pass
-    return _gather(x, axis % x.ndim, axes, how)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Primal:
-    """What the backward pass must know of the value that was gathered: a residual without any array in it."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    varying: frozenset[str]
-    batched: bool
-
-
-# ``path`` is where the leaf stands, for errors in the backward pass.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str = "") -> jax.Array:
-    return _gather_fwd(x, dim, axes, how, path)[0]
-
-
-def _gather_fwd(
-    x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
-) -> tuple[jax.Array, _Primal]:
-    primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
-    # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
-    # of whole gradients.
-    x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
-    return collectives.all_gather(how.as_sent(x), dim, axes), primal
-
-
-def _gather_bwd(
-    dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: _Primal, cotangent: jax.Array
-) -> tuple[jax.Array | np.ndarray]:
-    if cotangent.dtype == jax.dtypes.float0:
-        return (np.zeros(primal.shape, jax.dtypes.float0),)
-    _check_one_gradient_of_one_batch(path, primal, cotangent, axes)
-    grad = widened(cotangent)
-    if collectives.spread_axes(axes):
-        _, dtype = how.dtypes(primal)
-        grad = collectives.reduce_scatter(term_of_mean(grad, collectives.axis_size(axes), dtype), dim, axes)
-    if how.replicas:
-        grad = reduce_over_replicas(grad, how.replicas, primal.varying)
-    return (collectives.to_varying(grad, primal.varying).astype(primal.dtype),)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)
-
-_in_loss: ContextVar[bool] = ContextVar("_in_loss", default=False)
-_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
-
-
-def inside_loss() -> contextlib.AbstractContextManager[None]:
-    """While a loss function runs whose gradient is averaged over devices afterwards: it must take none itself."""
-    return _while(_in_loss, True)
-
-
-def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
-    return _while(_module, path)
-
-
-@contextlib.contextmanager
-def _while(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def path_in_model(path: str) -> str:
-    """The path of a leaf from the top of the model, for one within the module that gathers it."""
-    module = _module.get()
-    return path if module is None else "/".join((*module, path.removeprefix("params/")))
-
-
-def _check_one_gradient_of_one_batch(path: str, primal: _Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the transpose of a gather would average over devices what is no gradient of the mean over a batch.
-
-    Under ``vmap`` a cotangent may be one of many whose shards are many, too (an ensemble), but not of a single shard.
-    """
-    if not collectives.spread_axes(axes):
-        return
-    for_each_example = collectives.is_batched(cotangent) and not primal.batched
-    if for_each_example or _in_loss.get():
-        where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
-        raise ValueError(
-            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken {where}: it would be averaged over the devices of {axes}, and that of leaves which are not split "
-            "would not. In the loss function gather first, whole = gather_params(params, axis_name), and take it of "
-            "whole: it is then the gradient of this device's examples."
-        )
-
-
-def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
-    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen.
-
-    ``varying`` are the axes over which the shard varies by type. Over tracked ones that it does not vary over the
-    result is the sum: JAX sums what else depends on the shard (a penalty on its values), and sums add up.
-    """
-    axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
-    if not axes:
-        return wide
-    dtype = cast_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
-    term = term_of_mean(wide, collectives.axis_size(axes), dtype)
-    mean = collectives.all_reduce_sum(term, axes).astype(wide.dtype)
-    summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
-    return mean * collectives.axis_size(summed) if summed else mean
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.communication import Communication
+from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, path_in_model
 
 
 def gather_params(
@@ -205,46 +52,26 @@ def gather_params(
     """
     axes, given = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype)
     collectives.check_bound(axes, caller="gather_params")
+    return gather_own_params(params, axes, given, lambda path, leaf: True)
+
+
+def gather_own_params(
+    params: PyTree, axes: tuple[str, ...], given: Communication, is_own: Callable[[str, Any], bool]
+) -> PyTree:
+    """``gather_params`` of those leaves of which ``is_own(path, leaf)`` is true; others stay as they are."""
 
     def gather(path: str, leaf: Any) -> Any:
-        if not boxes.is_box(leaf):
+        if not boxes.is_box(leaf) or not is_own(path, leaf):
             return leaf
         path = path_in_model(path)
-        value, names, how = leaf.value, list(boxes.leaf_names(leaf)), given.or_else(boxes.leaf_communication(leaf))
-        for dim, entry in enumerate(names):
-            if set(entry_axes(entry)) & set(axes):
-                collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-                how.dtypes(value, path)  # refused here, with the leaf's name
-                value, names[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how, path)
-                how = replace(how, replicas=None)  # once for each leaf
-        sizes = boxes.true_sizes(leaf)
-        whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
-        value = value[whole] if any(sizes) else value
-        if not any(names):
-            return value
-        return boxes.PartlyGathered(value, tuple(names), communication=how, true_sizes=sizes if any(sizes) else ())
+        how = given.or_else(boxes.leaf_communication(leaf))
+        if set(boxes.leaf_axes(leaf)) & set(axes):
+            collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
+            how.dtypes(leaf.value, path)  # refused here, with the leaf's name
+        return boxes.gather_leaf(leaf, axes, how, path)
 
-    with jax.named_scope("gather_params"):
+    with jax.named_scope(GATHER_SCOPE):
         return boxes.map_leaves_with_path(gather, params)
-
-
-def _gather_dim(
-    value: jax.Array, dim: int, held: tuple[str, ...], axes: tuple[str, ...], how: Communication, path: str
-) -> tuple[jax.Array, AxisEntry]:
-    """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
-    first = next(i for i, axis in enumerate(held) if axis in axes)
-    outer, inner = held[:first], held[first:]
-    kept = tuple(axis for axis in inner if axis not in axes)
-    if not kept:
-        return _gather(value, dim, inner, how, path), axes_entry(outer)
-    # An axis to keep lies inside one to gather. Its shards are gathered as well (an all-gather whose transpose is a
-    # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
-    for axis in reversed(inner):
-        if axis in axes:
-            value, how = _gather(value, dim, (axis,), how, path), replace(how, replicas=None)
-        else:
-            value = collectives.all_gather(value, dim, (axis,))
-    return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)
 
 
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:

@@ -210,3 +210,23 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
             f"{padded_size(size, count)}."
         )
     return collectives.own_shard(x, split_axis % x.ndim, axes)
+
+
+def names_below(path: str) -> int:
+    """The ``unit_depth`` of a leaf at this path among a module's variables, the first name being the collection's."""
+    return path.count("/")
+
+
+def with_unit(variables: PyTree, before: PyTree) -> PyTree:
+    """A module's variables after it has split them: the boxes that are new say that this module gathers them."""
+
+    def mark(path: str, leaf: Any, old: Any) -> Any:
+        is_new = boxes.leaf_axes(leaf) != boxes.leaf_axes(old) or not boxes.unit_depth(old)
+        return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, boxes.Sharded) and is_new else leaf
+
+    return boxes.map_leaves_with_path(mark, variables, before)
+
+
+def is_gathered_here(path: str, leaf: Any) -> bool:
+    """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
+    return not 0 < boxes.unit_depth(leaf) < names_below(path)

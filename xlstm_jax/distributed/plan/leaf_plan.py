@@ -48,6 +48,8 @@ class LeafPlan:
       uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
       gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
+      gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
+        nothing is gathered, and in plans of older releases.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
 
     >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
@@ -69,6 +71,7 @@ class LeafPlan:
     gathered_bytes: int = 0
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
+    gathered_with: str | None = None
     parameters: ByteCount = NO_BYTES
     gradients: ByteCount = NO_BYTES
     optimizer: ByteCount = NO_BYTES
@@ -135,4 +138,6 @@ class LeafPlan:
         if not self.uses:
             return ""
         times = "once" if self.uses == 1 else f"{self.uses} times"
-        return f", and gathers {format_bytes(self.gathered_bytes)} in {self.gather_dtype} {times} in a forward pass"
+        with_what = f", with all of the module {self.gathered_with!r}" if self.gathered_with else ""
+        size = format_bytes(self.gathered_bytes)
+        return f", and gathers {size} in {self.gather_dtype} {times} in a forward pass{with_what}"

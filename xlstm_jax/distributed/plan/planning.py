@@ -20,6 +20,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     leaves_with_path,
     partition_specs,
     true_shape,
+    unit_depth,
 )
 from xlstm_jax.distributed.data_parallel.communication import sent_bytes, value_dtype
 from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned, planning_mesh
@@ -32,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
-from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params
+from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
@@ -86,7 +87,8 @@ def plan_sharding(
         axes = _checked_axes(axis_name, sizes)
         threshold = DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
         over = {axis: sizes[axis] for axis in axes}
-        variables = variables | {PARAMETERS: plan_params(variables.get(PARAMETERS, {}), over, ShardRule.of(threshold))}
+        params = {PARAMETERS: variables.get(PARAMETERS, {})}
+        variables = variables | with_unit(plan_params(params, over, ShardRule.of(threshold)), params)
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
@@ -140,7 +142,7 @@ def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, 
     kept = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
     if is_differentiable(leaf):
         kept["gradients"] = kept["parameters"]
-    return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(leaf, sizes))
+    return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
 
 
 def _other_row(collection: str, path: str, leaf: Any, sizes: dict[str, int]) -> LeafPlan:
@@ -196,7 +198,7 @@ def _reason(leaf: Any) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
+def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
     shape = tuple(leaf_value(leaf).shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
@@ -218,6 +220,7 @@ def _gathering(leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
         "gathered_bytes": sent_bytes(stored, last.gather_dtype) // kept,
         "gather_dtype": last.gather_dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype,
+        "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,
     }
 
 

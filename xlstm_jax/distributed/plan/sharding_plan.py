@@ -174,7 +174,8 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
-        before, after = (_compared(plan) for plan in (self, other))
+        known = all(map(_gathered_with, (self, other)))
+        before, after = (_compared(plan, known) for plan in (self, other))
         changes = (_difference(what, before.get(what), after.get(what)) for what in before | after)
         return [change for change in changes if change is not None]
 
@@ -184,6 +185,8 @@ class ShardingPlan:
         head |= {"totals": _totals(self)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(_leaf_json(row) for row in self.rows)
+        modules = ",\n".join(f"    {json.dumps(leaf)}: {json.dumps(m)}" for leaf, m in _gathered_with(self).items())
+        lines += ['  "gathered_with": {', *([modules] if modules else []), "  },"]
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
@@ -200,7 +203,8 @@ class ShardingPlan:
                 f"a plan of format {version!r}; this release reads formats {READABLE_VERSIONS}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
-        rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
+        module_of = data.get("gathered_with", {})
+        rows = tuple(_leaf_from_json(path, leaf, module_of.get(path)) for path, leaf in data["leaves"].items())
         plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows)
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
@@ -224,9 +228,12 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
     return Difference(path, before, after)
 
 
-def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
-    """Mesh, wrapper and leaves; reasons as text, which is all that older plans have of them."""
-    sizes, rows = [*plan.axis_sizes.items()], {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
+def _compared(plan: ShardingPlan, with_modules: bool) -> dict[str, dict[str, Any]]:
+    """Mesh, wrapper and leaves; reasons as text, which is all that older plans have of them, and no modules."""
+    sizes = [*plan.axis_sizes.items()]
+    rows = {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
+    for row in rows.values() if not with_modules else ():
+        del row["gathered_with"]
     return {"(mesh)": {"axis_sizes": sizes}, "(wrapper)": {"assumed": plan.assumed or None}, **rows}
 
 
@@ -249,9 +256,14 @@ def _leaf_json(row: LeafPlan) -> str:
     return f"    {json.dumps(row.path)}: {{\n{body}\n    }}"
 
 
-def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
+def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
+    """By leaf; beside the leaves, of which older releases read no more fields than they know."""
+    return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
+
+
+def _leaf_from_json(path: str, leaf: dict[str, Any], gathered_with: str | None) -> LeafPlan:
     counts = {kind: ByteCount(*leaf[kind]) for kind in COUNTED}
     shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
     fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
-    return LeafPlan(path=path, **fields)
+    return LeafPlan(path=path, gathered_with=gathered_with, **fields)

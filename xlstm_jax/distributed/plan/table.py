@@ -47,10 +47,16 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
     """Rows that differ in the first number of their path alone are one line."""
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
-        alike.setdefault((path_pattern(row.path), dataclasses.replace(row, path="")), []).append(row)
+        same = dataclasses.replace(row, path="", gathered_with=_module_pattern(row))
+        alike.setdefault((path_pattern(row.path), same), []).append(row)
     named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
     depth = _module_depth([path for path, group in named if group[0].collection == PARAMETERS])
     return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group)) for path, group in named]
+
+
+def _module_pattern(row: LeafPlan) -> str | None:
+    """The module that a leaf is gathered with, with a star for its first number."""
+    return None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")[:-1]
 
 
 def _module_depth(paths: list[str]) -> int:
@@ -111,6 +117,8 @@ def _cells(line: Line) -> list[Any]:
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
+    if row.gathered_with == "" and line.module:
+        gathered += " (top)"
     shape = TIMES.join(map(str, row.shape)) or "scalar"
     return [name, f"{_short(row.dtype)} {shape}", split or "whole", *_sums([line]), gathered]
 

@@ -22,7 +22,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import inside_loss, sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.gather_array import inside_loss
 from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")

@@ -14,7 +14,8 @@ import jax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import gather_params, reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.gradients import varying_leaves
 
 

@@ -78,6 +78,7 @@ class Planned(boxes.Sharded):
             decision.names,
             communication=boxes.leaf_communication(boxed),
             true_sizes=boxed.true_sizes if isinstance(boxed, boxes.Sharded) else (),
+            unit_depth=boxes.unit_depth(leaf),
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             stands_for=stands_for if decision.choice.dim is None else boxes.Sharded,
         )

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value, leaves_with_path
-from xlstm_jax.distributed.data_parallel.gather import path_in_model
+from xlstm_jax.distributed.data_parallel.gather_array import path_in_model
 
 READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
 

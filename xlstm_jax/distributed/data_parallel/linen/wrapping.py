@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -25,11 +26,13 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_leaves, true_value
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_leaves_with_path, true_value
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.gather import gather_params, inside_module
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.linen.carries import vary_carries
 from xlstm_jax.distributed.data_parallel.linen.refusals import (
     check_not_inside_reader,
     check_shards,
@@ -37,12 +40,21 @@ from xlstm_jax.distributed.data_parallel.linen.refusals import (
 )
 from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import ShardRule, box_params, box_shards, plan_params
+from xlstm_jax.distributed.data_parallel.shard import (
+    ShardRule,
+    box_params,
+    box_shards,
+    is_gathered_here,
+    plan_params,
+    with_unit,
+)
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
 Method = Callable[..., Any]
 Arrays = dict[int, Any]
+
+_LINENS_OWN = {"setup", *vars(nn.Module)}
 
 
 def shard_module_params(
@@ -99,7 +111,7 @@ def shard_module_params(
     if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     if isinstance(target, nn.Module):
-        cls, fields = _taken_apart(target)
+        cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
         return _lift(cls, axes, rule, reshard_after_forward)(**fields)
     return _lift(target, axes, rule, reshard_after_forward)
 
@@ -139,30 +151,33 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def _gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
+    """What the module sees: its leaves whole, but for those that a wrapped module inside of it gathers by itself."""
     if _mode(axes) == "manual":
         check_shards(variables, axes)
-        return gather_params(variables, axes, rule.communication.gather_dtype, rule.communication.grad_scatter_dtype)
+        return gather_own_params(variables, axes, replace(rule.communication, replicas=None), is_gathered_here)
 
-    def take_out(leaf: Any) -> Any:
+    def take_out(path: str, leaf: Any) -> Any:
+        if not is_gathered_here(path, leaf):
+            return leaf
         if isinstance(leaf, Planned):
             return leaf.gathered(axes)
         # Boxes over other axes stay, for the wrapper of those.
         return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
 
-    return map_leaves(take_out, variables)
+    return map_leaves_with_path(take_out, variables)
 
 
 def _shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
     mode = _mode(axes)
-    if mode == "manual":
-        return box_shards(variables, axes, rule)
     if mode == "plain":
         return variables
+    if mode == "manual":
+        return with_unit(box_shards(variables, axes, rule), variables)
     mesh, replicas = jax.sharding.get_abstract_mesh(), rule.communication.replicas
     if replicas and (missing := [axis for axis in replicas.axes if axis not in mesh.shape]):
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    return (plan_params if is_planning() else box_params)(variables, sizes, rule)
+    return with_unit((plan_params if is_planning() else box_params)(variables, sizes, rule), variables)
 
 
 def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
@@ -172,8 +187,8 @@ def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_for
         return functools.partial(lifted, *target.args, **target.keywords)
     if not isinstance(target, type):
         return _lift_function(target, axes, rule, reshard_after_forward)
-    lifted = _lift_methods(target, _public_methods(target), axes, rule, reshard_after_forward)
-    for name in _public_methods(target):
+    lifted = _lift_methods(target, public_methods(target), axes, rule, reshard_after_forward)
+    for name in public_methods(target):
         setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name), axes))
     # Linen names submodules after their class, so another name would rename the parameters of the whole model. And it
     # makes an __init__ for each class, without what a decorator has put around that of the target.
@@ -251,15 +266,17 @@ def _split_arrays(tree: PyTree) -> tuple[Arrays, Callable[[Arrays], PyTree]]:
     return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])
 
 
-def _public_methods(cls: type[nn.Module]) -> list[str]:
+def public_methods(cls: type[nn.Module]) -> list[str]:
     """The methods through which others use a module: public, its own, and not kept unlifted by ``nn.nowrap``."""
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
-    linens_own = fields | set(vars(nn.Module)) | {"setup"}
+    functions = inspect.getmembers_static(cls, inspect.isfunction)
+    lifted = [name for name, fn in functions if is_public(name) and not getattr(fn, "nowrap", False)]
+    return [name for name in lifted if name not in fields]
 
-    def is_public(name: str, fn: Method) -> bool:
-        return name == "__call__" or not (name.startswith("_") or name in linens_own or getattr(fn, "nowrap", False))
 
-    return [name for name, fn in inspect.getmembers_static(cls, inspect.isfunction) if is_public(name, fn)]
+def is_public(method: str) -> bool:
+    """Whether a method of this name is for others to call, and not for the module itself or for Linen."""
+    return method == "__call__" or not (method.startswith("_") or method in _LINENS_OWN)
 
 
 def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Method:
@@ -274,7 +291,7 @@ def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Me
             check_not_inside_reader(self)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
         name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
-        with name, inside_module(self.path), inside_wrapper():
+        with name, inside_module(self.path), inside_wrapper(), nn.intercept_methods(vary_carries):
             try:
                 return lifted(self, *args, **kwargs)
             except ScopeParamShapeError as error:
@@ -285,13 +302,16 @@ def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Me
     return method
 
 
-def _taken_apart(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
-    """The class of an instance, and the fields by which a wrapped class makes the same instance."""
+def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class of an instance, and the fields by which a wrapped class makes the same instance.
+
+    ``call`` is what was called, with braces for the module.
+    """
     cls = type(module)
     if isinstance(module.parent, nn.Module) and module.name is not None:
         raise TypeError(
-            f"shard_module_params got the instance {cls.__name__}(name={module.name!r}), which "
+            f"{call.partition('(')[0]} got the instance {cls.__name__}(name={module.name!r}), which "
             f"{type(module.parent).__name__} has named and registered already. Wrap the class, then make the instance: "
-            f"shard_module_params({cls.__name__}, axis_name)(...)."
+            f"{call.format(cls.__name__)}(...)."
         )
     return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}

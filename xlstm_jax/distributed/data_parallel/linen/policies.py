@@ -1,0 +1,178 @@
+"""Which submodules ``shard_modules`` shards: by class, by a predicate, or by a policy that sees the whole model.
+
+A choice is made once, while the model is initialised, when a module is left. What was chosen stands in the boxes.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flax import linen as nn
+
+from xlstm_jax.wording import kind_of
+
+Shapes = dict[str, tuple[int, ...]]
+Predicate = Callable[[str, nn.Module], Any]
+
+
+@dataclass
+class Seen:
+    """What an initialisation has shown so far. Paths are those below the sharded model, "" being the model itself.
+
+    ``modules`` has, for each that was left, its class and the shapes of all parameters below it, by their paths from
+    there; within ``nn.scan`` those of one layer. ``scanned`` are those that ``nn.scan`` gives a layer dim, ``units``
+    those that were chosen.
+    """
+
+    modules: dict[str, tuple[type[nn.Module], Shapes]] = field(default_factory=dict)
+    scanned: set[str] = field(default_factory=set)
+    units: set[str] = field(default_factory=set)
+
+    def own_size(self, path: str) -> int:
+        """The number of values below a module that are in no unit inside of it."""
+        inside = [unit for unit in self.units if unit != path and is_below(unit, path)]
+        leaves = {below(path, leaf): shape for leaf, shape in self.modules[path][1].items()}
+        return sum(math.prod(s) for leaf, s in leaves.items() if not any(is_below(leaf, unit) for unit in inside))
+
+
+def below(path: str, name: str) -> str:
+    """The path of what is called ``name`` in the module at ``path``."""
+    return f"{path}/{name}" if path else name
+
+
+def is_below(path: str, module: str) -> bool:
+    """Whether ``path`` is that of the module, or of what lies in it."""
+    return not module or path == module or path.startswith(f"{module}/")
+
+
+class Choice(Protocol):
+    """What ``where`` comes down to."""
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
+        ...
+
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        """The paths of the modules to shard, decided when the module at ``path`` is left."""
+        ...
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The modules of which a predicate is true."""
+
+    predicate: Predicate
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        del is_marked
+        return bool(self.predicate(path, module))
+
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        del seen
+        return [path] if self.predicate(path, module) else []
+
+
+class _Policy:
+    """A choice that stands in the boxes alone."""
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        del path, module
+        return is_marked
+
+
+@dataclass(frozen=True)
+class _LargerThan(_Policy):
+    size: int
+
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        del module
+        return [path] if seen.own_size(path) > self.size else []
+
+
+@dataclass(frozen=True)
+class _RepeatedBlocks(_Policy):
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        del module
+        if path in seen.scanned and not any(other != path and is_below(path, other) for other in seen.scanned):
+            return [path]
+        return _repeated(seen, "") if not path else []
+
+
+def _repeated(seen: Seen, path: str) -> list[str]:
+    """The outermost modules below ``path`` that have a sibling of their class with parameters of the same shapes."""
+    children = [child for child in seen.modules if child and child.rpartition("/")[0] == path]
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for child in children:
+        cls, shapes = seen.modules[child]
+        alike[cls, tuple(sorted(shapes.items()))].append(child)
+    blocks = [
+        group for (_, shapes), group in alike.items() if len(group) > 1 and any("/" in leaf for leaf, _ in shapes)
+    ]
+    chosen = [child for group in blocks for child in group if _is_stored_as_seen(seen, child)]
+    rest = [child for child in children if child not in chosen and child not in seen.scanned]
+    return chosen + [unit for child in rest for unit in _repeated(seen, child)]
+
+
+def _is_stored_as_seen(seen: Seen, path: str) -> bool:
+    """Whether the model has the parameters of a module in the shapes that the module has: nothing has stacked them."""
+    of_model = seen.modules[""][1]
+    return all(of_model.get(below(path, leaf)) == shape for leaf, shape in seen.modules[path][1].items())
+
+
+def larger_than(size: int) -> Choice:
+    """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
+
+    Those of a submodule that was chosen itself are not its own. So the smallest modules that are large enough are
+    chosen, and what remains is gathered by the ones around them; what remains at last is not sharded.
+
+    >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
+    >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
+    >>> [(row.path, row.parts, row.gathered_with) for row in plan.rows if row.path.endswith("kernel")]
+    [('layers_0/kernel', 4, 'layers_0'), ('layers_1/kernel', 1, None)]
+
+    Args:
+      size: a number of values, as 2**20.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"size={size!r} is no number of values; pass an int, as 2**20.")
+    return _LargerThan(size)
+
+
+def repeated_blocks() -> Choice:
+    """For ``shard_modules``: the layers of a model, of which it has several alike.
+
+    These are what ``nn.scan`` runs over its layers, and modules that have a sibling of the same class with parameters
+    of the same names and shapes, and submodules: the outermost such. What lies around them (embedding, head) is not
+    sharded; combine them, ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
+
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(32)(x)
+    >>> model = shard_modules(nn.Sequential([Block(), Block()]), repeated_blocks(), "fsdp", min_weight_size=0)
+    >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
+    >>> sorted({row.gathered_with for row in plan.rows})
+    ['layers_0', 'layers_1']
+    """
+    return _RepeatedBlocks()
+
+
+def as_choice(where: Any) -> Choice:
+    """``where`` as users write it.
+
+    Raises:
+      TypeError: it is no class of modules, no tuple of such, no predicate and no policy.
+    """
+    classes = where if isinstance(where, tuple) else (where,)
+    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+        return Matching(lambda path, module: isinstance(module, classes))
+    if isinstance(where, _Policy):
+        return where  # type: ignore[return-value]  # each has both methods
+    if callable(where) and not isinstance(where, type | nn.Module):
+        return Matching(where)
+    raise TypeError(
+        f"where is {kind_of(where)}: pass a module class (nn.Dense) or a tuple of them, a predicate of (path, module), "
+        "as lambda path, module: path.startswith('h/'), or larger_than(size) or repeated_blocks()."
+    )
