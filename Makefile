@@ -3,15 +3,16 @@
 #   make test     runs the suite and the examples in docstrings; pass options as ARGS="-k parity"
 #   make check    ruff, mypy and pyright, in seconds
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
+#   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment, EXTRAS (of setup.cfg) what is installed in it.
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,dev
+EXTRAS ?= test,dev,models
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test check test-targets test-faults clean
+.PHONY: train test check test-targets test-models test-faults clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
@@ -27,6 +28,9 @@ check: $(VENV)/installed
 
 test-targets: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)
+
+test-models: $(VENV)/installed
+	$(VENV)/bin/python -m pytest tests/third_party $(ARGS)
 
 test-faults: $(VENV)/installed
 	$(VENV)/bin/python -m pytest tests/faults $(ARGS)

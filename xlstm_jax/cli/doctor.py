@@ -44,6 +44,7 @@ EXTRAS = {
     "train": _TRAIN,
     "bench": ("clu", *_TRAIN),
     "torch": ("torch",),
+    "models": ("diffusers", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
@@ -55,6 +56,7 @@ USES = {
     "train": "the training job of benchmarks/",
     "bench": "benchmarks/metrics.py",
     "torch": "PyTorch in benchmarks/step_time.py",
+    "models": "tests with others' models",
     "test": "the suite",
     "dev": "work on the library",
 }

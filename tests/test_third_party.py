@@ -1,0 +1,20 @@
+"""Two models of Hugging Face, as they come, sharded from outside; all others by ``make test-models``."""
+
+import json
+
+import pytest
+
+from tests.third_party import table
+
+pytest.importorskip("transformers", reason="needs the extra 'models'")
+
+
+@pytest.mark.parametrize(("name", "check_vma"), [("GPT-2", True), ("T5, remat", False)])
+def test_a_model_that_nobody_edited_trains_as_on_one_device(name, check_vma):
+    from tests.third_party.test_models import test_a_model_sharded_from_outside_trains_as_on_one_device
+
+    test_a_model_sharded_from_outside_trains_as_on_one_device(name, check_vma)
+
+
+def test_the_table_on_the_page_is_that_of_the_kept_outcomes():
+    assert table.on_page(table.PAGE.read_text()) == table.table(json.loads(table.KEPT.read_text()))

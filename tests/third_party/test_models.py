@@ -1,0 +1,36 @@
+"""Models of other packages, not a line of them edited, train sharded as they do on one device: ``make test-models``.
+
+Gradients agree to the rounding of float32. Adam divides an entry's gradient g by |g| + eps, so that an error d in a
+small g moves the step by up to learning_rate * d / eps = 100 d: parameters after some steps agree to 100 times less
+than a leaf's largest gradient does, which is 1e-4 of the largest parameter in leaves that start at zero.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import FLOAT32_ROUNDING
+from tests.third_party import catalogue, compare
+
+STEP_ROUNDING = 1e-4
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", catalogue.CASES)
+def test_a_model_sharded_from_outside_trains_as_on_one_device(name, check_vma):
+    outcome = compare.outcome_of(name, check_vma)
+    assert outcome.same_bits
+    assert outcome.gradients <= FLOAT32_ROUNDING
+    assert outcome.steps <= STEP_ROUNDING
+    # A tied embedding is gathered, and its gradient scattered, where it embeds and where it is the head.
+    assert 0 < outcome.split <= outcome.scatters <= outcome.gathers
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "ViT"])
+def test_the_comparison_sees_the_gradient_of_a_share_of_the_batch(name):
+    case = catalogue.CASES[name]()
+    params, whole, _ = compare.on_one_device(case)
+    share = jax.tree.map(lambda x: x[: catalogue.BATCH // 4], case.inputs)
+    of_share = jax.jit(jax.grad(compare.loss_of(case)), static_argnums=1)(params, case.model.apply, share, None)
+    assert compare.difference(of_share, whole) > 0.1
+    assert np.isfinite(compare.difference(whole, whole))
