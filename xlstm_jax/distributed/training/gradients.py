@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.gather_array import inside_loss
 from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
+NO_TYPE = " requires varying manual axes to match"  # JAX's words
 Scalar = jax.Array | float
 # loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux; with collections a pair of all that
 # and the updated collections
@@ -132,8 +133,24 @@ def local_result(
         return loss, (aux, scale, weight, updated)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
-    (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
+    try:
+        (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
+    except ValueError as error:
+        raise _with_cure(error) from error
     return LocalResult(loss, grads, aux, scale, weight, updated)
+
+
+def _with_cure(error: ValueError) -> ValueError:
+    """JAX's error of a derivative whose types do not match, with what to do about it; any other error as it is."""
+    if NO_TYPE not in str(error):
+        return error
+    primitive = str(error).partition(NO_TYPE)[0].removeprefix("Primitive ")
+    return ValueError(
+        f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: one of its own derivatives mixes "
+        f"types in the primitive {primitive!r}. On JAX 0.12 the exact gelu, erf and erfc do so in float32. Pass "
+        "check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further axis, the "
+        "gradients are the same. Or take gelu(approximate=True), or bfloat16 for that function."
+    )
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:

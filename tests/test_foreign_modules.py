@@ -1,0 +1,386 @@
+"""Modules and losses that somebody else wrote: wrapped as they are, or refused by name, with the cure."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+from tests.support import (
+    AXES,
+    FLOAT32_ROUNDING,
+    Model,
+    assert_same_params,
+    data,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    on_mesh,
+    plain,
+)
+from xlstm_jax.distributed import (
+    create_train_state,
+    gather_params,
+    init_sharded,
+    make_train_step,
+    partition_specs,
+    sync_gradients,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaves_with_path
+
+BATCH = data()
+X = BATCH["x"]
+MESH = mesh_of(2, 4)
+
+
+def initialised(model, **kwargs):
+    return init_sharded(model, MESH, jax.random.key(0), X, batch_axes=AXES, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------- functions that make modules
+
+
+def make_layer(config, name=None):
+    return nn.Dense(config["features"], name=name)
+
+
+class MadeInACompactMethod(nn.Module):
+    make: Any
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.make({"features": 32}, name="first")(x)
+        return self.make(config={"features": 4})(self.make({"features": 16})(x))
+
+
+class MadeInSetup(nn.Module):
+    make: Any
+
+    def setup(self):
+        self.first, self.rest = self.make({"features": 32}), [self.make({"features": 4})]
+
+    def __call__(self, x):
+        return self.rest[0](self.first(x))
+
+
+@pytest.mark.parametrize("net", [MadeInACompactMethod, MadeInSetup])
+def test_a_function_that_makes_modules_makes_wrapped_ones_of_the_same_names(net):
+    variables = initialised(net(fsdp(make_layer)))
+    assert_same_params(variables, net(make_layer).init(jax.random.key(0), X))
+    split = [path for path, leaf in leaves_with_path(variables) if any(leaf_names(leaf))]
+    assert len(split) >= len(variables["params"])  # the kernel of each layer, at least
+
+
+def test_what_a_function_makes_outside_of_a_module_is_a_wrapped_module():
+    make = fsdp(functools.partial(make_layer, name="named"))
+    assert make({"features": 32}) == make(config={"features": 32})
+    assert initialised(make({"features": 32}))["params"]["kernel"].names == (None, "fsdp")
+
+
+def test_a_function_of_neither_kind_is_refused_at_the_call():
+    with pytest.raises(
+        TypeError, match="<lambda>, which shard_module_params has wrapped, was called with a dict of 'a' "
+    ):
+        fsdp(lambda config: jnp.ones(3))({"a": 1})
+    with pytest.raises(TypeError, match=r"called with no argument by position.*make\(config\) -> nn.Module"):
+        fsdp(lambda **config: 3)(a=1)
+
+
+# ------------------------------------------------------------------------ decorated classes, remat, norms of parameters
+
+
+def registers_config(cls):
+    """As libraries of models do, which keep the arguments beside the fields."""
+    plain_init = cls.__init__
+
+    @functools.wraps(plain_init)
+    def init(self, *args, **kwargs):
+        plain_init(self, *args, **kwargs)
+        object.__setattr__(self, "config", dict(kwargs))
+
+    cls.__init__ = init
+    return cls
+
+
+@registers_config
+class Configured(nn.Module):
+    features: int = 8
+
+    def setup(self):
+        self.dense = nn.Dense(self.config["features"])
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: fsdp(Configured)(features=16), lambda: fsdp(Configured(features=16), reshard_after_forward=True)],
+    ids=["class", "instance"],
+)
+def test_what_a_decorator_put_around_init_is_kept(make):
+    variables = initialised(make())
+    assert_same_params(variables, Configured(features=16).init(jax.random.key(0), X))
+    assert any(leaf_names(variables["params"]["dense"]["kernel"]))
+
+
+class Flagged(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        return nn.Dense(32)(x) if deterministic else x
+
+
+class Calls(nn.Module):
+    layer: Any
+    by_keyword: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.layer(name="layer")
+        return layer(x, deterministic=True) if self.by_keyword else layer(x, True)
+
+
+def outcome(layer, by_keyword):
+    """The shapes of the parameters, or the error by its type."""
+    try:
+        return jax.eval_shape(lambda: unbox(initialised(Calls(layer, by_keyword))))
+    except (ValueError, jax.errors.TracerBoolConversionError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("static", [1, 2])
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_remat_with_static_arguments_takes_a_wrapped_class_as_it_takes_the_plain_one(by_keyword, static):
+    want = outcome(nn.remat(Flagged, static_argnums=static), by_keyword)
+    assert (want not in (ValueError, jax.errors.TracerBoolConversionError)) == (static == 2 and not by_keyword)
+    assert outcome(nn.remat(fsdp(Flagged), static_argnums=static), by_keyword) == want
+    assert outcome(fsdp(nn.remat(Flagged, static_argnums=static)), by_keyword) == want
+
+
+class Reparametrised(nn.Module):
+    kind: Any
+    wrap: Any = plain
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"update_stats": False} if self.kind is nn.SpectralNorm else {}
+        return self.kind(self.wrap(nn.Dense)(16))(x, **options)
+
+
+@pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
+def test_a_norm_of_parameters_around_a_wrapped_layer_is_refused_at_init_and_right_inside(kind):
+    around = Reparametrised(kind, fsdp)
+    with pytest.raises(ValueError, match=rf"'Dense_0' is wrapped .*, and nn.{kind.__name__} stands around it"):
+        initialised(around)
+    want = Reparametrised(kind).init(jax.random.key(0), X)
+    assert jax.tree.structure(around.init(jax.random.key(0), X)) == jax.tree.structure(want)  # on no mesh it is plain
+    variables = initialised(fsdp(Reparametrised)(kind))
+    assert jax.tree.structure(unbox(variables)) == jax.tree.structure(want)
+    assert any(leaf_names(variables["params"]["Dense_0"]["kernel"]))
+
+
+# ------------------------------------------------------------------------------- parameters that a loss does not train
+
+
+class Adapted(nn.Module):
+    """A base that is to stay as it is, and a head that is trained on top of it."""
+
+    wrap: Any = plain
+
+    @nn.compact
+    def __call__(self, x):
+        return self.wrap(nn.Dense)(4, name="head")(nn.gelu(self.wrap(nn.Dense)(16, name="base")(x)))
+
+
+def state_of(params, tx):
+    return TrainState.create(apply_fn=Adapted(fsdp).apply, params=jax.tree.map(jnp.copy, params), tx=tx)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_that_a_loss_closes_over_are_refused_by_name(check_vma):
+    params = initialised(Adapted(fsdp))["params"]
+
+    def loss_fn(head, apply_fn, batch, rng):
+        return mean_loss({"base": params["base"], **head}, apply_fn, batch, rng)
+
+    step = make_train_step(loss_fn, MESH, AXES, check_vma=check_vma)
+    state = state_of({"head": params["head"]}, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'base/kernel' is split over \('fsdp',\) by its box.* \(8, 16\) is whole on"):
+        step.lower(state, BATCH, jax.random.key(0))
+    # Those that an outer jit has traced are known by the shape that Linen finds.
+    in_jit = jax.jit(lambda params: on_mesh(lambda x: Adapted(fsdp).apply(params, x), MESH, check_vma, P(), P())(X))
+    with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it.*optax.set_to_zero"):
+        in_jit.lower({"params": params})
+
+
+def test_frozen_parameters_train_the_rest_as_one_device_does():
+    params = initialised(Adapted(fsdp))["params"]
+    want, start = unbox(params), unbox(params)
+    labels = {"base": "frozen", "head": "trained"}
+    tx = optax.multi_transform({"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}, labels)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        return mean_loss({**params, "base": jax.lax.stop_gradient(params["base"])}, apply_fn, batch, rng)
+
+    state = create_train_state(Adapted(fsdp), tx, MESH, jax.random.key(0), X, batch_axes=AXES)
+    step = make_train_step(loss_fn, MESH, AXES)
+    opt_state = optax.adam(0.1).init(want["head"])
+    for _ in range(3):
+        state, _ = step(state, BATCH, jax.random.key(0))
+        grads = jax.grad(mean_loss)(want, Adapted().apply, BATCH)
+        updates, opt_state = optax.adam(0.1).update(grads["head"], opt_state)
+        want = {**want, "head": optax.apply_updates(want["head"], updates)}
+    assert_same_params(state.params, want)
+    assert not np.allclose(want["head"]["kernel"], start["head"]["kernel"], atol=0.1)  # guard: it was trained
+    moments = [np.shape(leaf) for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf)]
+    assert (16, 4) in moments and (8, 16) not in moments  # of the head alone
+
+
+# ------------------------------------------------------------------------------------------ gradients inside of a loss
+
+
+def squared_error(params, x, y):
+    return jnp.mean((Model(fsdp, scan=False).apply({"params": params}, x) - y) ** 2)
+
+
+def gradient_on_mesh(loss, params, check_vma, by_hand=False):
+    """The gradient of ``loss(params, x, y)`` over all devices; ``by_hand`` it is the loss that returns it."""
+    specs = partition_specs(params, MESH)
+
+    def gradient(params, x, y):
+        return sync_gradients(loss(params, x, y), AXES) if by_hand else value_and_grad(loss, AXES)(params, x, y)[1]
+
+    return on_mesh(gradient, MESH, check_vma, (specs, P(AXES), P(AXES)), specs)
+
+
+def norm_of(tree):
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def clipped_for_each_example(params, x, y):
+    """The mean over examples of gradients that were scaled to a norm below 1, as private training has it."""
+
+    def clipped(x, y):
+        grads = jax.grad(squared_error)(params, x[None], y[None])
+        return jax.tree.map(lambda g: g / (1 + norm_of(grads)), grads)
+
+    return jax.tree.map(lambda g: g.mean(0), jax.vmap(clipped)(x, y))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_gradient_of_parameters_inside_a_loss_is_refused_by_name(check_vma):
+    params = initialised(Model(fsdp, scan=False))["params"]
+
+    def penalised(params, x, y):
+        return norm_of(jax.grad(squared_error)(params, x, y))
+
+    where = r"the gradient of 'Dense_1/kernel', of shape \(4, 4\) on this device, is taken in a loss function"
+    with pytest.raises(ValueError, match=where + r".*gather_params\(params, axis_name\)"):
+        jax.eval_shape(gradient_on_mesh(penalised, params, check_vma), params, X, BATCH["y"])
+    with pytest.raises(ValueError, match=r"the gradient of .* is taken under vmap, for each example"):
+        jax.eval_shape(
+            gradient_on_mesh(clipped_for_each_example, params, check_vma, by_hand=True), params, X, BATCH["y"]
+        )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma):
+    params = initialised(Model(fsdp, scan=False))["params"]
+
+    def private(params, x, y):
+        whole = gather_params(params, "fsdp")
+        grads = clipped_for_each_example(jax.lax.stop_gradient(whole), x, y)
+        return sum(map(jnp.vdot, jax.tree.leaves(whole), jax.tree.leaves(grads)))
+
+    got = gradient_on_mesh(private, params, check_vma)(params, X, BATCH["y"])
+    want = clipped_for_each_example(unbox(params), X, BATCH["y"])
+    assert_same_params(got, want)
+    unclipped = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
+    assert not np.allclose(unclipped["Dense_0"]["kernel"], want["Dense_0"]["kernel"], rtol=0.1)  # guard: it clips
+
+
+def test_gradients_of_inputs_inside_a_loss_are_exact():
+    """A gradient penalty, through blocks in a scan that are computed twice."""
+    params = initialised(Model(fsdp, remat=True))["params"]
+
+    def penalty(wrap, params, x, y):
+        del y
+
+        def of_input(x):
+            return jnp.sum(Model(wrap, remat=wrap is not plain).apply({"params": params}, x) ** 2)
+
+        return jnp.mean(jax.grad(of_input)(x) ** 2)
+
+    got = gradient_on_mesh(functools.partial(penalty, fsdp), params, True)(params, X, BATCH["y"])
+    want = jax.grad(functools.partial(penalty, plain))(unbox(params), X, BATCH["y"])
+    assert_same_params(got, want, tolerance=4 * FLOAT32_ROUNDING)  # of sums of squares, differentiated twice
+
+
+class Ensemble(nn.Module):
+    wrap: Any = plain
+    shared: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        axes, split = ({"params": None}, False) if self.shared else ({"params": 0}, True)
+        layers = nn.vmap(self.wrap(nn.Dense), variable_axes=axes, split_rngs={"params": split}, axis_size=3)
+        return layers(4)(jnp.stack([x, 2 * x, 3 * x])).sum(0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_vmapped_layers_are_not_taken_for_gradients_of_examples(shared):
+    model, of_one = Ensemble(fsdp, shared), Ensemble(plain, shared)
+    params = initialised(model)["params"]
+
+    def loss(model, params, x, y):
+        return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
+
+    got = gradient_on_mesh(functools.partial(loss, model), params, True)(params, X, BATCH["y"])
+    assert_same_params(got, jax.grad(functools.partial(loss, of_one))(unbox(params), X, BATCH["y"]))
+
+
+# ------------------------------------------------------------------------------------- derivatives that JAX cannot type
+
+
+class ExactGelu(nn.Module):
+    wrap: Any = plain
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(self.wrap(nn.Dense)(16)(x).astype(self.dtype), approximate=False)
+        return self.wrap(nn.Dense)(4)(h.astype(jnp.float32))
+
+
+def has_typed_erf():
+    """Whether this JAX has a derivative of erf under ``check_vma=True``; 0.12.0 has none."""
+    try:
+        jax.eval_shape(on_mesh(jax.grad(lambda x: jax.lax.erf(x).sum()), MESH, True, P(AXES), P(AXES)), X)
+    except ValueError:
+        return False
+    return True
+
+
+def test_an_exact_gelu_trains_and_where_jax_has_no_gradient_the_error_has_the_cures():
+    state = create_train_state(ExactGelu(fsdp), optax.sgd(0.1), MESH, jax.random.key(0), X, batch_axes=AXES)
+    want = unbox(state.params)
+    typed = make_train_step(mean_loss, MESH, AXES)
+    if has_typed_erf():
+        typed.lower(state, BATCH, jax.random.key(0))
+    else:
+        with pytest.raises(ValueError, match=r"exact gelu, erf and erfc .*check_vma=False.*approximate=True.*bfloat16"):
+            typed.lower(state, BATCH, jax.random.key(0))
+    in_bfloat16 = state.replace(apply_fn=ExactGelu(fsdp, jnp.bfloat16).apply)
+    typed.lower(in_bfloat16, BATCH, jax.random.key(0))  # one of the cures
+    grads = jax.grad(mean_loss)(want, ExactGelu().apply, BATCH)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, want, grads)
+    state, _ = make_train_step(mean_loss, MESH, AXES, check_vma=False)(state, BATCH, jax.random.key(0))  # another
+    assert_same_params(state.params, want)
