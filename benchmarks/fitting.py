@@ -112,8 +112,8 @@ def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
     """``evaluate(params)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
     padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
     windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
-    windows = _place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
-    weight = _place(job, (np.arange(padded) < HELD_OUT_WINDOWS))
+    windows = place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
+    weight = place(job, (np.arange(padded) < HELD_OUT_WINDOWS))
     mean = StatefulMetric(WeightedMean(), job.mesh)
     batch_spec = PartitionSpec(job.batch_axes)
     losses = jax.jit(
@@ -136,10 +136,10 @@ def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
 
 def draw_batch(job: Job, index: int) -> jax.Array:
     config = job.config
-    return _place(job, random_windows(job.text.train, config.batch_size, config.context, (config.seed, index)))
+    return place(job, random_windows(job.text.train, config.batch_size, config.context, (config.seed, index)))
 
 
-def _place(job: Job, rows: np.ndarray) -> jax.Array:
+def place(job: Job, rows: np.ndarray) -> jax.Array:
     """Global rows on the mesh. Every process has computed all of them, and hands in its own."""
     own = len(rows) // jax.process_count()
     return shard_batch(rows[own * jax.process_index() :][:own], job.mesh, job.batch_axes)

@@ -61,6 +61,8 @@ class TrainConfig:
     seed: int = 0
     out: str | None = None
     sample_bytes: int = 300
+    generate: int = 0
+    generate_gather: str = "each_token"
     log_every: int = 10
     eval_every: int = 130
     checkpoint_dir: str | None = None

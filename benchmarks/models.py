@@ -16,6 +16,9 @@ input gate exp(i) and a forget gate f = sigmoid(f~), a step is
 
 ``chunkwise_mlstm`` computes it for whole chunks with matrix products and passes only (C, n) from one chunk to the next.
 
+With ``decode=True`` a model reads one step at a time, and keeps what later steps need of it in the collection "cache":
+keys and values, or the memory (C, n, stabiliser) and the last steps of the convolution.
+
 What grows with the square of the sequence, or with the sequence times the vocabulary, is never held: attention goes by
 blocks of queries, losses (``LanguageModel.losses``) by chunks of the vocabulary, and both compute again in backward.
 """
@@ -49,13 +52,20 @@ def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
     its own 1/sqrt(d). Gates and states are in float32 or wider. ``t`` need not be a multiple of ``chunk_size``: the
     recurrence is causal, so steps padded at the end change nothing before them.
     """
+    return mlstm_from(None, q, k, v, i_gate, log_f, chunk_size=chunk_size)[1]
+
+
+def mlstm_from(state, q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
+    """The same from a state that earlier steps have left, None for the first, and the state after: ``(state, out)``."""
     length, dtype = q.shape[2], v.dtype
     # The normaliser n is the memory of a constant 1: as one more column of v it costs no operation of its own.
     v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     wide = jnp.promote_types(dtype, jnp.float32)
     inputs = [_chunks(x.astype(wide), chunk_size) for x in (q, k, v, i_gate, log_f)]
-    _, h = jax.lax.scan(_mlstm_chunk, _empty_state(*inputs), tuple(inputs))
-    return _joined(h, length).astype(dtype)
+    empty = _empty_state(*inputs)
+    state = empty if state is None else jax.tree.map(jnp.add, state, empty)  # which then varies as the inputs do
+    state, h = jax.lax.scan(_mlstm_chunk, state, tuple(inputs))
+    return state, _joined(h, length).astype(dtype)
 
 
 def _chunks(x, chunk_size: int):
@@ -113,10 +123,14 @@ def causal_conv(x, taps):
     return sum(x[:, i : i + length] * taps[i] for i in range(width))
 
 
-def rotary(x, base: float = ROTARY_BASE):
-    """Rotary positions for ``x[..., t, d]``, d even: a pair of features turns by an angle proportional to its step."""
+def rotary(x, base: float = ROTARY_BASE, steps=None):
+    """Rotary positions for ``x[..., t, d]``, d even: a pair of features turns by an angle proportional to its step.
+
+    ``steps[t]`` are 0, 1, ... unless they are given.
+    """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[-2])[:, None] * base ** (-jnp.arange(half) / half)
+    steps = jnp.arange(x.shape[-2]) if steps is None else steps
+    angle = steps[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -214,6 +228,7 @@ class Block(nn.Module):
     deterministic: bool = True
     dtype: Any = jnp.float32
     constrain: Callable[[jax.Array], jax.Array] | None = None
+    decode: bool = False
 
     @property
     def dtypes(self):
@@ -232,6 +247,11 @@ class Block(nn.Module):
         x = residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
         return self.constrain(x) if self.constrain else x
 
+    def cached(self, name: str, start: Callable[[], Any]):
+        """A variable of the cache, and whether it was there before: ``init`` makes it and takes no step."""
+        was_there = self.has_variable("cache", name)
+        return self.variable("cache", name, start), was_there
+
 
 def _forget_bias(key, shape, dtype=jnp.float32):
     """Heads start with memories of different length: sigmoid(2) to sigmoid(6), some 8 to 400 bytes."""
@@ -249,17 +269,39 @@ class XLSTMBlock(Block):
         taps = self.param(
             "conv", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), (CONV_WIDTH, width), stored
         )
-        mixed = nn.silu(causal_conv(u, taps.astype(self.dtype)))
+        mixed = nn.silu(self.convolve(u, taps.astype(self.dtype)))
         q, k = jnp.split(self.project("query_key", width, mixed), 2, axis=-1)
         v = self.project("value", width, u)
         k = k * (k.shape[-1] // heads) ** -0.5
         q, k, v = (_split_heads(y, heads) for y in (q, k, v))
-        h = chunkwise_mlstm(q, k, v, *self.gates(mixed), chunk_size=CHUNK_SIZE)
+        h = self.recur(q, k, v, *self.gates(mixed))
         h = nn.RMSNorm(use_scale=False, **self.dtypes, name="head_norm")(h)
         scale = self.param("head_scale", nn.initializers.ones, (width,), stored)
         skip = self.param("skip", nn.initializers.ones, (width,), stored)
         h = _merge_heads(h) * scale + mixed * skip
         return self.add("down", x, (h * nn.silu(gate)).astype(self.dtype)), None
+
+    def convolve(self, u, taps):
+        """``causal_conv``, after the steps that the cache has kept."""
+        if not self.decode:
+            return causal_conv(u, taps)
+        last, goes_on = self.cached("conv", lambda: jnp.zeros_like(u[:, : CONV_WIDTH - 1]))
+        window = jnp.concatenate([last.value, u], axis=1)
+        if goes_on:
+            last.value = window[:, 1 - CONV_WIDTH :]
+        return causal_conv(window, taps)[:, -u.shape[1] :]
+
+    def recur(self, q, k, v, i_gate, log_f):
+        """``chunkwise_mlstm``, from the memory that the cache has kept."""
+        if not self.decode:
+            return chunkwise_mlstm(q, k, v, i_gate, log_f, chunk_size=CHUNK_SIZE)
+        step = partial(mlstm_from, chunk_size=1)
+        after, _ = jax.eval_shape(partial(step, None), q, k, v, i_gate, log_f)
+        memory, goes_on = self.cached("memory", lambda: jax.tree.map(jnp.zeros_like, after))
+        if not goes_on:
+            return v
+        memory.value, h = step(memory.value, q, k, v, i_gate, log_f)
+        return h
 
     def gates(self, x):
         """Input gate (before its exponential) and log of the forget gate, ``[b, h, t]`` each, in float32 or wider."""
@@ -276,9 +318,22 @@ class TransformerBlock(Block):
     @nn.compact
     def __call__(self, x):
         q, k, v = self.project_to_heads("query_key_value", self.norm("attention_norm", x))
-        x = self.add_heads("attention_out", x, causal_attention(rotary(q), rotary(k), v))
+        x = self.add_heads("attention_out", x, self.attend(q, k, v))
         gate, y = jnp.split(self.project("up", 6 * x.shape[-1], self.norm("mlp_norm", x)), 2, axis=-1)
         return self.add("down", x, nn.silu(gate) * y), None
+
+    def attend(self, q, k, v):
+        """``causal_attention`` with rotary positions, over the steps that the cache has kept and this one."""
+        if not self.decode:
+            return causal_attention(rotary(q), rotary(k), v)
+        seen, goes_on = self.cached("seen", lambda: (jnp.zeros_like(k), jnp.zeros_like(v), jnp.int32(0)))
+        if not goes_on:
+            return v
+        keys, values, step = seen.value
+        q, k = (rotary(x, steps=step[None]) for x in (q, k))
+        keys, values = (jax.lax.dynamic_update_slice_in_dim(*xs, step, 2) for xs in ((keys, k), (values, v)))
+        seen.value = keys, values, step + 1
+        return jnp.einsum("bhts,bhsd->bhtd", _attention_weights(q, keys, step).astype(v.dtype), values)
 
     def project_to_heads(self, name: str, x):
         """Three arrays ``[b, h, t, d]``, from one matrix."""
@@ -316,7 +371,8 @@ class LanguageModel(nn.Module):
     classes of the embedding, the block and the head. With ``remat=True`` a block's activations, gathered weights among
     them, are computed again in the backward pass; with a policy of ``nn.remat``, those that it does not save.
     ``constrain`` is applied to the residual stream, for ``jit`` without ``shard_map``, which must be told how it is
-    split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0.
+    split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0. With ``decode=True`` it takes ``tokens[b,
+    1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them.
     """
 
     block: str
@@ -329,6 +385,7 @@ class LanguageModel(nn.Module):
     dtype: Any = jnp.float32
     vocab_size: int = VOCAB_SIZE
     constrain: Callable[[jax.Array], jax.Array] | None = None
+    decode: bool = False
 
     def __call__(self, tokens, *, train: bool = False):
         x, head = self._hidden_and_head(tokens, train)
@@ -358,10 +415,9 @@ class LanguageModel(nn.Module):
             block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
         )
-        return layers(
-            self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, self.constrain, name="blocks"
-        )
+        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode
+        return layers(self.num_layers, self.num_heads, *options, name="blocks")

@@ -6,6 +6,8 @@ The mesh decides how. Axes whose name begins with "fsdp" split parameters, gradi
 splits the batch. ``--replicated`` trains the same model from the same initial values on the same batches without
 wrapping anything: the loss curve is the same, the bytes per device are not.
 
+With ``--generate N`` it continues N pieces of held-out text too, on the shards, with a cache.
+
 Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the
 model is compared with one that knows only the frequency of bytes, and writes some text of its own.
 
@@ -43,15 +45,16 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text as RichText
 
-from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys
+from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys, place
 from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS
 from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
-from benchmarks.text import byte_frequency_loss
-from xlstm_jax.distributed import LoopGuard, NonFiniteError
+from benchmarks.text import byte_frequency_loss, fixed_windows
+from xlstm_jax.distributed import LoopGuard, NonFiniteError, make_generate
 from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
 from xlstm_jax.distributed.metrics import MetricLogger
+from xlstm_jax.distributed.training.generation import GATHER
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
@@ -64,7 +67,8 @@ LEAVING_S = 30.0  # that other processes are given to end, once one has
 
 @dataclass(frozen=True)
 class Result:
-    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte."""
+    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte. ``texts`` are
+    pieces of held-out text, each with how the model went on."""
 
     rows: list[dict[str, float]]
     held_out_loss: float
@@ -73,6 +77,7 @@ class Result:
     memory: dict[str, dict[str, int]]
     out: Path
     params: Any = field(repr=False)
+    texts: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     @property
     def losses(self) -> list[float]:
@@ -103,10 +108,11 @@ def run(job: Job, console: Console) -> Result | None:
                 return None
         with guard.paused(SAMPLING_S), console.status("sampling"):
             sample = generate(job, end.state.params, SAMPLE_PROMPT, keys(job)[2])
+            texts = continued_texts(job, end.state.params, keys(job)[2])
     rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
     held_out = rows[-1]["held_out_loss"] if rows else float("nan")
-    result = Result(rows, held_out, baseline, sample, memory, out, end.state.params)
+    result = Result(rows, held_out, baseline, sample, memory, out, end.state.params, texts)
     if jax.process_index() == 0:
         draw_loss(out / "loss.png", f"{config.model}, {job.layout}", rows, baseline)
         title = f"{config.model}, {parameter_count(end.state) / 1e6:.2f} M parameters"
@@ -164,6 +170,24 @@ def generate(job: Job, params: Any, prompt: str, rng: jax.Array) -> bytes:
     return prompt.encode() + np.asarray(drawn).tobytes()
 
 
+def continued_texts(job: Job, params: Any, rng: jax.Array) -> list[tuple[bytes, bytes]]:
+    """``--generate`` windows of held-out text: the first half of each, and how the model goes on to ``context`` bytes.
+
+    Inside ``shard_map``: each device writes its own texts, with weights gathered as ``--generate-gather`` says.
+    """
+    config, half = job.config, job.config.context // 2
+    if not config.generate:
+        return []
+    rows = -(-config.generate // job.mesh.size) * job.mesh.size
+    prompts = fixed_windows(job.text.held_out, rows, config.context)[:, :half].astype(np.int32)
+    model = job.model.clone(decode=True, remat=False)
+    options = {"gather": config.generate_gather, "temperature": SAMPLE_TEMPERATURE}
+    write = make_generate(model, job.mesh, job.batch_axes, config.context, **options)
+    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(job.mesh, PartitionSpec()))
+    written = np.asarray(everywhere(write(params, place(job, prompts), rng))).astype(np.uint8)[: config.generate]
+    return [(row[:half].tobytes(), row[half:].tobytes()) for row in written]
+
+
 # ------------------------------------------------------------------------------------------------------------ reporting
 
 
@@ -218,6 +242,10 @@ def conclude(result: Result, console: Console) -> None:
     if result.sample:
         shown = RichText(result.sample.decode("utf-8", errors="replace"))
         console.print(Panel(shown, title="a sample", title_align="left"))
+    for prompt, text in result.texts:
+        shown = RichText(prompt.decode("utf-8", errors="replace"), style="dim")
+        shown.append(text.decode("utf-8", errors="replace"), style="not dim bold")
+        console.print(Panel(shown, title="held-out text, and how the model goes on", title_align="left"))
     console.print(comparison_table(result.held_out_loss, result.baseline))
     console.print(
         f"metrics.csv, metrics.jsonl, loss.png, memory.png and config.json are in {result.out}", highlight=False
@@ -261,6 +289,8 @@ def parser() -> argparse.ArgumentParser:
     option("--seed", "of initial values, batches and the sample", int)
     option("--out", "folder for what the run leaves; by default a new one in runs/", str, metavar="FOLDER")
     option("--sample-bytes", "length of the sample at the end; 0 for none", int)
+    option("--generate", "pieces of held-out text to go on with at the end, with a cache", not_negative, metavar="N")
+    option("--generate-gather", "when that gathers weights", str, choices=GATHER)
     option(
         "--checkpoint-dir", "folder for checkpoints, which all processes see; by default --out", str, metavar="FOLDER"
     )

@@ -393,6 +393,7 @@ def test_help_lists_every_option(capsys):
 
 def test_the_module_runs_as_a_program_on_simulated_devices(corpus, tmp_path):
     arguments = "--steps 2 --batch-size 4 --mesh fsdp=4 --context 16 --d-model 16 --layers 1 --heads 2 --sample-bytes 4"
+    arguments += " --generate 2 --generate-gather once"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.train_lm", *arguments.split(), "--data", corpus, "--out", tmp_path],
         capture_output=True,
@@ -402,6 +403,7 @@ def test_the_module_runs_as_a_program_on_simulated_devices(corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     for shown in ("sharded, fsdp=4", "on 4 ", "a whole copy", "byte frequencies", "a sample"):
         assert shown in done.stdout
+    assert done.stdout.count("held-out text, and how the model goes on") == 2
 
 
 def test_rows_of_several_steps_hold_their_mean_and_a_folder_is_not_overwritten(runs, corpus, tmp_path, capsys):

@@ -177,14 +177,15 @@ class _Decoding(NamedTuple):
 
     def _empty_cache(self, prompt: jax.Array) -> PyTree:
         """What ``init`` makes; the compiler drops all else that it does."""
-        tokens = jnp.zeros((len(prompt), self.length), prompt.dtype)
+        spread = collectives.spread_axes(self.axes)
+        tokens = collectives.to_varying(jnp.zeros((len(prompt), self.length), prompt.dtype), spread)
         variables = self.model.init(jax.random.key(0), tokens)
         if CACHE not in variables:
             raise ValueError(
                 f"model.init makes {sorted(variables)} and no {CACHE!r}, in which a model for decoding keeps what it "
                 "has seen. Pass the model as it decodes: model.clone(decode=True), if it has such a field."
             )
-        return collectives.to_varying(variables[CACHE], collectives.spread_axes(self.axes))
+        return collectives.to_varying(variables[CACHE], spread)
 
     def _apply(self, params: PyTree, cache: PyTree, token: jax.Array) -> tuple[jax.Array, PyTree]:
         """The model on one token [b] of each row: logits [b, v], and the cache after it."""
