@@ -25,18 +25,24 @@ from xlstm_jax.distributed.data_parallel.boxes import box_like, bytes_per_device
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gather import gather_array_with_mean_grads, gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.linen.wrapping import shard_module_params
+from xlstm_jax.distributed.data_parallel.nnx.nnx_models import NnxModel, nnx_model, shard_nnx_modules
+from xlstm_jax.distributed.data_parallel.nnx.variables import rename_leaves
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import shard_params
 
 __all__ = [
+    "NnxModel",
     "Replicas",
     "box_like",
     "bytes_per_device",
     "gather_array_with_mean_grads",
     "gather_params",
+    "nnx_model",
     "partition_specs",
     "remat_policy",
+    "rename_leaves",
     "shard_module_params",
+    "shard_nnx_modules",
     "shard_params",
     "shardings",
     "sync_gradients",

@@ -28,16 +28,12 @@ from xlstm_jax.distributed.data_parallel.communication import DEFAULT_COMMUNICAT
 
 
 class Box(Protocol):
-    """What the library asks of a box. ``nn.Partitioned`` has it; another front (NNX, say) must provide the same.
+    """What the library asks of a box: ``nn.Partitioned`` and ``BoxedVariable`` have it.
 
-    A box is a pytree node whose one child is ``value``; what else it holds is static. How a leaf travels, and its
-    padding, are asked of a ``Sharded`` only: the leaf of any other box travels as it is stored. A front also makes
-    ``is_box`` true of its boxes, or boxes with ``Sharded``. How boxes meet modules (Linen calls their ``unbox`` and
-    ``add_axis``) is up to the front.
+    A box is a pytree node whose one child is the array; what else it holds is static. How a leaf travels, and its
+    padding, are asked of a ``Sharded`` and a ``BoxedVariable`` only: the leaf of any other box travels as it is stored.
+    How boxes meet modules (Linen calls their ``unbox`` and ``add_axis``) is up to the front.
     """
-
-    @property
-    def value(self) -> Any: ...  # the array, or whatever a transformed tree holds instead of it
 
     @property
     def names(self) -> Sequence[AxisEntry]: ...  # for each dim of the value, the axes that split it
@@ -95,14 +91,34 @@ class PartlyGathered(Sharded):
         return self.value
 
 
+class BoxedVariable:
+    """A variable of NNX that is a box itself: all that a ``Sharded`` is, but for ``value``, which its modules read.
+
+    Whoever reads ``value`` wants the whole parameter, and gets it gathered; the library reads ``stored``.
+    """
+
+    __slots__ = ()
+
+    stored: Any  # the array, or whatever a transformed tree holds instead of it
+    names: tuple[AxisEntry, ...]
+    communication: Communication
+    true_sizes: tuple[int | None, ...]
+    replace: Callable[..., Any]  # the same with other fields
+
+    def replace_boxed(self, val: Any) -> "BoxedVariable":
+        raise NotImplementedError
+
+
 def is_box(leaf: Any) -> TypeIs[Box]:
     """Whether ``leaf`` is a value in a box that carries axis names."""
-    return isinstance(leaf, meta.Partitioned)
+    return isinstance(leaf, meta.Partitioned | BoxedVariable)
 
 
 def leaf_value(leaf: Any) -> Any:
     """The array of a leaf, in a box or not."""
-    return leaf.value if is_box(leaf) else leaf
+    if isinstance(leaf, BoxedVariable):
+        return leaf.stored
+    return leaf.value if isinstance(leaf, meta.Partitioned) else leaf
 
 
 def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
@@ -112,6 +128,16 @@ def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
     """
     names, ndim = tuple(leaf.names) if is_box(leaf) else (), np.ndim(leaf_value(leaf))
     return (names + (None,) * ndim)[:ndim]
+
+
+def with_layer_names(leaf: Any) -> Any:
+    """The leaf in a box whose names say that the leading dims, those that it has no names for, are whole."""
+    missing = np.ndim(leaf_value(leaf)) - len(leaf.names) if is_box(leaf) else 0
+    if missing <= 0:
+        return leaf
+    names, sizes = (None,) * missing + tuple(leaf.names), leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    boxed = leaf.replace(names=names)
+    return boxed.replace(true_sizes=(None,) * missing + sizes) if sizes else boxed
 
 
 def leaf_axes(leaf: Any) -> tuple[str, ...]:
@@ -216,7 +242,7 @@ def box_dim(
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:
     """For each dim its size without padding where it was padded, else None."""
-    sizes = leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    sizes = leaf.true_sizes if isinstance(leaf, Sharded | BoxedVariable) else ()
     return sizes or (None,) * np.ndim(leaf_value(leaf))
 
 
@@ -257,12 +283,14 @@ def reduced_axes(leaf: Any) -> tuple[str, ...]:
 
 def leaf_communication(leaf: Any) -> Communication:
     """How a leaf travels, by its box; ``DEFAULT_COMMUNICATION`` where that does not say."""
-    return leaf.communication if isinstance(leaf, Sharded) else DEFAULT_COMMUNICATION
+    return leaf.communication if isinstance(leaf, Sharded | BoxedVariable) else DEFAULT_COMMUNICATION
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
     """The leaf with other fields of its box's ``Communication``; itself where the box has none."""
-    return leaf.replace(communication=replace(leaf.communication, **fields)) if isinstance(leaf, Sharded) else leaf
+    if not isinstance(leaf, Sharded | BoxedVariable):
+        return leaf
+    return leaf.replace(communication=replace(leaf.communication, **fields))
 
 
 def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:

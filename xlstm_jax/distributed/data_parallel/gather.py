@@ -156,7 +156,8 @@ def gather_params(
     def gather(path: str, leaf: Any) -> Any:
         if not boxes.is_box(leaf):
             return leaf
-        value, names, how = leaf.value, list(boxes.leaf_names(leaf)), given.or_else(boxes.leaf_communication(leaf))
+        value, names = boxes.leaf_value(leaf), list(boxes.leaf_names(leaf))
+        how = given.or_else(boxes.leaf_communication(leaf))
         for dim, entry in enumerate(names):
             if set(entry_axes(entry)) & set(axes):
                 collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")

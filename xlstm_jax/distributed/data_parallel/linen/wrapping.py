@@ -80,7 +80,7 @@ def shard_module_params(
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
-      TypeError: the target is none of these (no module of ``flax.nnx`` is), or an instance that its parent has already
+      TypeError: the target is none of these (for modules of ``flax.nnx``: ``shard_nnx_modules``), or an instance that its parent has already
         named; or a dtype is none.
     """
     _check_target(target)
@@ -101,7 +101,11 @@ def _check_target(target: Any) -> None:
     if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not _is_nnx(cls)):
         return
     what = f"{kind_of(target)} of flax.nnx" if _is_nnx(cls) else kind_of(target)
-    cure = "Write the model with flax.linen" if _is_nnx(cls) else "Pass (nn.Dense, 'fsdp'), say"
+    cure = (
+        "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_nnx_modules"
+        if _is_nnx(cls)
+        else "Pass (nn.Dense, 'fsdp'), say"
+    )
     raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
 
 
