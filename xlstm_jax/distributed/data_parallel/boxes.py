@@ -99,11 +99,25 @@ class BoxedVariable:
 
     __slots__ = ()
 
-    stored: Any  # the array, or whatever a transformed tree holds instead of it
-    names: tuple[AxisEntry, ...]
-    communication: Communication
-    true_sizes: tuple[int | None, ...]
-    replace: Callable[..., Any]  # the same with other fields
+    @property
+    def stored(self) -> Any:
+        """The array, or whatever a transformed tree holds instead of it."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[AxisEntry, ...]:
+        raise NotImplementedError
+
+    @property
+    def communication(self) -> Communication:
+        raise NotImplementedError
+
+    @property
+    def true_sizes(self) -> tuple[int | None, ...]:
+        raise NotImplementedError
+
+    def replace(self, **fields: Any) -> "BoxedVariable":
+        raise NotImplementedError
 
     def replace_boxed(self, val: Any) -> "BoxedVariable":
         raise NotImplementedError

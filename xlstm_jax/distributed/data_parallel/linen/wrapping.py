@@ -80,8 +80,8 @@ def shard_module_params(
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are.
-      TypeError: the target is none of these (for modules of ``flax.nnx``: ``shard_nnx_modules``), or an instance that its parent has already
-        named; or a dtype is none.
+      TypeError: the target is none of these (modules of ``flax.nnx`` are for ``shard_nnx_modules``), or an instance
+        that its parent has already named; or a dtype is none.
     """
     _check_target(target)
     axes = as_axis_names(axis_name)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.communication import Replicas, is_prng_key
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.linen.wrapping import _shard_here
 from xlstm_jax.distributed.data_parallel.nnx.units import (
@@ -117,7 +117,7 @@ def shard_nnx_modules(
     if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     sharded = dataclasses.replace(model, rules=(*model.rules, (where, Unit(axes, rule, reshard_after_forward))))
-    sharded.units  # refuses here what does not match
+    assert sharded.units  # made here, so that what does not match is refused here
     return sharded
 
 
@@ -250,7 +250,8 @@ class NnxModel:
     def _own_params(self, unit: str) -> list[str]:
         """The paths of the parameters that the unit at a path gathers."""
         own = own_contents(modules_of(self._sharded_abstract)[unit])
-        return [path_of(filter(None, (unit, path))) for path, leaf in own.items() if collection_of(leaf) == "params"]
+        start = f"{unit}/" if unit else ""
+        return [start + path for path, leaf in own.items() if collection_of(leaf) == "params"]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters as their units see them where the model runs, by path."""
@@ -301,10 +302,8 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
     if key is None and tag not in STREAMS_OF_ZEROS:
         return _NoKey(path, tag)
     key = jax.random.key(0) if key is None else key
-    own = jax.random.fold_in(
-        key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key),
-        zlib.crc32(path.encode()),
-    )
+    typed = key if is_prng_key(key) else jax.random.wrap_key_data(key)
+    own = jax.random.fold_in(typed, zlib.crc32(path.encode()))
     return jax.random.split(own, value.shape) if value.shape else own
 
 

@@ -43,7 +43,7 @@ def matches(where: Where, path: str, module: nnx.Module) -> bool:
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """All modules by path, the model itself at ``""``; lists and dicts of modules are none."""
-    containers = nnx.List | nnx.Dict
+    containers = (nnx.List, nnx.Dict)
     found = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
     return {path: node for path, node in sorted(found, key=lambda item: item[0]) if not isinstance(node, containers)}
 
@@ -66,16 +66,17 @@ def own_contents(module: nnx.Module) -> dict[str, Any]:
 
 
 @functools.cache
-def _unit_type(cls: type[nnx.Module], unit: Unit) -> type[nnx.Module]:
+def _unit_type(cls: type[nnx.Module], unit: Unit) -> Any:
     """A subclass that gathers in every public method. Like classes give one type: layers can still be stacked."""
     methods = {name: _gathering(cls, name) for name in _public_methods(cls)}
     return _subclass(cls, methods | {"_sharded_unit": unit})
 
 
-def _subclass(cls: type[Any], fields: dict[str, Any]) -> type[Any]:
+def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
     """A subclass of a module's class that differs in ``fields`` alone."""
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(cls.__name__, (cls,), same | fields, pytree=getattr(cls, "_pytree__is_pytree", True))
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), same | fields, pytree=getattr(cls, "_pytree__is_pytree", True))
 
 
 def _public_methods(cls: type[nnx.Module]) -> Iterator[str]:
@@ -127,7 +128,7 @@ def _split_values(tree: Any) -> tuple[dict[int, Any], Callable[[dict[int, Any]],
     """The arrays and NNX's objects of a tree by position, and a function that puts others there; the rest stays."""
     found, treedef = boxes.flatten_with_path(tree, nnx.Pytree)
     leaves = [leaf for _, leaf in found]
-    moving = jax.Array | np.ndarray | nnx.Pytree | nnx.Variable
+    moving = (jax.Array, np.ndarray, nnx.Pytree, nnx.Variable)
     values = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, moving)}
     rest = [None if i in values else leaf for i, leaf in enumerate(leaves)]
     return values, lambda new: jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(rest)])
@@ -156,7 +157,7 @@ def let_carries_vary(module: nnx.Module) -> None:
 
 
 @functools.cache
-def _varying_cell_type(cls: type[nnx.RNNCellBase]) -> type[nnx.RNNCellBase]:
+def _varying_cell_type(cls: type[nnx.RNNCellBase]) -> Any:
     @functools.wraps(cls.initialize_carry)
     def initialize_carry(self: nnx.RNNCellBase, *args: Any, **kwargs: Any) -> Any:
         return collectives.to_varying(cls.initialize_carry(self, *args, **kwargs), _varying.get())

@@ -104,17 +104,19 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _type_like(cls: type[Any], state: type[Any]) -> type[Any]:
+def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
     """The variables of class ``cls`` in a state, ``_Split`` or ``_Whole``; the class keeps its name."""
-    return type(cls)(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})
 
 
-def _plain_type(variable: Any) -> type[Any]:
+def _plain_type(variable: Any) -> Any:
     return getattr(type(variable), "plain_type", type(variable))
 
 
-def _turn_into(variable: Any, state: type[Any]) -> None:
-    object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), state))
+def _turn_into(variable: Any, state: type[_Changed]) -> None:
+    kind: Any = state
+    object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), kind))
 
 
 def is_split(variable: Any) -> bool:
@@ -147,7 +149,7 @@ class Gathered:
     def __exit__(self, *error: object) -> None:
         self._set(self._shards, _Split)
 
-    def _set(self, values: Mapping[str, Any], state: type[Any]) -> None:
+    def _set(self, values: Mapping[str, Any], state: type[_Changed]) -> None:
         for path, variable in self._variables.items():
             object.__setattr__(variable, "_raw_value", values[path])
             _turn_into(variable, state)
