@@ -248,7 +248,7 @@ def test_what_create_train_state_takes():
     create = partial(create_train_state, batch_axes=AXES)
     for model, rule in [(nn.Dense, r"the class Dense; pass an instance of it, Dense\(...\)"),
                         (optax.sgd(1.0), r"a GradientTransformation\w*, which has no init and apply.*\(model, tx, me"),
-                        (OfNnx(), "an OfNnx, which has no init")]:  # fmt: skip
+                        (OfNnx(), r"an OfNnx of flax.nnx, .*; pass nnx_model\(make\)")]:  # fmt: skip
         with pytest.raises(TypeError, match=f"the model is {rule}"):
             create(model, optax.sgd(1.0), MESH, KEY, BATCH["x"])
         with pytest.raises(TypeError, match=f"the model is {rule}"):
@@ -273,7 +273,8 @@ def test_an_optimizer_that_is_none(take, tx, rule):
 
 
 @pytest.mark.parametrize("target, rule", [
-    (OfNnx, "the class OfNnx of flax.nnx. Write the model with flax.linen"), (OfNnx(), "an OfNnx of flax.nnx"),
+    (OfNnx, r"the class OfNnx of flax.nnx. Pass nnx_model\(.*\) to shard_nnx_modules"),
+    (OfNnx(), "an OfNnx of flax.nnx"),
     (Foreign, "the class Foreign"), ({"kernel": 1}, "a dict of 'kernel'"), ("fsdp", "'fsdp'"),
 ], ids=["nnx", "nnx instance", "class", "dict", "swapped"])  # fmt: skip
 def test_only_linen_modules_are_wrapped(target, rule):

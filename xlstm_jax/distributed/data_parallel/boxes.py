@@ -8,10 +8,8 @@ Everything that must know about boxes asks here: one function walks trees with b
 reads a leaf's axes. Which dim is split, ``shard_choice`` decides. A box that is read in ``shard_map`` gathers itself.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
@@ -30,16 +27,12 @@ from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, ReadA
 
 
 class Box(Protocol):
-    """What the library asks of a box. ``nn.Partitioned`` has it; another front (NNX, say) must provide the same.
+    """What the library asks of a box: ``nn.Partitioned`` and ``BoxedVariable`` have it.
 
-    A box is a pytree node whose one child is ``value``; what else it holds is static. How a leaf travels, and its
-    padding, are asked of a ``Sharded`` only: the leaf of any other box travels as it is stored. A front also makes
-    ``is_box`` true of its boxes, or boxes with ``Sharded``. How boxes meet modules (Linen calls their ``unbox`` and
-    ``add_axis``) is up to the front.
+    A box is a pytree node whose one child is the array; what else it holds is static. How a leaf travels, and its
+    padding, are asked of a ``Sharded`` and a ``BoxedVariable`` only: the leaf of any other box travels as it is stored.
+    How boxes meet modules (Linen calls their ``unbox`` and ``add_axis``) is up to the front.
     """
-
-    @property
-    def value(self) -> Any: ...  # the array, or whatever a transformed tree holds instead of it
 
     @property
     def names(self) -> Sequence[AxisEntry]: ...  # for each dim of the value, the axes that split it
@@ -132,7 +125,7 @@ class PartlyGathered(Sharded):
 
 def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
-    value, names = gather_dims(leaf.value, leaf_names(leaf), axes, how, path)
+    value, names = gather_dims(leaf_value(leaf), leaf_names(leaf), axes, how, path)
     sizes = true_sizes(leaf)
     whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
     value = value[whole] if any(sizes) else value
@@ -148,14 +141,48 @@ def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str 
     )
 
 
+class BoxedVariable:
+    """A variable of NNX that is a box itself: all that a ``Sharded`` is, but for ``value``, which its modules read.
+
+    Whoever reads ``value`` wants the whole parameter, and gets it gathered; the library reads ``stored``.
+    """
+
+    __slots__ = ()
+
+    @property
+    def stored(self) -> Any:
+        """The array, or whatever a transformed tree holds instead of it."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[AxisEntry, ...]:
+        raise NotImplementedError
+
+    @property
+    def communication(self) -> Communication:
+        raise NotImplementedError
+
+    @property
+    def true_sizes(self) -> tuple[int | None, ...]:
+        raise NotImplementedError
+
+    def replace(self, **fields: Any) -> "BoxedVariable":
+        raise NotImplementedError
+
+    def replace_boxed(self, val: Any) -> "BoxedVariable":
+        raise NotImplementedError
+
+
 def is_box(leaf: Any) -> TypeIs[Box]:
     """Whether ``leaf`` is a value in a box that carries axis names."""
-    return isinstance(leaf, meta.Partitioned)
+    return isinstance(leaf, meta.Partitioned | BoxedVariable)
 
 
 def leaf_value(leaf: Any) -> Any:
     """The array of a leaf, in a box or not."""
-    return leaf.value if is_box(leaf) else leaf
+    if isinstance(leaf, BoxedVariable):
+        return leaf.stored
+    return leaf.value if isinstance(leaf, meta.Partitioned) else leaf
 
 
 def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
@@ -165,6 +192,16 @@ def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
     """
     names, ndim = tuple(leaf.names) if is_box(leaf) else (), np.ndim(leaf_value(leaf))
     return (names + (None,) * ndim)[:ndim]
+
+
+def with_layer_names(leaf: Any) -> Any:
+    """The leaf in a box whose names say that the leading dims, those that it has no names for, are whole."""
+    missing = np.ndim(leaf_value(leaf)) - len(leaf.names) if is_box(leaf) else 0
+    if missing <= 0:
+        return leaf
+    names, sizes = (None,) * missing + tuple(leaf.names), leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    boxed = leaf.replace(names=names)
+    return boxed.replace(true_sizes=(None,) * missing + sizes) if sizes else boxed
 
 
 def leaf_axes(leaf: Any) -> tuple[str, ...]:
@@ -281,7 +318,7 @@ def unit_depth(leaf: Any) -> int:
 
 def true_sizes(leaf: Any) -> tuple[int | None, ...]:
     """For each dim its size without padding where it was padded, else None."""
-    sizes = leaf.true_sizes if isinstance(leaf, Sharded) else ()
+    sizes = leaf.true_sizes if isinstance(leaf, Sharded | BoxedVariable) else ()
     return sizes or (None,) * np.ndim(leaf_value(leaf))
 
 
@@ -322,72 +359,11 @@ def reduced_axes(leaf: Any) -> tuple[str, ...]:
 
 def leaf_communication(leaf: Any) -> Communication:
     """How a leaf travels, by its box; ``DEFAULT_COMMUNICATION`` where that does not say."""
-    return leaf.communication if isinstance(leaf, Sharded) else DEFAULT_COMMUNICATION
+    return leaf.communication if isinstance(leaf, Sharded | BoxedVariable) else DEFAULT_COMMUNICATION
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
     """The leaf with other fields of its box's ``Communication``; itself where the box has none."""
-    return leaf.replace(communication=replace(leaf.communication, **fields)) if isinstance(leaf, Sharded) else leaf
-
-
-def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.
-
-    Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
-    all-reduce turns a value that a spec declared varying back into one that is not.
-    """
-    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_names(leaf)]
-    # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
-    while axes and not axes[-1]:
-        axes.pop()
-    return PartitionSpec(*map(axes_entry, axes))
-
-
-def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
-
-    >>> partition_specs({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), "b": jnp.ones(32)}, mesh)
-    {'b': P(), 'w': P(None, 'fsdp')}
-
-    Args:
-      tree: boxed arrays or ``ShapeDtypeStruct`` of them.
-      mesh: a ``Mesh`` or ``AbstractMesh`` with all the axes that the boxes name.
-    Raises:
-      ValueError: a box names something that is not an axis of the mesh; says which leaf.
-    """
-
-    def spec(path: str, leaf: Any) -> PartitionSpec:
-        unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
-                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
-            )
-        return leaf_spec(leaf, mesh)
-
-    return map_leaves_with_path(spec, tree)
-
-
-def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices.
-
-    >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
-    (16, 8)
-    """
-    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(tree, mesh))
-
-
-def bytes_per_device(tree: PyTree) -> int:
-    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
-
-    >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
-    >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes
-    640
-    """
-
-    def nbytes(value: Any) -> int:
-        shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
-        return math.prod(shape) * value_dtype(value).itemsize
-
-    return sum(nbytes(leaf_value(leaf)) for _, leaf in leaves_with_path(tree))
+    if not isinstance(leaf, Sharded | BoxedVariable):
+        return leaf
+    return leaf.replace(communication=replace(leaf.communication, **fields))

@@ -67,7 +67,7 @@ def gather_own_params(
         how = given.or_else(boxes.leaf_communication(leaf))
         if set(boxes.leaf_axes(leaf)) & set(axes):
             collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-            how.dtypes(leaf.value, path)  # refused here, with the leaf's name
+            how.dtypes(boxes.leaf_value(leaf), path)  # refused here, with the leaf's name
         return boxes.gather_leaf(leaf, axes, how, path)
 
     with jax.named_scope(GATHER_SCOPE):

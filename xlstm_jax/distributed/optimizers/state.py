@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
 
@@ -84,7 +84,7 @@ def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSp
         return PartitionSpec()
     shape = np.shape(boxes.leaf_value(leaf))
     if shape == np.shape(boxes.leaf_value(owner)):
-        return _split_further(boxes.leaf_spec(owner, mesh), shape, owner, mesh)
+        return _split_further(placement.leaf_spec(owner, mesh), shape, owner, mesh)
     sizes = {axis: mesh.shape[axis] for axis in boxes.leaf_axes(owner) if mesh.shape[axis] > 1}
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()

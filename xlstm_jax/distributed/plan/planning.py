@@ -18,7 +18,6 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     leaf_names,
     leaf_value,
     leaves_with_path,
-    partition_specs,
     true_shape,
     unit_depth,
 )
@@ -33,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
+from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable

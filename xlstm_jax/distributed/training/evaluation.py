@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -93,7 +93,7 @@ def make_eval_step(
     check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
+    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see placement.leaf_spec
     divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
 
     def step(state: Any, batch: PyTree, local: Local) -> Local:
@@ -101,7 +101,7 @@ def make_eval_step(
         variables = _variables_of(state)
         check_mesh_of({"state": variables, "local": local}, mesh)
         check_batch(batch, _devices_over(mesh, axes), divisor, PADDING)
-        specs = boxes.partition_specs(variables, mesh)
+        specs = placement.partition_specs(variables, mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
         in_specs = (specs, of_batch, PartitionSpec(axes))
         observe = partial(_observe, eval_fn, state.apply_fn, metric)

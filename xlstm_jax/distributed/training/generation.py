@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import collectives, placement
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
@@ -102,7 +102,7 @@ def make_generate(
     _check_options(how)
     sizes = {axis: mesh.shape[axis] for axis in axes}
     devices = math.prod(sizes.values())
-    split = PartitionSpec(tuple(axis for axis in axes if sizes[axis] > 1))  # see boxes.leaf_spec
+    split = PartitionSpec(tuple(axis for axis in axes if sizes[axis] > 1))  # see placement.leaf_spec
 
     def generate(params: PyTree, prompt: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         check_no_explicit_mesh()
@@ -110,7 +110,7 @@ def make_generate(
         check_batch({"prompt": prompt}, devices, f"the mesh of {sizes}, {devices} devices")
         _check_prompt(prompt, rng, how)
         key = jax.random.key(0) if rng is None else rng
-        in_specs = (boxes.partition_specs(params, mesh), split, PartitionSpec())
+        in_specs = (placement.partition_specs(params, mesh), split, PartitionSpec())
         on_mesh = jax.shard_map(how.decode, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=check_vma)
         return on_mesh(params, prompt, key)
 

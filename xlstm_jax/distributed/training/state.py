@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
@@ -111,7 +111,7 @@ def jitted_init(
             return model.init(rng, *inputs, **kwargs)
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
-    out = boxes.shardings(jax.eval_shape(init, rng, inputs), mesh)
+    out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -210,9 +210,9 @@ def abstract_train_state(
     state = jax.eval_shape(create, rng, inputs)
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
-        params=boxes.shardings(state.params, mesh),
+        params=placement.shardings(state.params, mesh),
         opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
-        collections=boxes.shardings(state.collections, mesh),
+        collections=placement.shardings(state.collections, mesh),
     )
     return boxes.map_leaves(with_sharding, state, of_state)
 
@@ -239,7 +239,7 @@ def updated_state(
     new_params = with_trainable(state.params, optax.apply_updates(params, updates))
     updated = state.replace(
         step=state.step + 1,
-        params=jax.lax.with_sharding_constraint(new_params, boxes.shardings(new_params, mesh)),
+        params=jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
         opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
     )
     return _with_collections(updated, collections, mesh) if collections else updated
@@ -265,5 +265,5 @@ def _with_collections(state: Any, collections: Mapping[str, PyTree], mesh: Mesh 
     if counts:
         applied = counts[SKIPPED_IN_A_ROW] == 0
         collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
-    shardings = boxes.shardings(collections, mesh)
+    shardings = placement.shardings(collections, mesh)
     return state.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
@@ -127,7 +127,7 @@ def make_train_step(
     options["has_aux"] = has_second
     if metric is not None:
         options["fold_aux"] = lambda local, observed: metric.update(local, **observed)
-    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see boxes.leaf_spec
+    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see placement.leaf_spec
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
 
     def step(state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def make_train_step(
         _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
         collections = collections_of(state)
         check_takes_collections(loss_fn, collections)
-        specs, of_kept = (boxes.partition_specs(tree, mesh) for tree in (state.params, collections))
+        specs, of_kept = (placement.partition_specs(tree, mesh) for tree in (state.params, collections))
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
         in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), ((whole, of_aux), specs, of_kept)
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)

@@ -39,7 +39,8 @@ class ReduceOnce(ReduceEach):
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         for path, leaf in boxes.leaves_with_path(params):
-            if boxes.is_box(leaf) and not isinstance(leaf, boxes.Sharded) and set(boxes.leaf_axes(leaf)) & set(axes):
+            says = isinstance(leaf, boxes.Sharded | boxes.BoxedVariable)
+            if boxes.is_box(leaf) and not says and set(boxes.leaf_axes(leaf)) & set(axes):
                 raise ValueError(
                     f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not "
                     "say in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."

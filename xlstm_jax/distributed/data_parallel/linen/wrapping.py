@@ -100,8 +100,8 @@ def shard_module_params(
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
         no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
-      TypeError: the target is none of these (no module of ``flax.nnx`` is), or an instance that its parent has already
-        named; or a dtype is none.
+      TypeError: the target is none of these (modules of ``flax.nnx`` are for ``shard_nnx_modules``), or an instance
+        that its parent has already named; or a dtype is none.
     """
     _check_target(target)
     axes = as_axis_names(axis_name)
@@ -121,7 +121,11 @@ def _check_target(target: Any) -> None:
     if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not _is_nnx(cls)):
         return
     what = f"{kind_of(target)} of flax.nnx" if _is_nnx(cls) else kind_of(target)
-    cure = "Write the model with flax.linen" if _is_nnx(cls) else "Pass (nn.Dense, 'fsdp'), say"
+    cure = (
+        "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_nnx_modules"
+        if _is_nnx(cls)
+        else "Pass (nn.Dense, 'fsdp'), say"
+    )
     raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
 
 

@@ -47,6 +47,11 @@ def check_model(model: Any) -> None:
     if isinstance(model, type):
         raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
     if not (hasattr(model, "init") and hasattr(model, "apply")):
+        if any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__):
+            raise TypeError(
+                f"the model is {kind_of(model)} of flax.nnx, which has no init and apply; pass nnx_model(make), make "
+                "being the function that makes it, lambda rngs: MyModule(..., rngs=rngs)."
+            )
         raise TypeError(
             f"the model is {kind_of(model)}, which has no init and apply as a Linen module does. The arguments are "
             "(model, tx, mesh, rng, *inputs) of create_train_state, (model, mesh, rng, *inputs) of init_sharded."

@@ -87,7 +87,7 @@ def readable(collections: PyTree) -> PyTree:
     """
 
     def shard(leaf: Any) -> Any:
-        return boxes.PartlyGathered(leaf.value, boxes.leaf_names(leaf)) if boxes.is_box(leaf) else leaf
+        return boxes.PartlyGathered(boxes.leaf_value(leaf), boxes.leaf_names(leaf)) if boxes.is_box(leaf) else leaf
 
     return boxes.map_leaves(shard, collections)
 

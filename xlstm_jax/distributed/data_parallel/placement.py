@@ -1,0 +1,83 @@
+"""Where the leaves of a boxed tree lie on a mesh: specs, shardings, bytes."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.boxes import (
+    leaf_axes,
+    leaf_names,
+    leaf_value,
+    leaves_with_path,
+    map_leaves_with_path,
+)
+from xlstm_jax.distributed.data_parallel.communication import value_dtype
+
+
+def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.
+
+    Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
+    all-reduce turns a value that a spec declared varying back into one that is not.
+    """
+    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_names(leaf)]
+    # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
+    while axes and not axes[-1]:
+        axes.pop()
+    return PartitionSpec(*map(axes_entry, axes))
+
+
+def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
+
+    >>> partition_specs({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), "b": jnp.ones(32)}, mesh)
+    {'b': P(), 'w': P(None, 'fsdp')}
+
+    Args:
+      tree: boxed arrays or ``ShapeDtypeStruct`` of them.
+      mesh: a ``Mesh`` or ``AbstractMesh`` with all the axes that the boxes name.
+    Raises:
+      ValueError: a box names something that is not an axis of the mesh; says which leaf.
+    """
+
+    def spec(path: str, leaf: Any) -> PartitionSpec:
+        unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
+                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
+            )
+        return leaf_spec(leaf, mesh)
+
+    return map_leaves_with_path(spec, tree)
+
+
+def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices.
+
+    >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
+    (16, 8)
+    """
+    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(tree, mesh))
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
+
+    >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
+    >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes
+    640
+    """
+
+    def nbytes(value: Any) -> int:
+        shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
+        return math.prod(shape) * value_dtype(value).itemsize
+
+    return sum(nbytes(leaf_value(leaf)) for _, leaf in leaves_with_path(tree))
