@@ -103,10 +103,12 @@ def test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure(check_vma):
 class Stack(nn.Module):
     """A scan over wrapped layers with batch statistics, which are recomputed in the backward pass."""
 
+    wrap: Any
+
     @nn.compact
     def __call__(self, x):
         stacked = {"params": 0, "batch_stats": 0}
-        layers = nn.scan(nn.remat(fsdp(Layer)), variable_axes=stacked, split_rngs={"params": True}, length=2)
+        layers = nn.scan(nn.remat(self.wrap(Layer)), variable_axes=stacked, split_rngs={"params": True}, length=2)
         return layers()(x, None)[0][:, :4]
 
 
@@ -116,9 +118,10 @@ class Layer(nn.Module):
         return nn.BatchNorm(use_running_average=False, axis_name=AXES)(nn.Dense(8)(x)), None
 
 
-@BOTH_MODES
-def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma):
-    traced(loss_fn, Stack(), check_vma=check_vma)
+@pytest.mark.parametrize("check_vma, axis_name", [(True, AXES), (False, "fsdp")])
+def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma, axis_name):
+    """Under ``check_vma`` the wrappers gather over all axes of the batch: ``nn.scan`` forgets types as it begins."""
+    traced(loss_fn, Stack(fsdp(axis_name=axis_name)), check_vma=check_vma)
 
 
 def test_what_is_refused_would_drift_and_is_found():
