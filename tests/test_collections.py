@@ -28,6 +28,8 @@ from xlstm_jax.distributed import (
     check_replicas,
     check_step,
     create_train_state,
+    export_safetensors,
+    import_safetensors,
     make_train_step,
     partition_specs,
     plan_sharding,
@@ -36,7 +38,7 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.forecast import Workload, forecast, lint
 from xlstm_jax.distributed.training.checking.varying import differing_axes
 
 KEY, BATCH, TX = jax.random.key(0), data(), optax.sgd(0.1)
@@ -73,12 +75,17 @@ def traced(loss, model=None, state=None, **options):
     return make_train_step(loss, mesh_of(2, 4), AXES, **options).trace(state, BATCH, KEY)
 
 
-def one_step(collections, model, tx=TX, batch=BATCH, loss=loss_fn):
+def on_one_device(model):
+    """The loss of the model, and its updated collections: of (params, batch, collections)."""
+    return jax.jit(lambda params, batch, kept: loss_fn(params, model.apply, batch, None, kept))
+
+
+def one_step(collections, model):
     """(parameters, collections) after a step on one device."""
     params = jax.jit(model.init)(KEY, BATCH["x"])["params"]
-    (_, updated), grads = jax.value_and_grad(loss, has_aux=True)(params, model.apply, batch, KEY, collections)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    return optax.apply_updates(params, updates), updated
+    loss_and_grads = jax.jit(jax.value_and_grad(on_one_device(model), has_aux=True))
+    (_, updated), grads = loss_and_grads(params, BATCH, collections)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), updated
 
 
 # ------------------------------------------------------------------------------------------- equal on all devices
@@ -91,6 +98,30 @@ def test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure(check_vma):
         traced(loss_fn, Net(None, fsdp()), check_vma=check_vma)
     with pytest.raises(ValueError, match=rf"along \('fsdp',\).*{cure}"):
         traced(loss_fn, Net("dp", fsdp()), check_vma=check_vma, num_minibatches=2)
+
+
+class Stack(nn.Module):
+    """A scan over wrapped layers with batch statistics, which are recomputed in the backward pass."""
+
+    wrap: Any
+
+    @nn.compact
+    def __call__(self, x):
+        stacked = {"params": 0, "batch_stats": 0}
+        layers = nn.scan(nn.remat(self.wrap(Layer)), variable_axes=stacked, split_rngs={"params": True}, length=2)
+        return layers()(x, None)[0][:, :4]
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.BatchNorm(use_running_average=False, axis_name=AXES)(nn.Dense(8)(x)), None
+
+
+@pytest.mark.parametrize("check_vma, axis_name", [(True, AXES), (False, "fsdp")])
+def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma, axis_name):
+    """Under ``check_vma`` the wrappers gather over all axes of the batch: ``nn.scan`` forgets types as it begins."""
+    traced(loss_fn, Stack(fsdp(axis_name=axis_name)), check_vma=check_vma)
 
 
 def test_what_is_refused_would_drift_and_is_found():
@@ -133,7 +164,8 @@ def test_statistics_of_each_device_may_be_averaged_by_the_loss():
     traced(averaged, model)
     start = dict(jax.jit(Net().init)(KEY, BATCH["x"]))
     shares = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(8)]
-    of_shares = [loss_fn(start["params"], Net(None).apply, share, None, _kept(start))[1] for share in shares]
+    alone = on_one_device(Net(None))
+    of_shares = [alone(start["params"], share, _kept(start))[1] for share in shares]
     assert_same_params(dict(state.collections), jax.tree.map(lambda *x: sum(x) / 8, *of_shares))
     whole = loss_fn(start["params"], Net(None).apply, BATCH, None, _kept(start))[1]
     assert not np.allclose(
@@ -178,7 +210,7 @@ def test_what_is_made_of_parameters_counts_and_keys_is_equal_and_passes():
     step = make_train_step(loss_fn, mesh, AXES)
     collections = _kept(jax.jit(Counting().init)(KEY, BATCH["x"]))
     params, want = one_step(collections, Counting())
-    _, want = loss_fn(params, Counting().apply, BATCH, KEY, want)
+    _, want = on_one_device(Counting())(params, BATCH, want)
     for _ in range(2):
         state, _ = step(state, BATCH, KEY)
     got = dict(state.collections)
@@ -243,7 +275,7 @@ def test_minibatches_hand_collections_on(accumulation, check_vma):
             total = total + error
         return total / BATCH["weight"].sum(), kept
 
-    (loss, kept), grads = jax.value_and_grad(reference, has_aux=True)(start["params"])
+    (loss, kept), grads = jax.jit(jax.value_and_grad(reference, has_aux=True))(start["params"])
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert_same_params(dict(state.collections), kept)
     assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, start["params"], grads))
@@ -350,11 +382,14 @@ def test_the_abstract_state_and_the_plan_are_those_of_the_state():
     assert row.parts == 1 and str(row.reason) == "only parameters are split"
 
 
-def test_a_workload_for_the_forecast_has_collections():
-    workload = Workload(Net(("dp", "fsdp"), fsdp()), TX, BATCH, loss_fn, inputs=(BATCH["x"],))
-    step, args = workload.build_step({"dp": 2, "fsdp": 4})
-    assert "batch_stats" in args[0].collections
-    assert step.eval_shape(*args)[0].collections.keys() == {"batch_stats"}
+def test_forecast_and_lint_know_collections():
+    model, mesh = Net(wrap=fsdp()), mesh_of(2, 4)
+    step, args = Workload(model, TX, BATCH, loss_fn, inputs=(BATCH["x"],)).build_step(mesh)
+    found, plan = forecast(step, *args), plan_sharding(model, mesh.shape, BATCH["x"])
+    rest = bytes_per_device([BATCH["x"], BATCH["y"]]) // 8 + 4  # and the number of the step; key and weights go unused
+    assert found.memory.argument_bytes == plan.parameters.per_device + plan.other.per_device + rest
+    assert plan.other.per_device == 2 * 16 * 4
+    assert lint(found, plan) == []
 
 
 def test_a_checkpoint_goes_to_another_mesh_whole_or_in_parts(tmp_path):
@@ -366,6 +401,9 @@ def test_a_checkpoint_goes_to_another_mesh_whole_or_in_parts(tmp_path):
         restored = checkpointer.restore(target)
         statistics = checkpointer.restore_params(target.collections, path="collections")
         params = checkpointer.restore_params(target.params)
+    variables = {"params": state.params, **state.collections}
+    export_safetensors(variables, tmp_path)
+    assert same(import_safetensors(tmp_path, variables), variables)
     held = jax.tree.map(np.asarray, (state.params, state.collections))
     assert same(jax.tree.map(np.asarray, (restored.params, restored.collections)), held)
     assert same(jax.tree.map(np.asarray, (params, statistics)), held)
@@ -456,12 +494,17 @@ def test_equations_say_what_types_say(name):
     assert found[True] == found["types"] == found[False]
 
 
-def test_an_equation_that_is_not_known_and_an_array_of_outside_are_taken_to_differ():
+def test_what_is_not_known_is_taken_to_differ():
+    """A sum over groups, an array of an outer trace, and a primitive around an index of the device."""
+
     def on_device(x, w):
         group_sum = partial(jax.lax.psum, axis_name="fsdp", axis_index_groups=[[0, 1], [2, 3]])
-        fn = lambda w: [group_sum(w), w + x.sum(), jax.lax.all_gather(w, "fsdp")]  # noqa: E731
+        fn = lambda w: [group_sum(w), w + x.sum(), unknown_call(w), jax.lax.all_gather(w, "fsdp")]  # noqa: E731
         found.extend(differing_axes(fn, (w,), [frozenset({"fsdp"})]))
+
+    def unknown_call(w):
+        return jax.custom_derivatives.linear_call(lambda _, w: w * jax.lax.axis_index("dp"), lambda _, g: g, (), w)
 
     found = []
     jax.eval_shape(on_mesh(on_device, mesh_of(2, 4), False, (P(AXES), P()), P()), jnp.ones((8, 8)), jnp.ones(8))
-    assert found == [{"fsdp"}, {"fsdp"}, frozenset()]
+    assert found == [{"fsdp"}, {"fsdp"}, set(AXES), frozenset()]

@@ -45,8 +45,7 @@ class ResNet(nn.Module):
         x = nn.relu(norm(name="norm_in")(self.wrap(nn.Conv)(8, (3, 3), use_bias=False, name="conv_in")(x)))
         block = self.wrap(ResNetBlock)
         block = nn.remat(block) if self.remat else block
-        for i, features in enumerate((8, 16)):
-            x = block(features, strides=1 + (i > 0), norm=norm, name=f"block_{i}")(x)
+        x = block(16, strides=2, norm=norm, name="block")(x)
         return self.wrap(nn.Dense)(4, name="head")(x.mean((1, 2)))
 
 
@@ -58,16 +57,14 @@ def time_embedding(t, features: int):
 
 
 class UNetBlock(nn.Module):
-    """GroupNorm and convolutions, shifted by the time; then attention over all places of the image."""
+    """GroupNorm and a convolution, shifted by the time; then attention over all places of the image."""
 
     features: int
 
     @nn.compact
     def __call__(self, x, t):
         y = nn.Conv(self.features, (3, 3))(nn.swish(nn.GroupNorm(4)(x)))
-        y = y + nn.Dense(self.features)(nn.swish(t))[:, None, None]
-        y = nn.Conv(self.features, (3, 3))(nn.swish(nn.GroupNorm(4)(y)))
-        x = y + nn.Conv(self.features, (1, 1))(x)
+        x = y + nn.Dense(self.features)(nn.swish(t))[:, None, None] + nn.Conv(self.features, (1, 1))(x)
         places = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, self.features)
         return x + nn.MultiHeadDotProductAttention(num_heads=2)(places).reshape(x.shape)
 

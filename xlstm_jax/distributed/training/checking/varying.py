@@ -12,6 +12,7 @@ An equation that is not known is taken to differ, so that a mistake is an error 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ Axes = frozenset[str]
 
 _EQUALS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _CASTS = {"pvary", "pcast"}  # of types alone
+_OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -55,16 +57,15 @@ def _of_closed(closed: Any, inputs: list[Axes]) -> list[Axes]:
 
 
 def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
-    name, named = eqn.primitive.name, _named_axes(eqn.params)
+    name, params = eqn.primitive.name, eqn.params
     if name in _CASTS:
         return inputs
-    if name in _EQUALS and eqn.params.get("axis_index_groups") is None:
-        return [axes - named for axes in inputs]
-    if name in _LOOPS:
-        return _LOOPS[name](eqn.params, inputs)
-    if name in _CALLS:
-        return _of_closed(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], inputs)
-    return [named.union(*inputs)] * len(eqn.outvars)
+    if name in _EQUALS and params.get("axis_index_groups") is None:
+        return [axes - _named_axes(params) for axes in inputs]
+    if name in _READ_THROUGH:
+        with suppress(*_OTHER_PARAMS):
+            return _READ_THROUGH[name](params, inputs)
+    return [_all_named_axes(eqn).union(*inputs)] * len(eqn.outvars)
 
 
 def _named_axes(params: dict[str, Any]) -> Axes:
@@ -73,9 +74,30 @@ def _named_axes(params: dict[str, Any]) -> Axes:
     return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
 
 
+def _all_named_axes(eqn: Any) -> Axes:
+    """The mesh axes that an equation names, and those within it."""
+    inside = [leaf for param in eqn.params.values() for leaf in (param if isinstance(param, tuple | list) else [param])]
+    jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in inside]
+    eqns = [inner for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ())]
+    return _named_axes(eqn.params).union(*map(_all_named_axes, eqns))
+
+
+def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+    return _of_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many the carry; releases of JAX say it in two ways."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def _of_scan(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-    first, after = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, rest = inputs[:first], inputs[first:after], inputs[after:]
+    num_consts, num_carry = _scan_counts(params)
+    after = num_consts + num_carry
+    consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
     while True:
         results = _of_closed(params["jaxpr"], [*consts, *carry, *rest])
         before, carry = carry, _joined(carry, results[: len(carry)])
@@ -99,11 +121,11 @@ def _of_cond(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
     return _joined(*branches, [inputs[0]] * len(branches[0]))
 
 
-_LOOPS: dict[str, Callable[[dict[str, Any], list[Axes]], list[Axes]]] = {
+_READ_THROUGH: dict[str, Callable[[dict[str, Any], list[Axes]], list[Axes]]] = {
     "scan": _of_scan,
     "while": _of_while,
     "cond": _of_cond,
-}
+} | dict.fromkeys(_CALLS, _of_call)
 
 
 def _joined(*of_values: list[Axes]) -> list[Axes]:
