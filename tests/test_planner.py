@@ -229,7 +229,9 @@ def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, pro
     assert json.loads(found.to_json())["trials"][-1]["problem"] == failed.problem
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("a" * 5000), ValueError(), AssertionError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("a" * 5000), ValueError(), AssertionError()], ids=lambda e: type(e).__name__
+)
 def test_whatever_the_users_code_raises_is_a_row_with_its_line(error):
     def build(options):
         if options.mesh == FLAT:

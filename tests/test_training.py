@@ -1,7 +1,7 @@
 """Gradients inside shard_map and the ready-made step, against one device on the whole batch."""
 
 import gc
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -35,6 +35,7 @@ WRAPPED, PLAIN = Model(fsdp()), Model()
 PARAMS = jax.jit(PLAIN.init)(KEY, BATCH["x"])["params"]
 
 
+@cache
 def boxed_params(mesh):
     return init_sharded(WRAPPED, mesh, KEY, BATCH["x"], batch_axes=AXES)["params"]
 
@@ -46,6 +47,7 @@ def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
     return on_mesh(fn, mesh, check_vma, (specs, P(AXES)), (P(), specs))(params, batch)
 
 
+@cache
 def whole_batch(loss):
     """Loss and gradient of the plain model on one device."""
     return jax.jit(jax.value_and_grad(lambda params: loss(params, PLAIN.apply, BATCH)))(PARAMS)
