@@ -313,6 +313,12 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(partial(NamedSharding, mesh), partition_specs(tree, mesh))
 
 
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of a leaf as it is stored: of the global array or, inside ``shard_map``, of this device's shard."""
+    value = leaf_value(leaf)
+    return math.prod(np.shape(value)) * value_dtype(value).itemsize
+
+
 def bytes_per_device(tree: PyTree) -> int:
     """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
 
