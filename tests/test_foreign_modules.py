@@ -248,7 +248,7 @@ def test_frozen_parameters_train_the_rest_as_one_device_does():
 
 
 def squared_error(params, x, y):
-    return jnp.mean((Model(fsdp, scan=False).apply({"params": params}, x) - y) ** 2)
+    return jnp.mean((Adapted(fsdp).apply({"params": params}, x) - y) ** 2)
 
 
 def gradient_on_mesh(loss, params, check_vma, by_hand=False):
@@ -277,12 +277,12 @@ def clipped_for_each_example(params, x, y):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_gradient_of_parameters_inside_a_loss_is_refused_by_name(check_vma):
-    params = initialised(Model(fsdp, scan=False))["params"]
+    params = initialised(Adapted(fsdp))["params"]
 
     def penalised(params, x, y):
         return norm_of(jax.grad(squared_error)(params, x, y))
 
-    where = r"the gradient of 'Dense_1/kernel', of shape \(4, 4\) on this device, is taken in a loss function"
+    where = r"the gradient of 'head/kernel', of shape \(4, 4\) on this device, is taken in a loss function"
     with pytest.raises(ValueError, match=where + r".*gather_params\(params, axis_name\)"):
         jax.eval_shape(gradient_on_mesh(penalised, params, check_vma), params, X, BATCH["y"])
     with pytest.raises(ValueError, match=r"the gradient of .* is taken under vmap, for each example"):
@@ -293,7 +293,7 @@ def test_a_gradient_of_parameters_inside_a_loss_is_refused_by_name(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma):
-    params = initialised(Model(fsdp, scan=False))["params"]
+    params = initialised(Adapted(fsdp))["params"]
 
     def private(params, x, y):
         whole = gather_params(params, "fsdp")
@@ -304,7 +304,7 @@ def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma
     want = clipped_for_each_example(unbox(params), X, BATCH["y"])
     assert_same_params(got, want)
     unclipped = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
-    assert not np.allclose(unclipped["Dense_0"]["kernel"], want["Dense_0"]["kernel"], rtol=0.1)  # guard: it clips
+    assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: it clips
 
 
 def test_gradients_of_inputs_inside_a_loss_are_exact():

@@ -8,6 +8,7 @@ Everything that must know about boxes asks here: one function walks trees with b
 reads a leaf's axes. Which dim is split, ``shard_choice`` decides. A box that is read in ``shard_map`` gathers itself.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -367,3 +368,9 @@ def with_communication(leaf: Any, **fields: Any) -> Any:
     if not isinstance(leaf, Sharded | BoxedVariable):
         return leaf
     return leaf.replace(communication=replace(leaf.communication, **fields))
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of a leaf as it is stored: of the global array or, inside ``shard_map``, of this device's shard."""
+    value = leaf_value(leaf)
+    return math.prod(np.shape(value)) * value_dtype(value).itemsize

@@ -135,8 +135,8 @@ def _decisions(
     """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
     leaves = dict(boxes.leaves_with_path(params))
     choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
-    split = {path: boxes.leaf_value(leaves[path]) for path, choice in choices.items() if choice.dim is not None}
-    sizes = [math.prod(np.shape(value)) * value_dtype(value).itemsize for value in split.values()]
+    split = [path for path, choice in choices.items() if choice.dim is not None]
+    sizes = [boxes.leaf_bytes(leaves[path]) for path in split]
     order_of = dict(zip(split, balanced_orders(sizes, axis_sizes), strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 

@@ -194,8 +194,7 @@ def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_for
     lifted = _lift_methods(target, public_methods(target), axes, rule, reshard_after_forward)
     for name in public_methods(target):
         setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name), axes))
-    # Linen names submodules after their class, so another name would rename the parameters of the whole model. And it
-    # makes an __init__ for each class, without what a decorator has put around that of the target.
+    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
         setattr(lifted, name, getattr(target, name))
     return lifted
@@ -206,6 +205,9 @@ def _lift_methods(
 ) -> Any:
     gather, shard = functools.partial(_gather_here, axes, rule), functools.partial(_shard_here, axes, rule)
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
+    if methods is not None:
+        # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
+        lifted.__init__ = target.__init__
     return lift_transform(_dropping_gathered, lifted, axes, methods=methods) if reshard_after_forward else lifted
 
 

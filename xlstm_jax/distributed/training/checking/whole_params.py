@@ -6,7 +6,6 @@
 Each is told once, where a state is created or a step is traced, and never on a mesh of one device.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
@@ -52,7 +50,7 @@ def warn_if_nothing_is_split(
     if split or mesh.size == 1 or not leaves or key in _told:
         return
     _told.add(key)
-    why, nbytes = reasons(), {path: _nbytes(leaf) for path, leaf in leaves.items()}
+    why, nbytes = reasons(), {path: boxes.leaf_bytes(leaf) for path, leaf in leaves.items()}
     largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
     named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
     cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)
@@ -86,11 +84,6 @@ def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
         f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
         "time. If it is meant, pass whole_ok=True."
     )
-
-
-def _nbytes(leaf: Any) -> int:
-    value = boxes.leaf_value(leaf)
-    return math.prod(np.shape(value)) * value_dtype(value).itemsize
 
 
 def _warn(text: str) -> None:
