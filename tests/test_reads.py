@@ -1,4 +1,4 @@
-"""A box that is read inside ``shard_map`` gathers itself: exact values and gradients, in both modes, at one gather each."""
+"""A box that is read inside ``shard_map`` gathers itself: exact values and gradients in both modes, a gather each."""
 
 from functools import partial
 
@@ -138,9 +138,7 @@ def test_a_box_that_was_stacked_without_its_knowing_is_refused():
     mesh = mesh_of(2, 4)
     weight = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]
     run = on_mesh(jax.vmap(lambda w: jnp.sum(w.T)), mesh, False, (partition_specs(weight, mesh),), P())
-    with pytest.raises(
-        ValueError, match=r"a parameter is read that has the shape .* and a box for 2 dims.*Use nn.vmap"
-    ):
+    with pytest.raises(ValueError, match=r"a parameter is read that .* a box for 2 dims.*Use nn.vmap"):
         run(weight)
 
 
