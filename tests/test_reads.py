@@ -94,7 +94,7 @@ def test_modules_whose_setup_has_run(how):
     variables = init_sharded(model, mesh, KEY, tokens, batch_axes=AXES)
     specs = partition_specs(variables, mesh)
     got = on_mesh(model.apply, mesh, True, (specs, P(AXES)), P(AXES))(variables, tokens)
-    plain = Net("a function", lambda fn: fn)
+    plain = Net(how, lambda target: target)
     assert_array_equal(got, plain.apply(jax.jit(plain.init)(KEY, tokens), tokens))
 
 
