@@ -18,16 +18,17 @@ from typing import Any, NoReturn
 
 import jax
 from flax import linen as nn
+from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames
+from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, true_shape, unit_depth
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.linen.carries import with_varying_carry
-from xlstm_jax.distributed.data_parallel.linen.policies import Choice, Seen, as_choice
-from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper, is_lifted, scans_over_params, unwatched
+from xlstm_jax.distributed.data_parallel.linen.policies import Choice, Seen, SeenModule, as_choice
+from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper, scans_over_params, unwatched
 from xlstm_jax.distributed.data_parallel.linen.wrapping import (
     Method,
     Target,
@@ -157,16 +158,22 @@ class _Run:
     def __init__(self, sharding: _Sharding, root: tuple[str, ...]) -> None:
         self.sharding, self.root, self.seen = sharding, root, Seen()
         self._entered: list[str] = []
+        self._scan: type[nn.Module] | None = None  # that was looked at last
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name = context.module, context.method_name
-        if module.scope is None or module.path[: len(self.root)] != self.root or not is_public(name):
+        if module.scope is None or not is_public(name):
+            return method(*args, **kwargs)
+        if not hasattr(type(module), name):  # Linen looks at the setup of what nn.scan has made, before it is called
+            self._scan = type(module) if scans_over_params(type(module)) else self._scan
+            return method(*args, **kwargs)
+        if module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
-        if is_lifted(type(module)):  # what it lifts is a module of the same path, within
-            self.seen.scanned |= {path} if scans_over_params(type(module)) else set()
-            return method(*args, **kwargs)
+        if self._scan and type(module) in self._scan.__mro__:
+            self.seen.scanned.add(path)
+            self._scan = None
         kwargs = with_varying_carry(module, name, args, kwargs)
         if path in self._entered:
             return method(*args, **kwargs)
@@ -189,7 +196,7 @@ class _Run:
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
-        leaves = leaves_with_path({"params": module.variables.get("params", {})})
+        leaves = [found for place in _places(module) for found in leaves_with_path({"params": _params(place)})]
         own = [
             unit_depth(leaf) == names_below(name)
             for name, leaf in leaves
@@ -202,18 +209,35 @@ class _Run:
         choice = self.sharding.choice
         with inside_wrapper() if choice.gathers(path, module, False) else nullcontext():
             result = method()
-        params = leaves_with_path(module.variables.get("params", {}))
-        self.seen.modules[path] = type(module), {name: true_shape(leaf) for name, leaf in params}
+        self.seen.modules[path] = self._seen(module)
         for unit in choice.units(self.seen, path, module):
-            self.seen.units.add(unit)
-            unwatched(unit)
-            self.sharding.lift(_nothing)(_place(module, unit.removeprefix(path).strip("/")))
+            self.seen.choose(unit)
+            self._split(unit, path, module)
         if not path and not self.seen.units:
             self._refuse(module)
         return result
 
+    def _seen(self, module: nn.Module) -> SeenModule:
+        places = {"/".join(scope.path[len(self.root) :]): _params(scope) for scope in _places(module)}
+        found = [(place, leaf) for place, params in places.items() for leaf in leaves_with_path(params)]
+        shapes = {f"{place}/{name}".lstrip("/"): true_shape(leaf) for place, (name, leaf) in found}
+        return SeenModule(type(module), tuple(places), shapes)
+
+    def _split(self, unit: str, path: str, module: nn.Module) -> None:
+        """Splits the parameters of the unit, which is the module at ``path``, or lies below it."""
+        unwatched(unit)
+        split = self.sharding.lift(_nothing)
+        if unit == path:
+            split(module)
+        for place in self.seen.modules[unit].places if unit != path else ():
+            scope: Any = module.scope
+            for name in place.removeprefix(path).strip("/").split("/"):
+                scope = scope.push(name, reuse=True)
+            split(_Place(parent=scope))
+
     def _refuse(self, model: nn.Module) -> NoReturn:
-        patterns = {path_pattern(path): cls.__name__ for path, (cls, _) in self.seen.modules.items() if path}
+        outer_first = sorted(self.seen.modules.items(), key=lambda item: item[0].count("/"))
+        patterns = {path_pattern(f"{path}/")[:-1]: seen.cls.__name__ for path, seen in outer_first if path}
         there = [f"{path!r} ({name})" for path, name in patterns.items()]
         more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
         raise ValueError(
@@ -234,9 +258,10 @@ class _Place(nn.Module):
     """A module at some path of the model, to reach the parameters there."""
 
 
-def _place(module: nn.Module, path: str) -> nn.Module:
-    """A module at the path below another."""
-    scope: Any = module.scope
-    for name in path.split("/") if path else ():
-        scope = scope.push(name, reuse=True)
-    return _Place(parent=scope)
+def _places(module: nn.Module) -> list[Any]:
+    """The scopes of a module's variables: its own, and those of the modules that it was given."""
+    return get_module_scopes(module)[0]
+
+
+def _params(scope: Any) -> PyTree:
+    return scope.variables().get("params", {})

@@ -13,33 +13,53 @@ from flax import linen as nn
 
 from xlstm_jax.wording import kind_of
 
-Shapes = dict[str, tuple[int, ...]]
 Predicate = Callable[[str, nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class SeenModule:
+    """A module that was left: its class, its places, and the shapes of all parameters at or below them.
+
+    ``places`` are its own path, and those of modules that were made elsewhere and passed to it, as a cell to an RNN.
+    Within ``nn.scan`` the shapes are those of one layer.
+    """
+
+    cls: type[nn.Module]
+    places: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def likeness(self) -> tuple[Any, ...]:
+        """What modules that do the same have in common: the class, and parameters by their names from there."""
+        named = ((leaf.removeprefix(place), shape) for place in self.places for leaf, shape in self.shapes_in(place))
+        return self.cls, *sorted(named)
+
+    def shapes_in(self, place: str) -> list[tuple[str, tuple[int, ...]]]:
+        return [(leaf, shape) for leaf, shape in self.shapes.items() if is_below(leaf, place)]
 
 
 @dataclass
 class Seen:
     """What an initialisation has shown so far. Paths are those below the sharded model, "" being the model itself.
 
-    ``modules`` has, for each that was left, its class and the shapes of all parameters below it, by their paths from
-    there; within ``nn.scan`` those of one layer. ``scanned`` are those that ``nn.scan`` gives a layer dim, ``units``
-    those that were chosen.
+    ``scanned`` are the modules that ``nn.scan`` gives a layer dim, ``units`` those that were chosen; ``unit_of`` has
+    the parameters of the latter, each with the path of its module.
     """
 
-    modules: dict[str, tuple[type[nn.Module], Shapes]] = field(default_factory=dict)
+    modules: dict[str, SeenModule] = field(default_factory=dict)
     scanned: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
+    unit_of: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, path: str) -> None:
+        """Gives a module all its parameters that are no other's."""
+        self.units.add(path)
+        self.unit_of |= {leaf: self.unit_of.get(leaf, path) for leaf in self.modules[path].shapes}
 
     def own_size(self, path: str) -> int:
-        """The number of values below a module that are in no unit inside of it."""
-        inside = [unit for unit in self.units if unit != path and is_below(unit, path)]
-        leaves = {below(path, leaf): shape for leaf, shape in self.modules[path][1].items()}
-        return sum(math.prod(s) for leaf, s in leaves.items() if not any(is_below(leaf, unit) for unit in inside))
-
-
-def below(path: str, name: str) -> str:
-    """The path of what is called ``name`` in the module at ``path``."""
-    return f"{path}/{name}" if path else name
+        """The number of values below a module that are no other's."""
+        shapes = self.modules[path].shapes.items()
+        return sum(math.prod(shape) for leaf, shape in shapes if self.unit_of.get(leaf, path) == path)
 
 
 def is_below(path: str, module: str) -> bool:
@@ -87,8 +107,7 @@ class _LargerThan(_Policy):
     size: int
 
     def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
-        del module
-        return [path] if seen.own_size(path) > self.size else []
+        return [path] if seen.own_size(path) > self.size and not isinstance(module, nn.RNNCellBase) else []
 
 
 @dataclass(frozen=True)
@@ -105,27 +124,30 @@ def _repeated(seen: Seen, path: str) -> list[str]:
     children = [child for child in seen.modules if child and child.rpartition("/")[0] == path]
     alike: dict[Any, list[str]] = defaultdict(list)
     for child in children:
-        cls, shapes = seen.modules[child]
-        alike[cls, tuple(sorted(shapes.items()))].append(child)
-    blocks = [
-        group for (_, shapes), group in alike.items() if len(group) > 1 and any("/" in leaf for leaf, _ in shapes)
-    ]
-    chosen = [child for group in blocks for child in group if _is_stored_as_seen(seen, child)]
+        alike[seen.modules[child].likeness].append(child)
+    groups = [group for group in alike.values() if len(group) > 1 and _is_block(seen, group[0])]
+    chosen = [child for group in groups for child in group]
     rest = [child for child in children if child not in chosen and child not in seen.scanned]
     return chosen + [unit for child in rest for unit in _repeated(seen, child)]
 
 
-def _is_stored_as_seen(seen: Seen, path: str) -> bool:
-    """Whether the model has the parameters of a module in the shapes that the module has: nothing has stacked them."""
-    of_model = seen.modules[""][1]
-    return all(of_model.get(below(path, leaf)) == shape for leaf, shape in seen.modules[path][1].items())
+def _is_block(seen: Seen, path: str) -> bool:
+    """Whether a module has submodules with parameters, in the shapes that the model has: nothing has stacked them."""
+    module, of_model = seen.modules[path], seen.modules[""].shapes
+    depth = max(
+        (leaf.count("/") - place.count("/") for place in module.places for leaf, _ in module.shapes_in(place)),
+        default=0,
+    )
+    is_stored_so = all(of_model.get(leaf) == shape for leaf, shape in module.shapes.items())
+    return depth > 1 and is_stored_so and not issubclass(module.cls, nn.RNNCellBase)
 
 
 def larger_than(size: int) -> Choice:
     """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
 
     Those of a submodule that was chosen itself are not its own. So the smallest modules that are large enough are
-    chosen, and what remains is gathered by the ones around them; what remains at last is not sharded.
+    chosen, and what remains is gathered by the ones around them; what remains at last is not sharded. The cell of an
+    ``nn.RNN`` is the RNN's own: a cell would gather at every step of its loop.
 
     >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
     >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -68,20 +68,9 @@ def unwatched(path: str) -> None:
         scans.layers.pop(path.rpartition("/")[-1], None)
 
 
-def is_lifted(cls: type[nn.Module]) -> bool:
-    """Whether ``nn.scan``, ``nn.remat``, ``nn.vmap`` or ``nn.jit`` has made this class out of another."""
-    return _lifting(cls).get("transform") in (lift.scan, lift.checkpoint, lift.remat_scan, lift.vmap, lift.jit)
-
-
 def scans_over_params(cls: type[nn.Module]) -> bool:
-    """Whether ``nn.scan`` has made this class, with a layer dim for "params"."""
-    found = _lifting(cls)
+    """Whether ``nn.scan`` has made this class, with a layer dim for "params"; Flax leaves that in a closure only."""
+    method: Any = vars(cls).get("__call__")
+    found = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
     axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
     return axes.get("params") is not None
-
-
-def _lifting(cls: type[nn.Module]) -> Mapping[str, Any]:
-    """How Flax has made a class out of another, if it has; it leaves that in a closure only."""
-    methods = [method for method in vars(cls).values() if inspect.isfunction(method)]
-    found = (inspect.getclosurevars(method).nonlocals for method in methods)
-    return next((names for names in found if "transform" in names and "trafo_kwargs" in names), {})

@@ -1,0 +1,416 @@
+"""A model that nobody may edit is sharded from outside, as if its source had wrapped the modules."""
+
+import functools
+import json
+import re
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+from tests.support import AXES, assert_same_params, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    Replicas,
+    ShardingPlan,
+    abstract_train_state,
+    create_train_state,
+    init_sharded,
+    larger_than,
+    make_train_step,
+    partition_specs,
+    plan_sharding,
+    repeated_blocks,
+    shard_module_params,
+    shard_modules,
+)
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, map_leaves, true_value
+
+KEY = jax.random.key(0)
+TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, 24)
+TX = optax.adamw(1e-2, eps=1e-3)
+# An error of a gradient is divided by eps where the gradient is small, and the largest parameters are about 0.1.
+THREE_STEPS = 1e-4
+
+# ------------------------------------------------------------------------- models of somebody else, in several styles
+
+
+class Layer(nn.Module):
+    """Submodules made in ``setup``, a flag as a positional argument."""
+
+    width: int = 16
+
+    def setup(self):
+        self.norm = nn.LayerNorm()
+        self.up = nn.Dense(2 * self.width)
+        self.down = nn.Dense(self.width)
+        self.drop = nn.Dropout(0.5)
+
+    def __call__(self, x, deterministic=True):
+        return x + self.drop(self.down(nn.gelu(self.up(self.norm(x)))), deterministic=deterministic)
+
+
+class Layers(nn.Module):
+    """A list of layers, rematerialised, with numbers as names."""
+
+    width: int = 16
+
+    def setup(self):
+        layer = nn.remat(Layer, static_argnums=(2,))
+        self.layers = [layer(self.width, name=str(i)) for i in range(2)]
+
+    def __call__(self, x, deterministic=True):
+        for layer in self.layers:
+            x = layer(x, deterministic)
+        return x
+
+
+class Tied(nn.Module):
+    """A language model whose head reads the embedding through ``variables``."""
+
+    vocab: int = 24
+    width: int = 16
+
+    def setup(self):
+        self.wte = nn.Embed(self.vocab, self.width)
+        self.h = Layers(self.width)
+        self.head = nn.Dense(self.vocab, use_bias=False)
+
+    def encode(self, tokens, deterministic=True):
+        return self.h(self.wte(tokens), deterministic)
+
+    def __call__(self, tokens, deterministic=True):
+        x = self.encode(tokens, deterministic)
+        return self.head.apply({"params": {"kernel": self.wte.variables["params"]["embedding"].T}}, x)
+
+
+class Scanned(nn.Module):
+    """Compact, with names that Linen makes, and its layers in a scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        class Step(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(16)(jnp.tanh(nn.Dense(32)(x))), None
+
+        x = nn.Embed(24, 16)(tokens)
+        stack = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(nn.remat(Step), **stack, length=3)(name="steps")(x, None)
+        return nn.Dense(24)(x)
+
+
+class Recurrent(nn.Module):
+    """Cells that make their carry themselves."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.RNN(nn.LSTMCell(16))(nn.Embed(24, 16)(tokens))
+        x = nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16)))(x)
+        return nn.Dense(24)(x)
+
+
+def loss_fn(params, apply_fn, tokens, rng):
+    del rng
+    return optax.softmax_cross_entropy_with_integer_labels(apply_fn({"params": params}, tokens), tokens).mean()
+
+
+def three_steps_on_one_device(model):
+    """The parameters at the start and after three steps of AdamW on the whole batch."""
+    start = params = jax.jit(model.init)(KEY, TOKENS)["params"]
+    state = TX.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = TX.update(jax.grad(loss_fn)(params, model.apply, TOKENS, None), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = step(params, state)
+    return start, params
+
+
+def units(model, *inputs, mesh=None):
+    """The paths of the modules that gather something, by the plan."""
+    rows = plan_sharding(model, (mesh or mesh_of(2, 4)).shape, *inputs).rows
+    return {row.gathered_with for row in rows if row.gathered_with is not None}
+
+
+SMALL = {"axis_name": "fsdp", "min_weight_size": 64}
+CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
+    "tied head": (Tied(), (Layer, nn.Embed), {}, {"wte", "h/0", "h/1"}),
+    "nested, gathered again": (
+        Tied(),
+        lambda path, module: path == "" or isinstance(module, Layer),
+        {"reshard_after_forward": True},
+        {"", "h/0", "h/1"},
+    ),
+    "scan": (Scanned(), repeated_blocks(), {}, {"steps"}),
+    "by size, padded": (Tied(25, 15), larger_than(300), {"uneven": "pad", "min_weight_size": 8}, set()),
+    "recurrent": (Recurrent(), nn.RNN, {}, {"LSTMCell_0", "GRUCell_0", "GRUCell_1"}),
+    "hybrid": (Scanned(), (nn.Embed, nn.Dense), {"replicas": Replicas("dp")}, {"Embed_0", "Dense_0", "steps/Dense_0"}),
+}
+RUNS = [(name, True) for name in CASES] + [("tied head", False), ("recurrent", False)]
+
+
+@pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
+def test_three_steps_are_those_of_one_device(name, check_vma):
+    model, where, options, chosen = CASES[name]
+    sharded, mesh = shard_modules(model, where, **{**SMALL, **options}), mesh_of(2, 2)
+    start, want = three_steps_on_one_device(model)
+    state = create_train_state(sharded, TX, mesh, KEY, TOKENS, batch_axes=AXES)
+    assert chosen <= units(sharded, TOKENS)
+    split = [leaf for _, leaf in leaves_with_path(state.params) if leaf_axes(leaf)]
+    assert len(split) >= 2  # guard: there is something to gather
+    assert_same_params(map_leaves(true_value, state.params), start, 3e-7)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
+    for _ in range(3):
+        state, _ = step(state, TOKENS, KEY)
+    assert_same_params(map_leaves(true_value, state.params), want, THREE_STEPS)
+    assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: they have moved
+
+
+def test_it_gathers_as_the_same_modules_wrapped_in_the_source_do():
+    class Source(nn.Module):
+        wrap: Any
+
+        @nn.compact
+        def __call__(self, tokens):
+            x = self.wrap(nn.Embed)(24, 16, name="embed")(tokens)
+            for i in range(2):
+                x = nn.remat(self.wrap(Layer))(name=f"layer_{i}")(x)
+            return x
+
+    wrapped = Source(partial(shard_module_params, **SMALL))
+    outside = shard_modules(Source(plain), (nn.Embed, Layer), **SMALL)
+
+    def program(model):
+        make = partial(abstract_train_state, model, TX, mesh_of(2, 4), KEY, TOKENS, batch_axes=AXES)
+        return make_train_step(loss_fn, mesh_of(2, 4), AXES).lower(make(), TOKENS, KEY).compile().as_text()
+
+    programs = program(wrapped), program(outside)
+    for kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        counts = [len(re.findall(rf" {kind}(?:-start)?\(", text)) for text in programs]
+        assert counts[0] == counts[1] > 0
+    plans = [plan_sharding(model, mesh_of(2, 4).shape, TOKENS, tx=TX) for model in (wrapped, outside)]
+    assert plans[0].diff(plans[1]) == []
+
+
+def test_a_plan_names_the_module_that_gathers_each_leaf_and_keeps_it():
+    def chosen(path, module):
+        return path in ("", "h/0")
+
+    plan = plan_sharding(shard_modules(Tied(), chosen, **SMALL), {"fsdp": 4}, TOKENS)
+    assert {row.path: row.gathered_with for row in plan.rows if "kernel" in row.path or "wte" in row.path} == {
+        "h/0/down/kernel": "h/0",
+        "h/0/up/kernel": "h/0",
+        "h/1/down/kernel": "",
+        "h/1/up/kernel": "",
+        "wte/embedding": "",
+    }
+    assert plan.explain("h/0/up/kernel").endswith("once in a forward pass, with all of the module 'h/0'.")
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    old = json.loads(plan.to_json())
+    del old["gathered_with"]  # as older releases wrote it, and as they read it
+    assert ShardingPlan.from_json(json.dumps(old)).diff(plan) == []
+
+
+# ----------------------------------------------------------------------------------------------------- which modules
+
+WHERE = {
+    "a class": (Layer, {"h/0", "h/1"}),
+    "several classes": ((nn.Embed, Layers), {"wte", "h"}),
+    "a predicate of the path": (lambda path, module: path.endswith("up"), {"h/0/up", "h/1/up"}),
+    "the model itself": (Tied, {""}),
+    "by size, the rest too": (larger_than(380), {"wte", "h/0/up", "h/0/down", "h/1/up", "h/1/down"}),
+    "by size, what several have together": (larger_than(600), {"h/0", "h/1"}),
+    "repeated blocks": (repeated_blocks(), {"h/0", "h/1"}),
+}
+
+
+@pytest.mark.parametrize("where, want", WHERE.values(), ids=WHERE)
+def test_where_chooses(where, want):
+    assert units(shard_modules(Tied(), where, **SMALL), TOKENS) == want
+
+
+def test_nothing_chosen_is_refused_with_the_modules_that_there_are():
+    model = shard_modules(Tied(), nn.ConvLSTMCell, **SMALL)
+    there = r"'' \(the model itself\), 'wte' \(Embed\), 'h' \(Layers\), 'h/\*' \(Layer\), .*'h/\*/up' \(Dense\)"
+    with pytest.raises(ValueError, match=r"ConvLSTM.* chooses none of the modules of Tied: " + there):
+        jax.eval_shape(model.init, KEY, TOKENS)
+
+
+@pytest.mark.parametrize("where", ["Dense", nn.Dense(4), (), 3, (nn.Dense, "Embed"), dict])
+def test_what_chooses_nothing_by_its_kind_is_refused(where):
+    with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense\) or a tuple of them"):
+        shard_modules(Tied(), where, "fsdp")
+
+
+def test_other_arguments_are_refused_at_the_call():
+    with pytest.raises(TypeError, match="shard_modules takes a Linen module or its class"):
+        shard_modules(lambda x: x, nn.Dense, "fsdp")
+    with pytest.raises(TypeError, match=r"min_weight_size=2\.5 is not a number"):
+        shard_modules(Tied(), nn.Dense, "fsdp", 2.5)
+    with pytest.raises(ValueError, match="size=-1 is no number of values"):
+        larger_than(-1)
+
+
+def test_a_module_without_parameters_is_harmless():
+    model = nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=True), nn.Dense(8)])
+    assert units(shard_modules(model, (nn.Dropout, nn.Dense), **SMALL), jnp.ones((8, 16))) == {"layers_0", "layers_2"}
+    with pytest.warns(UserWarning, match="no parameter is split.*no wrapped module owns it"):
+        create_train_state(
+            shard_modules(model, nn.Dropout, **SMALL), TX, mesh_of(2, 4), KEY, jnp.ones((8, 16)), batch_axes=AXES
+        )
+
+
+def test_options_of_their_own_for_each_choice():
+    model = shard_modules(Tied(), Layer, "fsdp", 64, "bfloat16")
+    model = shard_modules(model, nn.Embed, "dp", 64)
+    rows = plan_sharding(model, {"dp": 2, "fsdp": 4}, TOKENS)
+    up, embedding = rows.row("h/0/up/kernel"), rows.row("wte/embedding")
+    assert (up.axes, up.gather_dtype, up.gathered_with) == (("fsdp",), "bfloat16", "h/0")
+    assert (embedding.axes, embedding.gather_dtype, embedding.gathered_with) == (("dp",), "float32", "wte")
+
+
+# ------------------------------------------------------------------------------------------------- as a Linen module
+
+
+def whole_in_shard_map(model, run, inputs=TOKENS, check_vma=True):
+    """``run(model, variables, inputs)`` inside ``shard_map``, with the variables of ``init_sharded``."""
+    mesh = mesh_of(2, 4)
+    variables = init_sharded(model, mesh, KEY, inputs, batch_axes=AXES)
+    specs = partition_specs(variables, mesh)
+    return on_mesh(partial(run, model), mesh, check_vma, (specs, P(AXES)), P(AXES))(variables, inputs)
+
+
+USES = {
+    "a method by its name": lambda m, v, x: m.apply(v, x, method="encode"),
+    "a method": lambda m, v, x: m.apply(v, x, method=m.encode),
+    "a method of the plain class": lambda m, v, x: m.apply(v, x, method=Tied.encode),
+    "bound": lambda m, v, x: m.bind(v).encode(x),
+    "submodules of a bound one": lambda m, v, x: m.bind(v).h(m.bind(v).wte(x)),
+    "dropout": lambda m, v, x: m.apply(v, x, False, rngs={"dropout": KEY}),
+    "intermediates": lambda m, v, x: jax.tree.leaves(
+        m.apply(v, x, capture_intermediates=True, mutable=["intermediates"])
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_it_is_used_as_the_plain_model(use):
+    model = shard_modules(Tied(), (Layer, nn.Embed), **SMALL)
+    variables = jax.jit(Tied().init)(KEY, TOKENS)
+    got = jax.tree.leaves(whole_in_shard_map(model, USES[use]))
+    if use == "dropout":  # each device draws for its own batch
+        assert all(np.isfinite(leaf).all() for leaf in got)
+        return
+    for g, w in zip(got, jax.tree.leaves(jax.jit(partial(USES[use], Tied()))(variables, TOKENS)), strict=True):
+        assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_outside_of_a_mesh_it_is_the_plain_model_bit_for_bit():
+    model = shard_modules(Tied(), Layer, "fsdp")
+    assert (type(model).__name__, type(model).__module__, model.vocab) == ("Tied", Tied.__module__, 24)
+    assert isinstance(model, Tied) and model.clone(vocab=5).vocab == 5
+    want, got = jax.jit(Tied().init)(KEY, TOKENS), jax.jit(model.init)(KEY, TOKENS)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(want)))
+    assert_array_equal(jax.jit(model.apply)(got, TOKENS), jax.jit(Tied().apply)(want, TOKENS))
+    assert nn.tabulate(model, KEY)(TOKENS) == nn.tabulate(Tied(), KEY)(TOKENS)
+
+
+def test_classes_partials_and_models_within_models():
+    class Outer(nn.Module):
+        wrap: Any
+
+        @nn.compact
+        def __call__(self, tokens):
+            made = self.wrap(partial(Tied, vocab=24))(name="lm")
+            x = nn.remat(self.wrap(Layers))(name="more")(made.encode(tokens))
+            return nn.Dense(24)(x)
+
+    def shard(model):
+        return shard_modules(model, (Layer, nn.Embed), **SMALL)
+
+    variables = jax.jit(Outer(plain).init)(KEY, TOKENS)
+    want = jax.jit(Outer(plain).apply)(variables, TOKENS)
+    assert_allclose(whole_in_shard_map(Outer(shard), lambda m, v, x: m.apply(v, x)), want, rtol=1e-4, atol=1e-5)
+    assert units(Outer(shard), TOKENS) == {"lm/wte", *(f"{name}/{i}" for name in ("lm/h", "more") for i in range(2))}
+
+    class Scans(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            body = nn.scan(shard_modules(Body, nn.Dense, **SMALL), {"params": 0}, split_rngs={"params": True}, length=2)
+            return body(name="layers")(x, None)[0]
+
+    rows = plan_sharding(Scans(), {"fsdp": 4}, jnp.ones((8, 16))).rows
+    assert {(row.path, row.shape, row.names, row.gathered_with) for row in rows if "kernel" in row.path} == {
+        ("layers/Dense_0/kernel", (2, 16, 16), (None, None, "fsdp"), "layers/Dense_0")
+    }
+
+
+class Body(nn.Module):
+    """The body of a scan over layers."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(16)(x), None
+
+
+def test_statistics_beside_parameters_and_two_methods_at_init():
+    class TwoWays(nn.Module):
+        def setup(self):
+            self.norm = nn.BatchNorm(use_running_average=False)
+            self.first, self.second = nn.Dense(16), nn.Dense(16)
+
+        def encode(self, x):
+            return self.norm(self.first(x))
+
+        def __call__(self, x):
+            return self.second(self.encode(x)) + self.encode(x)
+
+    x = jax.random.normal(KEY, (16, 16))
+    model = shard_modules(TwoWays(), nn.Dense, **SMALL)
+    got = init_sharded(model, mesh_of(2, 4), KEY, x, batch_axes=AXES)
+    assert_same_params(got, jax.jit(TwoWays().init)(KEY, x), 3e-7)
+    assert {path for path, leaf in leaves_with_path(got) if leaf_axes(leaf)} == {
+        "params/first/kernel",
+        "params/second/kernel",
+    }
+
+
+def test_a_decorated_init_is_kept():
+    class Configured(nn.Module):
+        features: int = 16
+
+        @nn.compact
+        def __call__(self, x):
+            assert self.config == {"features": self.features}
+            return nn.Dense(self.features)(x)
+
+    made = Configured.__init__
+
+    @functools.wraps(made)
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        object.__setattr__(self, "config", {"features": self.features})
+
+    Configured.__init__ = init
+    assert units(shard_modules(Configured(32), nn.Dense, **SMALL), jnp.ones((8, 16))) == {"Dense_0"}
+
+
+def test_a_scan_within_a_sharded_module_is_told_and_one_over_sharded_modules_is_not():
+    def create(where):
+        model = shard_modules(Scanned(), where, **SMALL)
+        create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, TOKENS, batch_axes=AXES)
+
+    with pytest.warns(UserWarning, match=r"'steps' scans over layers of .*Step within a module"):
+        create(Scanned)
+    create(lambda path, module: path in ("", "steps"))

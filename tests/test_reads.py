@@ -1,0 +1,150 @@
+"""A box that is read inside ``shard_map`` gathers itself: exact values and gradients in both modes, a gather each."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+from tests.support import AXES, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import Replicas, init_sharded, partition_specs, shard_module_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.boxes import true_value
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (16, 12))
+READS = {
+    "T": lambda w, x: x @ w.T.T,
+    "x @ w": lambda w, x: x @ w,
+    "jnp": lambda w, x: jnp.dot(x, w),
+    "index": lambda w, x: x[:, :3] @ w[:3] + x[:, 3:] @ w[3:],
+    "iterate": lambda w, x: sum(x[:, i : i + 1] * row for i, row in enumerate(w)),
+    "astype": lambda w, x: x @ w.astype("float32"),
+}
+
+
+class Weight(nn.Module):
+    """One parameter, which is read past the wrapper: [12, features]."""
+
+    features: int = 8
+
+    def setup(self):
+        self.weight = self.param("weight", nn.initializers.normal(1.0), (12, self.features))
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def losses(read, variables, x):
+    return jnp.mean(jnp.sin(read(variables["params"]["weight"], x)) ** 2)
+
+
+OPTIONS = {
+    "one axis": ({}, 8),
+    "two axes": ({"axis_name": ("dp", "fsdp")}, 8),
+    "padded": ({"uneven": "pad", "axis_name": ("dp", "fsdp")}, 7),
+    "copies": ({"replicas": Replicas("dp")}, 8),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("options, features", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(options, features, check_vma):
+    mesh, model = mesh_of(2, 4), fsdp(Weight, **options)(features)
+    variables = init_sharded(model, mesh, KEY, X, batch_axes=AXES)
+    box, plain = variables["params"]["weight"], jax.jit(Weight(features).init)(KEY, X)
+    specs = partition_specs(variables, mesh)
+
+    def local(variables, x):
+        weight = variables["params"]["weight"]
+        assert (weight.shape, weight.ndim, weight.dtype) == ((12, features), 2, jnp.float32)
+        assert weight.value.shape != weight.shape  # guard: what is on a device is a shard
+        grads = {name: jax.grad(partial(losses, read))(variables, x) for name, read in READS.items()}
+        return sync_gradients(grads, AXES)
+
+    got = on_mesh(local, mesh, check_vma, (specs, P(AXES)), dict.fromkeys(READS, specs))(variables, X)
+    want = jax.grad(partial(losses, READS["jnp"]))(plain, X)["params"]["weight"]
+    for name in READS:
+        assert_allclose(true_value(got[name]["params"]["weight"]), want, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert_array_equal(np.asarray(box), np.asarray(plain["params"]["weight"]))  # outside, values are global
+
+
+class Net(nn.Module):
+    """An embedding whose ``setup`` runs outside of its wrapper, in three ways."""
+
+    how: str
+    wrap: object
+
+    @nn.compact
+    def __call__(self, tokens):
+        if self.how == "jit":
+            return nn.jit(self.wrap(nn.Embed))(16, 8, name="embed")(tokens)
+        embed = nn.Embed(16, 8, name="embed")
+        if self.how == "setup has run":
+            assert embed.embedding.shape == (16, 8)
+        return self.wrap(lambda module, tokens: module(tokens))(embed, tokens)
+
+
+@pytest.mark.parametrize("how", ["jit", "a function", "setup has run"])
+def test_modules_whose_setup_has_run(how):
+    mesh, tokens, model = mesh_of(2, 4), jnp.arange(16), Net(how, fsdp())
+    variables = init_sharded(model, mesh, KEY, tokens, batch_axes=AXES)
+    specs = partition_specs(variables, mesh)
+    got = on_mesh(model.apply, mesh, True, (specs, P(AXES)), P(AXES))(variables, tokens)
+    plain = Net(how, lambda target: target)
+    assert_array_equal(got, plain.apply(jax.jit(plain.init)(KEY, tokens), tokens))
+
+
+def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
+    mesh, model = mesh_of(2, 4), fsdp(Weight, gather_dtype="bfloat16")()
+    variables = init_sharded(model, mesh, KEY, X, batch_axes=AXES)
+    weight = variables["params"]["weight"]
+
+    def twice(weight, x):
+        assert weight.dtype == jnp.bfloat16
+        return x @ weight + x @ jnp.tanh(weight)
+
+    run = on_mesh(twice, mesh, True, (partition_specs(weight, mesh), P(AXES)), P(AXES))
+    lines = [line for line in run.lower(weight, X).as_text().splitlines() if "all_gather" in line]
+    assert len(lines) == 2 and all("bf16" in line for line in lines)
+
+
+def test_a_split_of_the_model_itself_is_left():
+    """Tensor parallel: the module computes with its shard over "dp", and "fsdp" alone is gathered."""
+
+    class Column(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.normal(1.0), (None, "dp"))
+            return x @ self.param("weight", init, (12, 8))
+
+    mesh = mesh_of(2, 4)
+    variables = init_sharded(shard_module_params(Column, "fsdp", 16)(), mesh, KEY, X, batch_axes="fsdp")
+    weight = variables["params"]["weight"]
+    assert weight.names == ("fsdp", "dp") and weight.model_axes == ("dp",)
+
+    def read(weight, x):
+        assert weight.shape == (12, 4)
+        return x @ weight
+
+    got = on_mesh(read, mesh, True, (partition_specs(weight, mesh), P("fsdp")), P("fsdp", "dp"))(weight, X)
+    assert_allclose(got, X @ weight.value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_box_that_was_stacked_without_its_knowing_is_refused():
+    mesh = mesh_of(2, 4)
+    weight = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]
+    run = on_mesh(jax.vmap(lambda w: jnp.sum(w.T)), mesh, False, (partition_specs(weight, mesh),), P())
+    with pytest.raises(ValueError, match=r"a parameter is read that .* a box for 2 dims.*Use nn.vmap"):
+        run(weight)
+
+
+def test_to_tree_functions_a_box_is_the_node_that_it_was():
+    mesh = mesh_of(2, 4)
+    box = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]
+    assert [leaf.shape for leaf in jax.tree.leaves(box)] == [(12, 8)]
+    assert type(jax.tree.map(jnp.zeros_like, box)) is type(box)
+    assert jax.eval_shape(lambda b: b, box).value.shape == (12, 8)
