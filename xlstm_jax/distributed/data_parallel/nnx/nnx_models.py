@@ -128,6 +128,12 @@ class NnxModel:
     Variables are a dict of collections, as of a Linen module: ``params`` (``nnx.Param`` and its subclasses),
     ``batch_stats``, ``cache``, and others by the name that NNX has for their type; each a nested dict by attribute,
     ``{"blocks": {"0": {"kernel": ...}}}``, boxed where split. The state of ``nnx.Rngs`` is in none: keys are passed.
+
+    >>> from flax import nnx
+    >>> model = nnx_model(lambda rngs: nnx.Linear(8, 16, rngs=rngs))
+    >>> module = model.bind(model.init(jax.random.key(0)))
+    >>> type(module).__name__, sorted(model.unbind(module)["params"])
+    ('Linear', ['bias', 'kernel'])
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -143,7 +149,7 @@ class NnxModel:
           method, **kwargs: as for ``apply``.
         """
         made = self._made(_streams(rngs))
-        variables, found = collections_of(made), contents(made)
+        variables, found = collections_of(made), contents(nnx.iter_graph(made))
         for name, leaf in found.items():
             if collection_of(leaf) == "params":
                 set_at(variables, f"params/{name}", with_own_names(leaf, np.ndim(leaf.get_raw_value())))
@@ -196,7 +202,7 @@ class NnxModel:
         graphdef, state = self._split
         values = [(path, self._with_value(path_of(path), leaf, variables, rngs)) for path, leaf in state]
         module: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(values))
-        found, units = contents(module), self._unit_of_param
+        found, units = contents(nnx.iter_graph(module)), self._unit_of_param
         for path, unit in units.items():
             put(found[path], get_at(variables["params"], path), unit.axes, unit.rule)
         return module
@@ -258,7 +264,7 @@ class NnxModel:
 
         def run(rngs: PyTree, inputs: Any, kwargs: Any) -> None:
             module = self._made(_streams(rngs))
-            for path, leaf in contents(module).items():
+            for path, leaf in contents(nnx.iter_graph(module)).items():
                 if isinstance(leaf, nnx.Variable):
                     leaf.set_metadata(LEAF_PATH, path)
             for path, unit in self.units.items():

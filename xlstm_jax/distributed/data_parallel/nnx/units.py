@@ -60,9 +60,10 @@ def unit_of(module: Any) -> Unit | None:
 
 def own_contents(module: nnx.Module) -> dict[str, Any]:
     """The variables that a unit gathers, by path from it: those below it, but for those of units within."""
-    within = [path for path, inner in nnx.iter_graph(module) if path and unit_of(inner)]
-    inside = tuple(f"{path_of(path)}/" for path in within)
-    return {path: leaf for path, leaf in contents(module).items() if not (inside and path.startswith(inside))}
+    found = list(nnx.iter_graph(module))
+    within = tuple(f"{path_of(path)}/" for path, node in found if path and unit_of(node))
+    own = contents(found)
+    return {path: leaf for path, leaf in own.items() if not path.startswith(within)} if within else own
 
 
 @functools.cache
@@ -92,21 +93,38 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
 
     @functools.wraps(plain)
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        def run(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            with Gathered(own_contents(module)):
-                return plain.__get__(module, cls)(*args, **kwargs)
-
+        if id(self) in _running.get():
+            return plain.__get__(self, cls)(*args, **kwargs)
         own, unit = own_contents(self), unit_of(self)
         if (seen := _seen.get()) is not None:
             seen.look_at(own)
+
+        def run(module: nnx.Module, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
+            with _as_running(module), Gathered(own):
+                return plain.__get__(module, cls)(*args, **kwargs)
+
         if unit is None or not any(map(is_split, own.values())):
-            return plain.__get__(self, cls)(*args, **kwargs)
+            return run(self, {}, args, kwargs)
         with jax.named_scope(f"{cls.__name__}.sharded"):
-            if unit.reshard_after_forward and _mode(unit.axes) == "manual" and collectives.axis_size(unit.axes) > 1:
+            drops = unit.reshard_after_forward and _mode(unit.axes) == "manual"
+            if drops and collectives.axis_size(unit.axes) > 1:
                 return _dropping_gathered(run, self, args, kwargs)
-            return run(self, *args, **kwargs)
+            return run(self, own, args, kwargs)
 
     return method
+
+
+_running: ContextVar[frozenset[int]] = ContextVar("_running", default=frozenset())
+
+
+@contextlib.contextmanager
+def _as_running(module: nnx.Module) -> Iterator[None]:
+    """Meanwhile the module has gathered what it needs, and its other methods need not look."""
+    token = _running.set(_running.get() | {id(module)})
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) -> Any:
@@ -116,7 +134,7 @@ def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) 
 
     def rerun(module: nnx.Module, values: dict[int, Any]) -> dict[int, Any]:
         args, kwargs = put_back(values)
-        results, put_results_back = _split_values(run(module, *args, **kwargs))
+        results, put_results_back = _split_values(run(module, own_contents(module), args, kwargs))
         rebuild.append(put_results_back)
         return results
 

@@ -8,7 +8,7 @@ its whole value while its module runs; read at any other time, it gathers itself
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -158,11 +158,10 @@ class Gathered:
 # ----------------------------------------------------------------------------------------------- collections by path
 
 
-def contents(module: nnx.Module) -> dict[str, Any]:
-    """The variables of a module and its bare arrays, each once, by path as in ``blocks/0/kernel``."""
-    arrays = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    found = ((path, leaf) for path, leaf in nnx.iter_graph(module) if isinstance(leaf, nnx.Variable | arrays))
-    return {path_of(path): leaf for path, leaf in found}
+def contents(found: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+    """Of what ``nnx.iter_graph`` finds, variables and bare arrays, by path as in ``blocks/0/kernel``."""
+    kinds = (nnx.Variable, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    return {path_of(path): leaf for path, leaf in found if isinstance(leaf, kinds)}
 
 
 def path_of(parts: tuple[Any, ...]) -> str:
@@ -183,7 +182,7 @@ def collection_of(leaf: Any) -> str | None:
 def collections_of(module: nnx.Module) -> dict[str, Any]:
     """The variables of a module as a dict of collections: bare values, and boxes around those that are split."""
     collections: dict[str, Any] = {}
-    for path, leaf in contents(module).items():
+    for path, leaf in contents(nnx.iter_graph(module)).items():
         if (name := collection_of(leaf)) is not None:
             set_at(collections, f"{name}/{path}", _boxed(leaf))
     return collections
