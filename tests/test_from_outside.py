@@ -112,8 +112,7 @@ class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.RNN(nn.LSTMCell(16))(nn.Embed(24, 16)(tokens))
-        x = nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16)))(x)
-        return nn.Dense(24)(x)
+        return nn.Dense(24)(nn.RNN(nn.GRUCell(16), reverse=True, keep_order=True)(x))
 
 
 def loss_fn(params, apply_fn, tokens, rng):
@@ -121,6 +120,7 @@ def loss_fn(params, apply_fn, tokens, rng):
     return optax.softmax_cross_entropy_with_integer_labels(apply_fn({"params": params}, tokens), tokens).mean()
 
 
+@functools.cache
 def three_steps_on_one_device(model):
     """The parameters at the start and after three steps of AdamW on the whole batch."""
     start = params = jax.jit(model.init)(KEY, TOKENS)["params"]
@@ -151,10 +151,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
         {"reshard_after_forward": True},
         {"", "h/0", "h/1"},
     ),
-    "scan": (Scanned(), repeated_blocks(), {}, {"steps"}),
+    "scan, hybrid": (Scanned(), repeated_blocks(), {"replicas": Replicas("dp")}, {"steps"}),
     "by size, padded": (Tied(25, 15), larger_than(300), {"uneven": "pad", "min_weight_size": 8}, set()),
-    "recurrent": (Recurrent(), nn.RNN, {}, {"LSTMCell_0", "GRUCell_0", "GRUCell_1"}),
-    "hybrid": (Scanned(), (nn.Embed, nn.Dense), {"replicas": Replicas("dp")}, {"Embed_0", "Dense_0", "steps/Dense_0"}),
+    "recurrent": (Recurrent(), nn.RNN, {}, {"LSTMCell_0", "GRUCell_0"}),
 }
 RUNS = [(name, True) for name in CASES] + [("tied head", False), ("recurrent", False)]
 
@@ -282,12 +281,19 @@ def test_options_of_their_own_for_each_choice():
 # ------------------------------------------------------------------------------------------------- as a Linen module
 
 
-def whole_in_shard_map(model, run, inputs=TOKENS, check_vma=True):
-    """``run(model, variables, inputs)`` inside ``shard_map``, with the variables of ``init_sharded``."""
-    mesh = mesh_of(2, 4)
-    variables = init_sharded(model, mesh, KEY, inputs, batch_axes=AXES)
+@functools.cache
+def initialised(model):
+    return init_sharded(model, mesh_of(2, 4), KEY, TOKENS, batch_axes=AXES)
+
+
+def whole_in_shard_map(model, run):
+    """``run(model, variables, tokens)`` inside ``shard_map``, with the variables of ``init_sharded``."""
+    mesh, variables = mesh_of(2, 4), initialised(model)
     specs = partition_specs(variables, mesh)
-    return on_mesh(partial(run, model), mesh, check_vma, (specs, P(AXES)), P(AXES))(variables, inputs)
+    return on_mesh(partial(run, model), mesh, True, (specs, P(AXES)), P(AXES))(variables, TOKENS)
+
+
+USED = shard_modules(Tied(), (Layer, nn.Embed), **SMALL)
 
 
 USES = {
@@ -305,13 +311,12 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_it_is_used_as_the_plain_model(use):
-    model = shard_modules(Tied(), (Layer, nn.Embed), **SMALL)
-    variables = jax.jit(Tied().init)(KEY, TOKENS)
-    got = jax.tree.leaves(whole_in_shard_map(model, USES[use]))
+    variables = three_steps_on_one_device(Tied())[0]
+    got = jax.tree.leaves(whole_in_shard_map(USED, USES[use]))
     if use == "dropout":  # each device draws for its own batch
         assert all(np.isfinite(leaf).all() for leaf in got)
         return
-    for g, w in zip(got, jax.tree.leaves(jax.jit(partial(USES[use], Tied()))(variables, TOKENS)), strict=True):
+    for g, w in zip(got, jax.tree.leaves(USES[use](Tied(), {"params": variables}, TOKENS)), strict=True):
         assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
@@ -384,6 +389,20 @@ def test_statistics_beside_parameters_and_two_methods_at_init():
         "params/first/kernel",
         "params/second/kernel",
     }
+
+
+def test_a_recurrent_module_that_its_source_wraps():
+    class Wrapped(nn.Module):
+        wrap: Any
+
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.one_hot(tokens, 16)
+            return self.wrap(nn.RNN)(nn.SimpleCell(16), time_major=True, name="rnn")(x.swapaxes(0, 1)).swapaxes(0, 1)
+
+    variables = jax.jit(Wrapped(plain).init)(KEY, TOKENS)
+    got = whole_in_shard_map(Wrapped(partial(shard_module_params, **SMALL)), lambda m, v, x: m.apply(v, x))
+    assert_allclose(got, jax.jit(Wrapped(plain).apply)(variables, TOKENS), rtol=1e-4, atol=1e-5)
 
 
 def test_a_decorated_init_is_kept():

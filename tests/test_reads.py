@@ -50,9 +50,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-@pytest.mark.parametrize("options, features", OPTIONS.values(), ids=OPTIONS)
-def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(options, features, check_vma):
+RUNS = [*((name, True) for name in OPTIONS), ("padded", False), ("copies", False)]
+
+
+@pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
+def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(name, check_vma):
+    options, features = OPTIONS[name]
     mesh, model = mesh_of(2, 4), fsdp(Weight, **options)(features)
     variables = init_sharded(model, mesh, KEY, X, batch_axes=AXES)
     box, plain = variables["params"]["weight"], jax.jit(Weight(features).init)(KEY, X)
