@@ -197,12 +197,13 @@ def leaf_names(leaf: Any) -> tuple[AxisEntry, ...]:
 
 def with_layer_names(leaf: Any) -> Any:
     """The leaf in a box whose names say that the leading dims, those that it has no names for, are whole."""
-    missing = np.ndim(leaf_value(leaf)) - len(leaf.names) if is_box(leaf) else 0
-    if missing <= 0:
+    if not isinstance(leaf, meta.Partitioned):
         return leaf
-    names, sizes = (None,) * missing + tuple(leaf.names), leaf.true_sizes if isinstance(leaf, Sharded) else ()
-    boxed = leaf.replace(names=names)
-    return boxed.replace(true_sizes=(None,) * missing + sizes) if sizes else boxed
+    layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
+    boxed = leaf.replace(names=layers + tuple(leaf.names))
+    return (
+        boxed.replace(true_sizes=layers + leaf.true_sizes) if isinstance(leaf, Sharded) and leaf.true_sizes else boxed
+    )
 
 
 def leaf_axes(leaf: Any) -> tuple[str, ...]:
