@@ -60,7 +60,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves,
     true_value,
 )
-from xlstm_jax.distributed.data_parallel.nnx.variables import set_at
+from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import set_at
 from xlstm_jax.distributed.forecast import forecast, lint
 
 KEY, BATCH = jax.random.key(0), data()

@@ -34,7 +34,7 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.linen import stacking
+from xlstm_jax.distributed.data_parallel.fronts.linen import stacking
 
 LOOP, SCAN = "block_{}", "blocks"
 TX = optax.adamw(1e-2)

@@ -23,16 +23,16 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 
 from xlstm_jax.distributed.data_parallel.boxes import box_like, unbox
 from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
+from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
+from xlstm_jax.distributed.data_parallel.fronts.linen.stacking import stack_params, unstack_params
+from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_module_params
+from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model, shard_nnx_modules
+from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import rename_leaves
+from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.gather_array import gather_array_with_mean_grads
-from xlstm_jax.distributed.data_parallel.linen.from_outside import shard_modules
-from xlstm_jax.distributed.data_parallel.linen.policies import larger_than, repeated_blocks
-from xlstm_jax.distributed.data_parallel.linen.stacking import stack_params, unstack_params
-from xlstm_jax.distributed.data_parallel.linen.wrapping import shard_module_params
-from xlstm_jax.distributed.data_parallel.nnx.nnx_models import NnxModel, nnx_model, shard_nnx_modules
-from xlstm_jax.distributed.data_parallel.nnx.variables import rename_leaves
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
-from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 
 __all__ = [

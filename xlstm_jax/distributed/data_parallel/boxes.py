@@ -40,6 +40,8 @@ class Box(Protocol):
 
     def replace_boxed(self, val: Any) -> "Box": ...  # the same box around another value
 
+    def replace(self, **fields: Any) -> Any: ...  # the same with other fields
+
 
 class Sharded(ReadAsArray, meta.Partitioned[Any]):
     """The box that this library makes: an ``nn.Partitioned`` that is at home inside ``shard_map``.

@@ -25,6 +25,8 @@ from xlstm_jax.distributed.training.checking.arguments import (
     check_loss_fn,
     check_mesh_of,
 )
+from xlstm_jax.distributed.training.checking.collections import readable
+from xlstm_jax.distributed.training.state import collections_of
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -121,7 +123,7 @@ def _variables_of(state: Any) -> dict[str, PyTree]:
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
             f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
         )
-    return {"params": state.params, "collections": getattr(state, "collections", {})}
+    return {"params": state.params, "collections": collections_of(state)}
 
 
 def _observe(
@@ -133,7 +135,7 @@ def _observe(
     local: Local,
 ) -> Local:
     """What runs inside ``shard_map``."""
-    more = (variables["collections"],) if variables["collections"] else ()
+    more = (readable(variables["collections"]),) if variables["collections"] else ()
     observed = eval_fn(variables["params"], apply_fn, batch, *more)
     if not isinstance(observed, Mapping):
         raise TypeError(

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement
-from xlstm_jax.distributed.data_parallel.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts

@@ -1,19 +1,14 @@
 """``shard_module_params``: lifts the life of a parameter, as the folder's ``__init__`` tells it, onto Linen modules.
 
-The variables of a wrapped module pass one function where a public method is entered, and another where ``init`` leaves
-it. What these do depends on where the module runs:
-  inside shard_map        values are shards: they are gathered on entry, and split after init
-  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
-  anywhere else           values are global and bare: it is the plain module
-For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided about it.
+The variables of a wrapped module pass ``gather_here`` where a public method is entered, and ``shard_here`` where
+``init`` leaves it. For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided.
 """
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,27 +21,19 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, map_leaves_with_path, true_value
 from xlstm_jax.distributed.data_parallel.communication import Replicas
-from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gather_array import inside_module
-from xlstm_jax.distributed.data_parallel.linen.carries import vary_carries
-from xlstm_jax.distributed.data_parallel.linen.refusals import (
+from xlstm_jax.distributed.data_parallel.fronts.entering import gather_here, running, shard_here
+from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
+from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import (
     check_not_inside_reader,
-    check_shards,
     whole_value_gathered,
 )
-from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper
-from xlstm_jax.distributed.data_parallel.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
+from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.gather_array import inside_module
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
-    box_params,
-    box_shards,
-    is_gathered_here,
-    plan_params,
-    with_unit,
 )
 from xlstm_jax.wording import kind_of
 
@@ -71,7 +58,7 @@ def shard_module_params(
     """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
 
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
-    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see the top of this file).
+    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see ``entering``).
     Parameter names, shapes and initial values are those of the plain module: the wrapped class keeps its name.
 
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
@@ -133,57 +120,6 @@ def _is_nnx(cls: type[Any]) -> bool:
     return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
-def _mode(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
-    """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
-    unbound = [axis for axis in axes if not collectives.is_bound(axis)]
-    if not unbound:
-        return "manual"
-    mesh = jax.sharding.get_abstract_mesh()
-    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
-        return "global"
-    if mesh.empty:
-        return "plain"
-    if mesh.manual_axes:
-        raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
-    raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
-
-
-def _no_axis(axis: str) -> ValueError:
-    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
-    there = tuple(jax.sharding.get_abstract_mesh().shape)
-    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
-
-
-def _gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
-    """What the module sees: its leaves whole, but for those that a wrapped module inside of it gathers by itself."""
-    if _mode(axes) == "manual":
-        check_shards(variables, axes)
-        return gather_own_params(variables, axes, replace(rule.communication, replicas=None), is_gathered_here)
-
-    def take_out(path: str, leaf: Any) -> Any:
-        if not is_gathered_here(path, leaf):
-            return leaf
-        if isinstance(leaf, Planned):
-            return leaf.gathered(axes)
-        # Boxes over other axes stay, for the wrapper of those.
-        return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
-
-    return map_leaves_with_path(take_out, variables)
-
-
-def _shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
-    mode = _mode(axes)
-    if mode == "plain":
-        return variables
-    if mode == "manual":
-        return with_unit(box_shards(variables, axes, rule), variables)
-    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.communication.replicas
-    if replicas and (missing := [axis for axis in replicas.axes if axis not in mesh.shape]):
-        raise _no_axis(missing[0])
-    sizes = {axis: mesh.shape[axis] for axis in axes}
-    return with_unit((plan_params if is_planning() else box_params)(variables, sizes, rule), variables)
-
-
 def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
     """The target with every public method lifted: it gathers "params" before and splits them after initialisation."""
     if isinstance(target, functools.partial):
@@ -203,7 +139,7 @@ def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_for
 def _lift_methods(
     target: Any, methods: list[str] | None, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool
 ) -> Any:
-    gather, shard = functools.partial(_gather_here, axes, rule), functools.partial(_shard_here, axes, rule)
+    gather, shard = functools.partial(gather_here, axes, rule), functools.partial(shard_here, axes, rule)
     lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
@@ -247,7 +183,7 @@ def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
     """A lifted transformation: what ``method`` gathers over ``axes`` is gathered again for the backward pass."""
 
     def dropping(scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        if _mode(axes) != "manual" or collectives.axis_size(axes) == 1:
+        if running(axes) != "manual" or collectives.axis_size(axes) == 1:
             return method(scopes, *args, **kwargs)
         arrays, put_back = _split_arrays((args, kwargs))
         rebuild_results: list[Callable[[Arrays], PyTree]] = []
@@ -292,7 +228,7 @@ def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Me
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
-        mode = _mode(axes)
+        mode = running(axes)
         if mode != "plain":
             check_not_inside_reader(self)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.

@@ -19,7 +19,7 @@ from flax.core import meta
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry
-from xlstm_jax.distributed.data_parallel.linen.wrapping import _gather_here
+from xlstm_jax.distributed.data_parallel.fronts.entering import gather_here
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
@@ -129,7 +129,7 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for axes in {variable.get_metadata(AXES) for variable in variables.values()}:
         over_axes = {path: v for path, v in variables.items() if v.get_metadata(AXES) == axes}
-        whole |= _gather_here(axes, ShardRule(), over_axes)
+        whole |= gather_here(axes, ShardRule(), over_axes)
     return {path: boxes.leaf_value(whole[path]) for path in variables}
 
 
@@ -179,7 +179,7 @@ def collection_of(leaf: Any) -> str | None:
     return known or nnx.variable_name_from_type(_plain_type(leaf), allow_register=True)
 
 
-def collections_of(module: nnx.Module) -> dict[str, Any]:
+def variables_of(module: nnx.Module) -> dict[str, Any]:
     """The variables of a module as a dict of collections: bare values, and boxes around those that are split."""
     collections: dict[str, Any] = {}
     for path, leaf in contents(nnx.iter_graph(module)).items():

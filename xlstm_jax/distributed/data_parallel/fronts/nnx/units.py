@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 
 from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.linen.wrapping import _mode
-from xlstm_jax.distributed.data_parallel.nnx.variables import Gathered, contents, is_split, path_of
-from xlstm_jax.distributed.data_parallel.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.fronts.entering import running
+from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, contents, is_split, path_of
+from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 
 Method = Callable[..., Any]
@@ -106,7 +106,7 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
         if unit is None or not any(map(is_split, own.values())):
             return run(self, {}, args, kwargs)
         with jax.named_scope(f"{cls.__name__}.sharded"):
-            drops = unit.reshard_after_forward and _mode(unit.axes) == "manual"
+            drops = unit.reshard_after_forward and running(unit.axes) == "manual"
             if drops and collectives.axis_size(unit.axes) > 1:
                 return _dropping_gathered(run, self, args, kwargs)
             return run(self, own, args, kwargs)

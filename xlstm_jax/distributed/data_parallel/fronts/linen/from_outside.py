@@ -26,10 +26,10 @@ from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, true_shape, unit_depth
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.linen.carries import with_varying_carry
-from xlstm_jax.distributed.data_parallel.linen.policies import Choice, Seen, SeenModule, as_choice
-from xlstm_jax.distributed.data_parallel.linen.scans import inside_wrapper, scans_over_params, unwatched
-from xlstm_jax.distributed.data_parallel.linen.wrapping import (
+from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
+from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
+from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     Method,
     Target,
     is_public,

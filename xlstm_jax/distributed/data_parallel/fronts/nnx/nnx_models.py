@@ -25,8 +25,8 @@ from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import Replicas, is_prng_key
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.linen.wrapping import _shard_here
-from xlstm_jax.distributed.data_parallel.nnx.units import (
+from xlstm_jax.distributed.data_parallel.fronts.entering import shard_here
+from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     LEAF_PATH,
     SeenShapes,
     Unit,
@@ -38,14 +38,14 @@ from xlstm_jax.distributed.data_parallel.nnx.units import (
     modules_of,
     own_contents,
 )
-from xlstm_jax.distributed.data_parallel.nnx.variables import (
+from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     collection_of,
-    collections_of,
     contents,
     get_at,
     path_of,
     put,
     set_at,
+    variables_of,
     with_own_names,
 )
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
@@ -149,7 +149,7 @@ class NnxModel:
           method, **kwargs: as for ``apply``.
         """
         made = self._made(_streams(rngs))
-        variables, found = collections_of(made), contents(nnx.iter_graph(made))
+        variables, found = variables_of(made), contents(nnx.iter_graph(made))
         for name, leaf in found.items():
             if collection_of(leaf) == "params":
                 set_at(variables, f"params/{name}", with_own_names(leaf, np.ndim(leaf.get_raw_value())))
@@ -189,7 +189,7 @@ class NnxModel:
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:
             return output
-        after = collections_of(module)
+        after = variables_of(module)
         names = after if mutable is True else [mutable] if isinstance(mutable, str) else mutable
         return output, {name: after[name] for name in names if name in after}
 
@@ -209,7 +209,7 @@ class NnxModel:
 
     def unbind(self, module: nnx.Module) -> dict[str, Any]:
         """The variables of a module that ``bind`` made: its inverse, after training steps of your own, say."""
-        return collections_of(module)
+        return variables_of(module)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # axes that a variable's metadata name are put into its box
@@ -343,7 +343,7 @@ def _sharded(variables: Mapping[str, Any], unit: Unit, seen: Mapping[str, tuple[
     """The parameters of a unit, by path, in boxes; each decided on as its layer is, with leading dims for layers."""
     shapes = {path: np.shape(variable.get_raw_value()) for path, variable in variables.items()}
     layer_dims = {path: _layer_dims(path, shape, seen.get(path, shape)) for path, shape in shapes.items()}
-    shard: Callable[[Any], Any] = functools.partial(_shard_here, unit.axes, unit.rule)
+    shard: Callable[[Any], Any] = functools.partial(shard_here, unit.axes, unit.rule)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {path: 0 if count > depth else None for path, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)

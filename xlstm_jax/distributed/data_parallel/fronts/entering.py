@@ -1,0 +1,118 @@
+"""What happens where a module is entered and left: its parameters are gathered, and split after initialisation.
+
+It depends on where the module runs:
+  inside shard_map        values are shards: they are gathered on entry, and split after init
+  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
+  anywhere else           values are global and bare: it is the plain module
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.boxes import (
+    is_box,
+    leaf_axes,
+    leaf_value,
+    leaves_with_path,
+    map_leaves_with_path,
+    true_value,
+)
+from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.gather_array import path_in_model
+from xlstm_jax.distributed.data_parallel.shard import (
+    ShardRule,
+    box_params,
+    box_shards,
+    is_gathered_here,
+    plan_params,
+    with_unit,
+)
+
+
+def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
+    """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    unbound = [axis for axis in axes if not collectives.is_bound(axis)]
+    if not unbound:
+        return "manual"
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
+        return "global"
+    if mesh.empty:
+        return "plain"
+    if mesh.manual_axes:
+        raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
+    raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
+
+
+def _no_axis(axis: str) -> ValueError:
+    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
+    there = tuple(jax.sharding.get_abstract_mesh().shape)
+    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
+
+
+def gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
+    """What the module sees: its leaves whole, but for those that a wrapped module inside of it gathers by itself."""
+    if running(axes) == "manual":
+        check_shards(variables, axes)
+        return gather_own_params(variables, axes, replace(rule.communication, replicas=None), is_gathered_here)
+
+    def take_out(path: str, leaf: Any) -> Any:
+        if not is_gathered_here(path, leaf):
+            return leaf
+        if isinstance(leaf, Planned):
+            return leaf.gathered(axes)
+        # Boxes over other axes stay, for the wrapper of those.
+        return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+
+    return map_leaves_with_path(take_out, variables)
+
+
+def shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyTree:
+    mode = running(axes)
+    if mode == "plain":
+        return variables
+    if mode == "manual":
+        return with_unit(box_shards(variables, axes, rule), variables)
+    mesh, replicas = jax.sharding.get_abstract_mesh(), rule.communication.replicas
+    if replicas and (missing := [axis for axis in replicas.axes if axis not in mesh.shape]):
+        raise _no_axis(missing[0])
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    return with_unit((plan_params if is_planning() else box_params)(variables, sizes, rule), variables)
+
+
+def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
+    """Raises where a leaf that a box splits over ``axes`` is a global array: it did not come through the ``shard_map``.
+
+    Those of an outer ``jit`` are traced, and their types get lost in a scan of Linen; the front for
+    Linen sees those by their shapes.
+    """
+    for path, leaf in leaves_with_path(variables):
+        if (
+            isinstance(leaf_value(leaf), jax.Array)
+            and not isinstance(leaf_value(leaf), Tracer)
+            and split_over(leaf, axes)
+        ):
+            raise closed_over(path_in_model(path), leaf, axes)
+
+
+def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``axes`` over which the leaf's box splits it on more than one device."""
+    return collectives.spread_axes([axis for axis in leaf_axes(leaf) if axis in axes])
+
+
+def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
+    """What to raise of a leaf whose box says that it is split, and whose value is whole."""
+    shape = np.shape(leaf_value(leaf))
+    return ValueError(
+        f"'{path}' is split over {split_over(leaf, axes)} by its box, and its value of shape {shape} is whole on each "
+        "device: a function inside shard_map closes over it, where it must be passed in to be a shard. Parameters that "
+        "a loss does not train (LoRA) belong into state.params, too: there apply jax.lax.stop_gradient to them, and "
+        "give them optax.set_to_zero() by optax.multi_transform."
+    )

@@ -1,0 +1,32 @@
+"""What a wrapped module refuses where it is entered: values that are no shards, and layers that would read shards."""
+
+import numpy as np
+from flax import linen as nn
+
+from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.fronts.entering import closed_over, split_over
+
+READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
+
+
+def check_not_inside_reader(module: nn.Module) -> None:
+    """Raises where a layer that reads parameters stands around a wrapped module: it would take norms of shards.
+
+    Boxes would get into the names of its own parameters, too. Flax keeps the modules that are being called to itself.
+    """
+    for caller in nn.module._context.module_stack:
+        if isinstance(caller, READERS):
+            kind, layer = type(caller).__name__, type(module).__name__
+            raise ValueError(
+                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it: that "
+                "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
+                f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
+            )
+
+
+def whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
+    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
+    for path, leaf in leaves_with_path(module.variables.get("params", {})):
+        if split_over(leaf, axes) and f"generate shape {np.shape(leaf_value(leaf))}," in str(error):
+            return closed_over("/".join((*module.path, path)), leaf, axes)
+    return None
