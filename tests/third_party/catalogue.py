@@ -1,10 +1,11 @@
 """The models: small, with example inputs, and the classes of their repeated blocks. No source of theirs is edited.
 
-Those of Hugging Face come from the last line of releases of ``transformers`` and ``diffusers`` that has Flax models.
+The residual network and one U-Net are the suite's own, in the style of Flax's examples. Those of Hugging Face come from
+the last line of releases of ``transformers`` and ``diffusers`` that has Flax models.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +14,30 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tests.support import AXES
+from xlstm_jax.distributed import nnx_model
+
 BATCH, LENGTH, WIDTH, VOCAB = 8, 8, 32, 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, ``where`` it is sharded, its inputs with leading dim ``BATCH``, and what else ``__call__`` takes."""
+    """A model, ``where`` it is sharded, and its inputs with leading dim ``BATCH``.
 
-    model: nn.Module
+    ``on_mesh`` is the model in its place where devices share a batch: with the axes of its statistics. ``exact_gelu``:
+    it computes that, or another function with ``erf``.
+    """
+
+    model: Any
     where: Any
     inputs: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_mesh: Any = None
+    exact_gelu: bool = False
 
     def output(self, result: Any) -> jax.Array:
-        """The array of what the model returns: the logits, the sample."""
+        """The array of what the model returns: logits, a sample."""
+        if isinstance(result, Mapping):
+            return result["logits"] if "logits" in result else next(iter(result.values()))
         return result if isinstance(result, jax.Array) else result[0]
 
 
@@ -93,7 +104,7 @@ def bert(remat: bool = False) -> Case:
     )
     model = bert.FlaxBertForMaskedLMModule(config, gradient_checkpointing=remat)
     inputs = (tokens(), ones(), jnp.zeros_like(ones()), positions(), None)
-    return Case(model, (bert.FlaxBertLayer, nn.Embed), inputs)
+    return Case(model, (bert.FlaxBertLayer, nn.Embed), inputs, exact_gelu=True)
 
 
 def t5(remat: bool = False) -> Case:
@@ -147,7 +158,7 @@ def whisper(remat: bool = False) -> Case:
     model = whisper.FlaxWhisperForConditionalGenerationModule(config, gradient_checkpointing=remat)
     sound = jax.random.normal(jax.random.key(3), (BATCH, 8, 2 * LENGTH))
     where = (whisper.FlaxWhisperEncoderLayer, whisper.FlaxWhisperDecoderLayer, nn.Embed)
-    return Case(model, where, (sound, tokens(), ones(), positions()))
+    return Case(model, where, (sound, tokens(), ones(), positions()), exact_gelu=True)
 
 
 def vit() -> Case:
@@ -162,7 +173,7 @@ def vit() -> Case:
         patch_size=8,
         num_labels=8,
     )
-    return Case(vit.FlaxViTForImageClassificationModule(config), vit.FlaxViTLayer, (images(),))
+    return Case(vit.FlaxViTForImageClassificationModule(config), vit.FlaxViTLayer, (images(),), exact_gelu=True)
 
 
 def bart() -> Case:
@@ -181,7 +192,7 @@ def bart() -> Case:
     )
     where = (bart.FlaxBartEncoderLayer, bart.FlaxBartDecoderLayer, nn.Embed)
     inputs = (tokens(), ones(), tokens(2), ones(), positions(), positions())
-    return Case(bart.FlaxBartForConditionalGenerationModule(config), where, inputs)
+    return Case(bart.FlaxBartForConditionalGenerationModule(config), where, inputs, exact_gelu=True)
 
 
 def unet() -> Case:
@@ -203,6 +214,30 @@ def unet() -> Case:
     return Case(model, where, (images(channels_last=False, size=8, channels=4), jnp.arange(BATCH), text))
 
 
+def resnet(remat: bool = False) -> Case:
+    from tests.vision_models import ResNet, ResNetBlock
+
+    where = (ResNetBlock, nn.Conv, nn.Dense)
+    return Case(ResNet(remat=remat), where, (images(),), ResNet(axis_name=AXES, remat=remat))
+
+
+def own_unet() -> Case:
+    from tests.vision_models import UNet, UNetBlock
+
+    return Case(UNet(), (UNetBlock, nn.Conv), (images(), jnp.arange(BATCH) / BATCH))
+
+
+def mamba() -> Case:
+    from flax import nnx
+    from mamba2_jax.modeling import Mamba2Block, Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=VOCAB, hidden_size=WIDTH, state_size=16, head_dim=8, chunk_size=8, num_hidden_layers=2
+    )
+    model = nnx_model(lambda rngs: Mamba2ForCausalLM(config, rngs=rngs))
+    return Case(model, (Mamba2Block, nnx.Embed), (tokens(),))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "GPT-2": gpt2,
     "GPT-2's block, scan": gpt2_scanned,
@@ -217,4 +252,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "ViT": vit,
     "BART": bart,
     "U-Net of diffusers": unet,
+    "ResNet": resnet,
+    "ResNet, remat": partial(resnet, remat=True),
+    "U-Net": own_unet,
+    "Mamba-2 (NNX)": mamba,
 }

@@ -1,11 +1,14 @@
 """Runs every model in both modes, and writes the table of docs/any_model.md: ``python -m tests.third_party.table``.
 
-The rows are kept in outcomes.json beside this file. A test compares the table on the page with them.
+The outcomes are kept in outcomes.json beside this file, for each release of JAX those of its last run; the table shows
+the larger error. A test compares the table on the page with them.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
@@ -16,31 +19,38 @@ from tests.third_party import catalogue, compare
 HERE = Path(__file__).parent
 KEPT, PAGE = HERE / "outcomes.json", HERE.parent.parent / "docs" / "any_model.md"
 BEGIN, END = "<!-- table of models -->\n", "<!-- end of the table -->\n"
-HEAD = ["model", "`check_vma`", "same start", "gradients", "three AdamW steps", "split", "gathers, scatters"]
+HEAD = ["model", "units", "`check_vma`", "same start", "gradients", "three AdamW steps", "split", "gathers, scatters"]
+Outcomes = Mapping[str, Mapping[str, Any]]
 
 
-def row(name: str, check_vma: bool, outcome: compare.Outcome) -> list[str]:
+def row(name: str, mode: str, releases: list[Outcomes]) -> list[str]:
+    """What all releases of JAX say of a model in one mode, which has a mark where one of them refuses it."""
+    found = [models[name][mode] for models in releases]
+    seen = [outcome for outcome in found if outcome]
+    counts = {(o["split"], o["leaves"], o["gathers"], o["scatters"]) for o in seen}
+    assert len(counts) == 1, f"{name}: releases of JAX differ in {counts}"
+    ((split, leaves, gathers, scatters),) = counts
     return [
         name,
-        str(check_vma),
-        "every bit" if outcome.same_bits else "no",
-        f"{outcome.gradients:.0e}",
-        f"{outcome.steps:.0e}",
-        f"{outcome.split} of {outcome.leaves}",
-        f"{outcome.gathers}, {outcome.scatters}",
+        releases[0][name]["units"],
+        mode if len(seen) == len(found) else f"{mode} [1]",
+        "every bit" if all(o["same_bits"] for o in seen) else "no",
+        f"{max(o['gradients'] for o in seen):.0e}",
+        f"{max(o['steps'] for o in seen):.0e}",
+        f"{split} of {leaves}",
+        f"{gathers}, {scatters}",
     ]
 
 
-def table(kept: dict) -> str:
+def table(kept: Mapping[str, Any]) -> str:
     """The kept outcomes in Markdown."""
-    rows = [
-        row(name, mode == "True", compare.Outcome(**of))
-        for name, modes in kept["models"].items()
-        for mode, of in modes.items()
-    ]
+    releases = [run["models"] for run in kept.values()]
+    rows = [row(name, mode, releases) for name in releases[0] for mode in ("True", "False")]
     lines = [HEAD, ["---"] * len(HEAD), *rows]
-    versions = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\nMade with {versions}.\n"
+    runs = "; ".join(
+        ", ".join(f"{name} {version}" for name, version in run["versions"].items()) for run in kept.values()
+    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\nMade with {runs}.\n"
 
 
 def on_page(page: str) -> str:
@@ -48,21 +58,28 @@ def on_page(page: str) -> str:
     return page.partition(BEGIN)[2].partition(END)[0]
 
 
-def run() -> dict:
+def run() -> dict[str, Any]:
+    """The outcomes of all models on this release of JAX; None where JAX has no gradient of one."""
     import diffusers
     import transformers
 
     packages = {"JAX": jax, "Flax": flax, "transformers": transformers, "diffusers": diffusers}
-    names = track(catalogue.CASES, description="models")
     return {
         "versions": {name: package.__version__ for name, package in packages.items()},
-        "models": {
-            name: {str(mode): asdict(compare.outcome_of(name, mode)) for mode in (True, False)} for name in names
-        },
+        "models": {name: of_model(name) for name in track(catalogue.CASES, description="models")},
     }
 
 
+def of_model(name: str) -> dict[str, Any]:
+    where = catalogue.CASES[name]().where
+    units = ", ".join(cls.__name__ for cls in (where if isinstance(where, tuple) else (where,)))
+    outcomes = {str(mode): compare.outcome_of(name, mode) for mode in (True, False) if compare.has_gradient(name, mode)}
+    return {"units": units, "True": None} | {mode: asdict(outcome) for mode, outcome in outcomes.items()}
+
+
 if __name__ == "__main__":
-    KEPT.write_text(json.dumps(run(), indent=1) + "\n")
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept[f"JAX {'.'.join(jax.__version__.split('.')[:2])}"] = run()
+    KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     page = PAGE.read_text()
-    PAGE.write_text(page.replace(on_page(page), table(json.loads(KEPT.read_text()))))
+    PAGE.write_text(page.replace(BEGIN + on_page(page), BEGIN + table(json.loads(KEPT.read_text()))))

@@ -44,7 +44,7 @@ EXTRAS = {
     "train": _TRAIN,
     "bench": ("clu", *_TRAIN),
     "torch": ("torch",),
-    "models": ("diffusers", "transformers"),
+    "models": ("diffusers", "mamba2-jax", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
