@@ -44,11 +44,11 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     leaves_with_path,
     map_leaves,
     rebox,
-    shardings,
 )
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings

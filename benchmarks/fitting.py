@@ -10,7 +10,6 @@ What goes on after a save is what a restored run begins with, the metric state i
 started again has the losses of one that was not, bit for bit.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,8 @@ from xlstm_jax.distributed import (
     LoopGuard,
     check_replicas,
     create_train_state,
+    make_eval_step,
     make_train_step,
-    partition_specs,
     shard_batch,
     skip_nonfinite,
 )
@@ -108,30 +107,20 @@ def loss_fn(
     return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
 
 
-def make_evaluate(job: Job, state: TrainState) -> Callable[[Any], jax.Array]:
-    """``evaluate(params)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
+def held_out_losses(params: Any, apply_fn: Callable[..., Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {"values": byte_losses(apply_fn, params, batch["windows"])[0], "weight": batch["weight"]}
+
+
+def make_evaluate(job: Job) -> Callable[[TrainState], jax.Array]:
+    """``evaluate(state)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
     padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
     windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
     windows = place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
-    weight = place(job, (np.arange(padded) < HELD_OUT_WINDOWS))
-    mean = StatefulMetric(WeightedMean(), job.mesh)
-    batch_spec = PartitionSpec(job.batch_axes)
-    losses = jax.jit(
-        jax.shard_map(
-            functools.partial(byte_losses, job.model.apply),
-            mesh=job.mesh,
-            in_specs=(partition_specs(state.params, job.mesh), batch_spec),
-            out_specs=batch_spec,
-        )
-    )
-
-    def evaluate(params):
-        mean.reset()
-        mean.update(losses(params, windows)[0], weight)
-        mean.sync()
-        return mean.compute()
-
-    return evaluate
+    batch = {"windows": windows, "weight": place(job, (np.arange(padded) < HELD_OUT_WINDOWS))}
+    mean = WeightedMean()
+    eval_step = make_eval_step(held_out_losses, job.mesh, job.batch_axes, metric=mean)
+    log_step = make_log_step(mean, job.mesh, job.batch_axes)
+    return lambda state: log_step(eval_step(state, batch, mean.empty(job.batch_axes, job.mesh)))[0]
 
 
 def draw_batch(job: Job, index: int) -> jax.Array:
@@ -207,9 +196,9 @@ def compile_programs(job: Job, run: Run) -> Programs:
     options = {"metric": metric, "whole_ok": job.config.replicated}
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
     sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
-    evaluate = make_evaluate(job, run.state)
+    evaluate = make_evaluate(job)
     compiled = step.lower(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()
-    evaluate(run.state.params).block_until_ready()
+    evaluate(run.state).block_until_ready()
     return Programs(compiled, make_log_step(metric, mesh, axes), jax.jit(sync), evaluate)
 
 
@@ -240,7 +229,7 @@ def fit(
             if due or position % config.log_every == 0:
                 row, local = programs.log_step(local)
                 row |= {"grad_norm": metrics["grad_norm"]} | speed.row(position)
-                row |= {"held_out_loss": programs.evaluate(state.params)} if due else {}
+                row |= {"held_out_loss": programs.evaluate(state)} if due else {}
                 logger.log(position, row)
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)

@@ -184,14 +184,14 @@ def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iter
     for seed in seeds:
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, seed=seed))
         state, _, _, rng = fitting.begin(job, None)
-        first, evaluate = first or state, evaluate or fitting.make_evaluate(job, state)
+        first, evaluate = first or state, evaluate or fitting.make_evaluate(job)
         # One program for all seeds: jit knows the functions that a state carries by their identity.
         state, losses = state.replace(apply_fn=first.apply_fn, tx=first.tx), []
         with _rings(training.bits):
             for index in range(config.steps):
                 state, metrics = step(state, fitting.draw_batch(job, index), rng)
                 losses.append(metrics["loss"])
-        yield {"seed": seed, "losses": [float(x) for x in losses], "held_out": float(evaluate(state.params))}
+        yield {"seed": seed, "losses": [float(x) for x in losses], "held_out": float(evaluate(state))}
 
 
 def _with_options(job: Job, options: Mapping[str, Any]) -> Job:
