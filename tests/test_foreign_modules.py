@@ -30,6 +30,7 @@ from xlstm_jax.distributed import (
     init_sharded,
     make_train_step,
     partition_specs,
+    shard_modules,
     sync_gradients,
     unbox,
     value_and_grad,
@@ -219,6 +220,16 @@ def test_parameters_that_a_loss_closes_over_are_refused_by_name(check_vma):
     in_jit = jax.jit(lambda params: on_mesh(lambda x: Adapted(fsdp).apply(params, x), MESH, check_vma, P(), P())(X))
     with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it.*optax.set_to_zero"):
         in_jit.lower({"params": params})
+    # Of a model sharded from outside too, and where a leaf is read without its module.
+    outside = shard_modules(Adapted(), nn.Dense, "fsdp", min_weight_size=8)
+    in_jit = jax.jit(lambda params: on_mesh(lambda x: outside.apply(params, x), MESH, check_vma, P(), P())(X))
+    with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it"):
+        in_jit.lower({"params": params})
+    with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it"):
+        jax.eval_shape(on_mesh(lambda x: outside.apply({"params": params}, x), MESH, check_vma, P(), P()), X)
+    kernel = params["base"]["kernel"]
+    with pytest.raises(ValueError, match=r"a parameter that is read is split over \('fsdp',\) .* \(8, 16\) is whole"):
+        jax.eval_shape(on_mesh(lambda x: jnp.sum(kernel.T) + x, MESH, check_vma, P(), P()), X)
 
 
 def test_frozen_parameters_train_the_rest_as_one_device_does():

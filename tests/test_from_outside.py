@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -254,6 +256,10 @@ def test_what_chooses_nothing_by_its_kind_is_refused(where):
 def test_other_arguments_are_refused_at_the_call():
     with pytest.raises(TypeError, match="shard_modules takes a Linen module or its class"):
         shard_modules(lambda x: x, nn.Dense, "fsdp")
+    with pytest.raises(TypeError, match=r"not a Linear. For flax.nnx: shard_nnx_modules\(nnx_model"):
+        shard_modules(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense, "fsdp")
+    with pytest.raises(TypeError, match=r"not a SimpleNamespace. Its 'module' is one: pass that."):
+        shard_modules(SimpleNamespace(_module=Tied()), nn.Dense, "fsdp")
     with pytest.raises(TypeError, match=r"min_weight_size=2\.5 is not a number"):
         shard_modules(Tied(), nn.Dense, "fsdp", 2.5)
     with pytest.raises(ValueError, match="size=-1 is no number of values"):

@@ -39,6 +39,7 @@ from xlstm_jax.distributed import (
     box_like,
     create_train_state,
     init_sharded,
+    larger_than,
     make_train_step,
     nnx_model,
     partition_specs,
@@ -362,6 +363,12 @@ def test_statistics_are_a_collection_and_are_those_of_the_whole_batch():
     assert np.abs(updated["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: it moved
 
 
+def test_the_norms_over_devices_are_no_obstacle_to_init_on_inputs():
+    model, keys = sharded(Noisy, nnx.Linear), {"default": KEY}
+    state = abstract_train_state(model, optax.sgd(0.1), mesh_of(2, 4), keys, BATCH["x"], batch_axes=AXES)
+    assert state.params["first"]["kernel"].names == (None, "fsdp") and "batch_stats" in state.collections
+
+
 def make_plain_noisy():
     module = Noisy(nnx.Rngs(KEY))
     module.norm.axis_name = None
@@ -493,6 +500,8 @@ def test_what_matches_nothing_or_twice():
         sharded(where=nnx.Conv)
     with pytest.raises(ValueError, match=r"'first' matches .* and one before it; shard a module once"):
         shard_nnx_modules(sharded(), nnx.Linear, "fsdp")
+    with pytest.raises(TypeError, match=r"where is a _LargerThan: pass a class of nnx modules"):
+        sharded(where=larger_than(4))
     with pytest.raises(TypeError, match=r"takes what nnx_model\(make\) returns, not .*Model"):
         shard_nnx_modules(Model(nnx.Rngs(0)), Block, "fsdp")
     with pytest.raises(TypeError, match=r"a function that makes the module, not .*Model"):
@@ -533,6 +542,16 @@ def test_layers_that_are_scanned_over_another_dim_are_refused():
     model = sharded(Other, nnx.Linear)
     with pytest.raises(ValueError, match=r"'layers/\w+' of shape .* is seen by its module as .* Scan over dim 0"):
         model.init(KEY, BATCH["x"])
+
+
+def test_a_plan_names_the_unit_that_gathers_each_leaf():
+    def gathered_with(where):
+        rows = plan_sharding(sharded(twin(False, False), where), {"fsdp": 4}, BATCH["x"]).rows
+        return {row.path: row.gathered_with for row in rows if row.path.endswith("kernel")}
+
+    units = gathered_with(nnx.Linear)
+    assert all(unit == path.removesuffix("/kernel") for path, unit in units.items()), units
+    assert set(gathered_with(lambda path, module: not path).values()) == {""}
 
 
 def test_names_of_leaves():

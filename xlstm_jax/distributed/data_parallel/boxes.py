@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
+from jax.core import Tracer
 from typing_extensions import TypeIs
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.communication import DEFAULT_COMMUNICATION, Communication, value_dtype
-from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, ReadAsArray, gather_dims
+from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, ReadAsArray, gather_dims, whole_value
 
 
 class Box(Protocol):
@@ -70,6 +71,9 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
         axes = self._axes_to_read()
         if not axes:
             return true_value(self)
+        is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
+        if is_whole and (spread := collectives.spread_axes(axes)):
+            raise whole_value("a parameter that is read", np.shape(self.value), spread)
         collectives.check_bound(copied_axes(self), caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
             return leaf_value(gather_leaf(self, axes, self.communication))

@@ -135,6 +135,16 @@ def _while(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
+    """What to raise of a leaf, named by ``what``, whose box says that it is split, and whose value is whole."""
+    return ValueError(
+        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
+        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
+        "train (LoRA) belong into state.params, too: there apply jax.lax.stop_gradient to them, and give them "
+        "optax.set_to_zero() by optax.multi_transform."
+    )
+
+
 def path_in_model(path: str) -> str:
     """The path of a leaf from the top of the model, for one within the module that gathers it."""
     module = _module.get()

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.training.checking.arguments import (
     check_loss_fn,
     check_mesh_of,
 )
-from xlstm_jax.distributed.training.checking.collections import readable
+from xlstm_jax.distributed.training.checking.collections import check_eval_takes_collections, readable
 from xlstm_jax.distributed.training.state import collections_of
 from xlstm_jax.wording import kind_of
 
@@ -101,6 +101,7 @@ def make_eval_step(
     def step(state: Any, batch: PyTree, local: Local) -> Local:
         check_no_explicit_mesh()
         variables = _variables_of(state)
+        check_eval_takes_collections(eval_fn, variables["collections"])
         check_mesh_of({"state": variables, "local": local}, mesh)
         check_batch(batch, _devices_over(mesh, axes), divisor, PADDING)
         specs = placement.partition_specs(variables, mesh)

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
 )
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gather_array import path_in_model
+from xlstm_jax.distributed.data_parallel.gather_array import path_in_model, whole_value
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
     box_params,
@@ -109,10 +109,4 @@ def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
     """What to raise of a leaf whose box says that it is split, and whose value is whole."""
-    shape = np.shape(leaf_value(leaf))
-    return ValueError(
-        f"'{path}' is split over {split_over(leaf, axes)} by its box, and its value of shape {shape} is whole on each "
-        "device: a function inside shard_map closes over it, where it must be passed in to be a shard. Parameters that "
-        "a loss does not train (LoRA) belong into state.params, too: there apply jax.lax.stop_gradient to them, and "
-        "give them optax.set_to_zero() by optax.multi_transform."
-    )
+    return whole_value(f"'{path}'", np.shape(leaf_value(leaf)), split_over(leaf, axes))

@@ -51,13 +51,24 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 # --------------------------------------------------------------------------------------------- of a loss function
 
 
+def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+    """Raises a ``TypeError`` where the function of an evaluation takes collections and the state has none, or else."""
+    if not _takes_the_other(eval_fn, 4, 3, collections):
+        return
+    if collections:
+        raise TypeError(
+            f"the state has the collections {sorted(collections)}, and eval_fn takes three arguments. Write eval_fn("
+            "params, apply_fn, batch, collections), with apply_fn({'params': params, **collections}, ...)."
+        )
+    raise TypeError(
+        "eval_fn takes collections as a fourth argument, and the state has none; leave the argument out, or evaluate a "
+        "state that has them, as create_train_state makes it."
+    )
+
+
 def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
     """Raises a ``TypeError`` where a loss function takes collections and the state has none, or the reverse."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # a function without a signature says so itself
-        return
-    if _binds(signature, 5 if collections else 4) or not _binds(signature, 4 if collections else 5):
+    if not _takes_the_other(loss_fn, 5, 4, collections):
         return
     if collections:
         raise TypeError(
@@ -70,6 +81,16 @@ def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[st
         "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
         "for a model without them leave the argument out."
     )
+
+
+def _takes_the_other(function: Callable[..., Any], with_them: int, without: int, collections: Any) -> bool:
+    """Whether a function takes the number of arguments that would be right if there were collections, or were none."""
+    needed, other = (with_them, without) if collections else (without, with_them)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a signature says so itself
+        return False
+    return not _binds(signature, needed) and _binds(signature, other)
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

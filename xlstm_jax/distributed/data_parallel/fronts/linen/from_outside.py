@@ -28,10 +28,12 @@ from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
+from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     Method,
     Target,
+    is_nnx,
     is_public,
     public_methods,
     shard_module_params,
@@ -118,8 +120,15 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
         cls, fields = taken_apart(model, "shard_modules({}, where, axis_name)")
         return _subclass(cls, sharding)(**fields)
     if not (isinstance(model, type) and issubclass(model, nn.Module)):
-        raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(model)}.")
+        raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(model)}.{_cure(model)}")
     return _subclass(model, sharding)
+
+
+def _cure(model: Any) -> str:
+    if is_nnx(model if isinstance(model, type) else type(model)):
+        return " For flax.nnx: shard_nnx_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
+    held = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    return f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
 
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
@@ -182,7 +191,8 @@ class _Run:
                 return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
-            with jax.named_scope(f"{module.name or type(module).__name__}.sharded"), inside_wrapper():
+            in_profiles = jax.named_scope(f"{module.name or type(module).__name__}.sharded")
+            with in_profiles, named_in_errors(module, self.sharding.axes), inside_wrapper():
                 return self._lifted(context)(module, *args, **kwargs)
 
     def _lifted(self, context: nn.module.InterceptorContext) -> Method:

@@ -1,10 +1,15 @@
 """What a wrapped module refuses where it is entered: values that are no shards, and layers that would read shards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
-from xlstm_jax.distributed.data_parallel.fronts.entering import closed_over, split_over
+from xlstm_jax.distributed.data_parallel.fronts.entering import closed_over, running, split_over
+from xlstm_jax.distributed.data_parallel.gather_array import inside_module
 
 READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
 
@@ -24,7 +29,19 @@ def check_not_inside_reader(module: nn.Module) -> None:
             )
 
 
-def whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
+@contextmanager
+def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
+    """While the module gathers: errors name its leaves by their path, and Linen's of a whole value says what it is."""
+    with inside_module(module.path):
+        try:
+            yield
+        except ScopeParamShapeError as error:
+            if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
+                raise reason from None
+            raise
+
+
+def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
     """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
     for path, leaf in leaves_with_path(module.variables.get("params", {})):
         if split_over(leaf, axes) and f"generate shape {np.shape(leaf_value(leaf))}," in str(error):

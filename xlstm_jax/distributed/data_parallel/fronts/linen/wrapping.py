@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
-from flax.errors import ScopeParamShapeError
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
@@ -25,13 +24,9 @@ from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.fronts.entering import gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import (
-    check_not_inside_reader,
-    whole_value_gathered,
-)
+from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.gather_array import inside_module
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
 )
@@ -105,18 +100,19 @@ def shard_module_params(
 
 def _check_target(target: Any) -> None:
     cls = target if isinstance(target, type) else type(target)
-    if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not _is_nnx(cls)):
+    if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not is_nnx(cls)):
         return
-    what = f"{kind_of(target)} of flax.nnx" if _is_nnx(cls) else kind_of(target)
+    what = f"{kind_of(target)} of flax.nnx" if is_nnx(cls) else kind_of(target)
     cure = (
         "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_nnx_modules"
-        if _is_nnx(cls)
+        if is_nnx(cls)
         else "Pass (nn.Dense, 'fsdp'), say"
     )
     raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
 
 
-def _is_nnx(cls: type[Any]) -> bool:
+def is_nnx(cls: type[Any]) -> bool:
+    """Whether a class is one of flax.nnx, or a subclass of such."""
     return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
@@ -228,18 +224,12 @@ def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Me
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
-        mode = running(axes)
-        if mode != "plain":
+        if running(axes) != "plain":
             check_not_inside_reader(self)
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
         name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
-        with name, inside_module(self.path), inside_wrapper(), nn.intercept_methods(vary_carries):
-            try:
-                return lifted(self, *args, **kwargs)
-            except ScopeParamShapeError as error:
-                if mode == "manual" and (reason := whole_value_gathered(self, axes, error)):
-                    raise reason from None
-                raise
+        with name, named_in_errors(self, axes), inside_wrapper(), nn.intercept_methods(vary_carries):
+            return lifted(self, *args, **kwargs)
 
     return method
 

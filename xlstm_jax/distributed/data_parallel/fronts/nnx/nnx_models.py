@@ -51,6 +51,7 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 from xlstm_jax.wording import kind_of
 
+NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)
 STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws from it for carries that are zeros, as nn.RNN does from a constant key
 
 
@@ -105,7 +106,7 @@ def shard_nnx_modules(
       axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven: see
         ``shard_module_params``.
     Raises:
-      TypeError: the model is none of ``nnx_model``, or a dtype is none.
+      TypeError: the model is none of ``nnx_model``, ``where`` is none of these, or a dtype is none.
       ValueError: no module matches, and the error lists those there are; or one is sharded twice.
     """
     if not isinstance(model, NnxModel):
@@ -114,6 +115,10 @@ def shard_nnx_modules(
         as_axis_names(axis_name),
         ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
     )
+    if not (callable(where) or isinstance(where, tuple)):
+        raise TypeError(
+            f"where is {kind_of(where)}: pass a class of nnx modules, a tuple of them, or a function of (path, module)."
+        )
     if replicas and (both := set(axes) & set(replicas.axes)):
         raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
     sharded = dataclasses.replace(model, rules=(*model.rules, (where, Unit(axes, rule, reshard_after_forward))))
@@ -157,7 +162,7 @@ class NnxModel:
         for path, unit in self.units.items():
             own = {name: found[name] for name in self._own_params(path)}
             for name, leaf in _sharded(own, unit, shapes).items():
-                set_at(variables, f"params/{name}", leaf)
+                set_at(variables, f"params/{name}", _with_unit(path, name, leaf))
         return variables
 
     def apply(
@@ -267,6 +272,9 @@ class NnxModel:
             for path, leaf in contents(nnx.iter_graph(module)).items():
                 if isinstance(leaf, nnx.Variable):
                     leaf.set_metadata(LEAF_PATH, path)
+            for norm in modules_of(module).values():
+                if isinstance(norm, NORMS):
+                    norm.axis_name = None  # no axis is bound in ``init``, where Linen's BatchNorm looks at none either
             for path, unit in self.units.items():
                 make_unit(modules_of(module)[path], unit)
             _method(module, method)(*inputs, **kwargs)
@@ -349,6 +357,13 @@ def _sharded(variables: Mapping[str, Any], unit: Unit, seen: Mapping[str, tuple[
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
     leaves = {path: with_own_names(v, len(shapes[path]) - layer_dims[path]) for path, v in variables.items()}
     return boxes.map_leaves(boxes.with_layer_names, shard(leaves))
+
+
+def _with_unit(unit: str, path: str, leaf: Any) -> Any:
+    """The leaf at a path, in a box that says that the unit at another path gathers it."""
+    if not isinstance(leaf, boxes.Sharded):
+        return leaf
+    return leaf.replace(unit_depth=len(path.split("/")) - len(unit.split("/") if unit else []))
 
 
 def _layer_dims(path: str, shape: tuple[int, ...], seen: tuple[int, ...]) -> int:
