@@ -273,7 +273,7 @@ def test_an_optimizer_that_is_none(take, tx, rule):
 
 
 @pytest.mark.parametrize("target, rule", [
-    (OfNnx, r"the class OfNnx of flax.nnx. Pass nnx_model\(.*\) to shard_nnx_modules"),
+    (OfNnx, r"the class OfNnx of flax.nnx. Pass nnx_model\(.*\) to shard_modules"),
     (OfNnx(), "an OfNnx of flax.nnx"),
     (Foreign, "the class Foreign"), ({"kernel": 1}, "a dict of 'kernel'"), ("fsdp", "'fsdp'"),
 ], ids=["nnx", "nnx instance", "class", "dict", "swapped"])  # fmt: skip

@@ -256,7 +256,7 @@ def test_what_chooses_nothing_by_its_kind_is_refused(where):
 def test_other_arguments_are_refused_at_the_call():
     with pytest.raises(TypeError, match="shard_modules takes a Linen module or its class"):
         shard_modules(lambda x: x, nn.Dense, "fsdp")
-    with pytest.raises(TypeError, match=r"not a Linear. For flax.nnx: shard_nnx_modules\(nnx_model"):
+    with pytest.raises(TypeError, match=r"not a Linear. For flax.nnx: shard_modules\(nnx_model"):
         shard_modules(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense, "fsdp")
     with pytest.raises(TypeError, match=r"not a SimpleNamespace. Its 'module' is one: pass that."):
         shard_modules(SimpleNamespace(_module=Tied()), nn.Dense, "fsdp")

@@ -27,9 +27,9 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.fronts.linen.stacking import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_module_params
-from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model, shard_nnx_modules
-from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import rename_leaves
+from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.fronts.renaming import rename_leaves
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.gather_array import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
@@ -50,7 +50,6 @@ __all__ = [
     "repeated_blocks",
     "shard_module_params",
     "shard_modules",
-    "shard_nnx_modules",
     "shard_params",
     "shardings",
     "split_array_over_mesh",

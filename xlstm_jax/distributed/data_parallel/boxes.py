@@ -212,6 +212,11 @@ def with_layer_names(leaf: Any) -> Any:
     )
 
 
+def with_last_names(leaf: Any, ndim: int) -> Any:
+    """The leaf in a box that has names for the last ``ndim`` dims only: those of a layer."""
+    return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
+
+
 def leaf_axes(leaf: Any) -> tuple[str, ...]:
     """All mesh axes that a leaf is split over, in the order of its dims; () for a leaf without a box."""
     return tuple(axis for entry in leaf_names(leaf) for axis in entry_axes(entry))
@@ -246,7 +251,7 @@ def map_nodes(fn: Callable[[Any], Any], tree: PyTree, is_node: Callable[[Any], b
     return jax.tree.map(fn, tree, is_leaf=lambda node: is_box(node) or is_node(node))
 
 
-def flatten_with_path(tree: PyTree, leaf_type: type[Any]) -> tuple[list[tuple[str, Any]], Any]:
+def flatten_with_path(tree: PyTree, leaf_type: type[Any] | tuple[type[Any], ...]) -> tuple[list[tuple[str, Any]], Any]:
     """All leaves with their paths, an instance of ``leaf_type`` being one leaf, and the structure to put them back."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, leaf_type))
     return [(path_string(path), leaf) for path, leaf in found], treedef

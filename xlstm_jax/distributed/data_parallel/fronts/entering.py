@@ -7,14 +7,16 @@ It depends on where the module runs:
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_box,
     leaf_axes,
@@ -23,6 +25,7 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     map_leaves_with_path,
     true_value,
 )
+from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.gather import gather_own_params
 from xlstm_jax.distributed.data_parallel.gather_array import path_in_model, whole_value
@@ -34,6 +37,46 @@ from xlstm_jax.distributed.data_parallel.shard import (
     plan_params,
     with_unit,
 )
+
+
+class Unit(NamedTuple):
+    """What a wrapper was asked for: over which axes modules are split, by what rule, and when weights are dropped."""
+
+    axes: tuple[str, ...]
+    rule: ShardRule
+    reshard_after_forward: bool
+
+    @classmethod
+    def of(
+        cls,
+        axis_name: AxisNames,
+        min_weight_size: int,
+        gather_dtype: DTypeLike | None,
+        grad_scatter_dtype: DTypeLike | None,
+        *,
+        reshard_after_forward: bool,
+        replicas: Replicas | None,
+        uneven: str,
+    ) -> "Unit":
+        """From the arguments of ``shard_module_params``, which raises what this does."""
+        axes = as_axis_names(axis_name)
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward={reshard_after_forward!r} is not True or False.")
+        rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas)
+        if replicas and (both := set(axes) & set(replicas.axes)):
+            raise ValueError(
+                f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both."
+            )
+        return cls(axes, rule, reshard_after_forward)
+
+
+@runtime_checkable
+class ShardsItself(Protocol):
+    """A model of another front than Linen's, which knows its modules; ``shard_modules`` takes it."""
+
+    def with_units(self, where: Any, unit: Unit) -> Any:
+        """The model, in which the modules that ``where`` says are units."""
+        ...
 
 
 def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:

@@ -30,7 +30,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core.primitives import mul_p
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.boxes import flatten_with_path
 
 Policy = Callable[..., Any]
 
@@ -118,3 +122,15 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
     return not any(
         _keep_but_weights(base, eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params) for eqn in body.eqns
     )
+
+
+def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """The arrays of a tree by position, and a function that puts others there; the rest (a flag, a module) stays.
+
+    Instances of ``others``, whatever they hold, count as arrays.
+    """
+    found, treedef = flatten_with_path(tree, others)
+    leaves = [leaf for _, leaf in found]
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
+    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
+    return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from flax import linen as nn
@@ -22,17 +22,16 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, true_shape, unit_depth
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
 from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     Method,
-    Target,
     is_nnx,
     is_public,
     public_methods,
@@ -42,11 +41,13 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
 from xlstm_jax.wording import kind_of, path_pattern
 
+Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
+
 SHOWN = 12  # modules that an error lists
 
 
 def shard_modules(
-    model: Target,
+    model: Model,
     where: Any,
     axis_name: AxisNames,
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
@@ -56,7 +57,7 @@ def shard_modules(
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
-) -> Target:
+) -> Model:
     """Shards submodules of a model from outside, as if ``shard_module_params`` were around them in its source.
 
     >>> mlp = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(16)])
@@ -73,30 +74,33 @@ def shard_modules(
     parameter that is read elsewhere, past the module that gathers it (a tied head), is gathered for each such read.
 
     Args:
-      model: a Linen module, its class, or a ``functools.partial`` of one.
+      model: a Linen module, its class, or a ``functools.partial`` of one; or an NNX model, as ``nnx_model`` makes it.
       where: which submodules; the model itself, at path "", is one of them.
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module there;
-        - ``larger_than(size)``, or ``repeated_blocks()``.
+        - ``larger_than(size)``, or ``repeated_blocks()``, of a Linen model.
       axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven: see
         ``shard_module_params``.
     Raises:
-      ValueError: (in ``init``) nothing was chosen; lists the modules that there are.
+      ValueError: (in ``init``; at once, of an NNX model) nothing was chosen; lists the modules that there are.
       TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
         these; or as ``shard_module_params`` raises.
     """
-    lift = functools.partial(
-        shard_module_params,
-        axis_name=axis_name,
-        min_weight_size=min_weight_size,
-        gather_dtype=gather_dtype,
-        grad_scatter_dtype=grad_scatter_dtype,
-        reshard_after_forward=reshard_after_forward,
-        replicas=replicas,
-        uneven=uneven,
-    )
-    lift(_nothing)  # refuses options here and not in the first call
-    return _sharded(model, _Sharding(as_choice(where), where, as_axis_names(axis_name), lift))
+    options: dict[str, Any] = {
+        "axis_name": axis_name,
+        "min_weight_size": min_weight_size,
+        "gather_dtype": gather_dtype,
+        "grad_scatter_dtype": grad_scatter_dtype,
+        "reshard_after_forward": reshard_after_forward,
+        "replicas": replicas,
+        "uneven": uneven,
+    }
+    unit = Unit.of(**options)  # refuses options here and not in the first call
+    if isinstance(model, ShardsItself) and not isinstance(model, type):
+        return model.with_units(where, unit)
+    _check_model(model)
+    lift = functools.partial(shard_module_params, **options)
+    return _sharded(model, _Sharding(as_choice(where), where, unit.axes, lift))
 
 
 @dataclass(frozen=True)
@@ -119,14 +123,18 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
     if isinstance(model, nn.Module):
         cls, fields = taken_apart(model, "shard_modules({}, where, axis_name)")
         return _subclass(cls, sharding)(**fields)
-    if not (isinstance(model, type) and issubclass(model, nn.Module)):
-        raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(model)}.{_cure(model)}")
     return _subclass(model, sharding)
+
+
+def _check_model(model: Any) -> None:
+    made = model.func if isinstance(model, functools.partial) else model
+    if not (isinstance(made, nn.Module) or (isinstance(made, type) and issubclass(made, nn.Module))):
+        raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{_cure(made)}")
 
 
 def _cure(model: Any) -> str:
     if is_nnx(model if isinstance(model, type) else type(model)):
-        return " For flax.nnx: shard_nnx_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
+        return " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
     held = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
     return f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
 

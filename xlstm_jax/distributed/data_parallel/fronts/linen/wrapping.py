@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_transform
@@ -19,22 +18,18 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.fronts.entering import gather_here, running, shard_here
+from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
 from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import (
-    ShardRule,
-)
+from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.shard import ShardRule
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
 Method = Callable[..., Any]
-Arrays = dict[int, Any]
 
 _LINENS_OWN = {"setup", *vars(nn.Module)}
 
@@ -82,20 +77,23 @@ def shard_module_params(
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
         no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
-      TypeError: the target is none of these (modules of ``flax.nnx`` are for ``shard_nnx_modules``), or an instance
+      TypeError: the target is none of these (modules of ``flax.nnx``: see ``nnx_model``), or an instance
         that its parent has already named; or a dtype is none.
     """
     _check_target(target)
-    axes = as_axis_names(axis_name)
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward={reshard_after_forward!r} is not True or False.")
-    rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas)
-    if replicas and (both := set(axes) & set(replicas.axes)):
-        raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
+    unit = Unit.of(
+        axis_name,
+        min_weight_size,
+        gather_dtype,
+        grad_scatter_dtype,
+        reshard_after_forward=reshard_after_forward,
+        replicas=replicas,
+        uneven=uneven,
+    )
     if isinstance(target, nn.Module):
         cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
-        return _lift(cls, axes, rule, reshard_after_forward)(**fields)
-    return _lift(target, axes, rule, reshard_after_forward)
+        return _lift(cls, *unit)(**fields)
+    return _lift(target, *unit)
 
 
 def _check_target(target: Any) -> None:
@@ -104,7 +102,7 @@ def _check_target(target: Any) -> None:
         return
     what = f"{kind_of(target)} of flax.nnx" if is_nnx(cls) else kind_of(target)
     cure = (
-        "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_nnx_modules"
+        "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
         if is_nnx(cls)
         else "Pass (nn.Dense, 'fsdp'), say"
     )
@@ -181,12 +179,12 @@ def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
     def dropping(scopes: Any, *args: Any, **kwargs: Any) -> Any:
         if running(axes) != "manual" or collectives.axis_size(axes) == 1:
             return method(scopes, *args, **kwargs)
-        arrays, put_back = _split_arrays((args, kwargs))
-        rebuild_results: list[Callable[[Arrays], PyTree]] = []
+        arrays, put_back = split_arrays((args, kwargs))
+        rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
 
-        def run(scopes: Any, arrays: Arrays) -> Arrays:
+        def run(scopes: Any, arrays: dict[int, Any]) -> dict[int, Any]:
             args, kwargs = put_back(arrays)
-            results, rebuild = _split_arrays(method(scopes, *args, **kwargs))
+            results, rebuild = split_arrays(method(scopes, *args, **kwargs))
             rebuild_results.append(rebuild)
             return results
 
@@ -194,14 +192,6 @@ def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
         return rebuild_results[-1](results)
 
     return dropping
-
-
-def _split_arrays(tree: PyTree) -> tuple[Arrays, Callable[[Arrays], PyTree]]:
-    """The arrays of a tree by position, and a function that puts others there; the rest (a flag, a module) stays."""
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
-    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
-    return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])
 
 
 def public_methods(cls: type[nn.Module]) -> list[str]:

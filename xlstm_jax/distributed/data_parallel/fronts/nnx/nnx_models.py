@@ -1,7 +1,7 @@
 """``nnx_model``: an NNX model as a pair of functions, ``init`` and ``apply``, sharded from outside.
 
-  nnx_model(make)                             a model whose parameters stay whole
-  shard_nnx_modules(model, where, "fsdp")     the modules that match keep theirs split, and gather them where they run
+  nnx_model(make)                         a model whose parameters stay whole
+  shard_modules(model, where, "fsdp")    the modules that match keep theirs split, and gather them where they run
 
 Both are models as a Linen module is one, so all of the library takes them: ``create_train_state``, ``plan_sharding``,
 ``forecast``, checkpoints. ``bind`` gives the NNX module itself.
@@ -18,40 +18,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import Replicas, is_prng_key
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.fronts.entering import shard_here
+from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     LEAF_PATH,
-    SeenShapes,
-    Unit,
-    Where,
-    carries_vary_over,
+    SEEN,
+    VARYING,
     let_carries_vary,
     make_unit,
-    matches,
+    meanwhile,
     modules_of,
-    own_contents,
+    predicate,
 )
 from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     collection_of,
     contents,
-    get_at,
+    is_variable,
+    leaves_of,
     path_of,
-    put,
-    set_at,
-    variables_of,
-    with_own_names,
+    with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.shard import ShardRule
 from xlstm_jax.wording import kind_of
 
-NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)
+NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
 STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws from it for carries that are zeros, as nn.RNN does from a constant key
 
 
@@ -77,58 +70,9 @@ def nnx_model(make: Callable[[nnx.Rngs], nnx.Module]) -> "NnxModel":
     return NnxModel(make)
 
 
-def shard_nnx_modules(
-    model: "NnxModel",
-    where: Where,
-    axis_name: AxisNames,
-    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
-    gather_dtype: DTypeLike | None = None,
-    grad_scatter_dtype: DTypeLike | None = None,
-    *,
-    reshard_after_forward: bool = False,
-    replicas: Replicas | None = None,
-    uneven: str = UNEVEN[0],
-) -> "NnxModel":
-    """The model with modules that keep their parameters sharded: ``shard_module_params`` for NNX, from outside.
-
-    >>> from flax import nnx
-    >>> model = shard_nnx_modules(nnx_model(lambda rngs: nnx.Linear(8, 16, rngs=rngs)), nnx.Linear, "fsdp", 64)
-    >>> x = jnp.ones((8, 8))
-    >>> params = init_sharded(model, mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))["params"]
-    >>> params["kernel"].names, params["bias"].shape
-    ((None, 'fsdp'), (16,))
-
-    Args:
-      model: of ``nnx_model``. Called again, it shards further modules, in another way.
-      where: the modules that are gathered as one each: a class or a tuple of classes, or a function of (path, module)
-        that says whether a module is one; paths are like ``blocks/0/attention``, that of the model is empty. Of one
-        within another, the inner one gathers its own parameters, and the outer the rest.
-      axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven: see
-        ``shard_module_params``.
-    Raises:
-      TypeError: the model is none of ``nnx_model``, ``where`` is none of these, or a dtype is none.
-      ValueError: no module matches, and the error lists those there are; or one is sharded twice.
-    """
-    if not isinstance(model, NnxModel):
-        raise TypeError(f"shard_nnx_modules takes what nnx_model(make) returns, not {kind_of(model)}.")
-    axes, rule = (
-        as_axis_names(axis_name),
-        ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas),
-    )
-    if not (callable(where) or isinstance(where, tuple)):
-        raise TypeError(
-            f"where is {kind_of(where)}: pass a class of nnx modules, a tuple of them, or a function of (path, module)."
-        )
-    if replicas and (both := set(axes) & set(replicas.axes)):
-        raise ValueError(f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both.")
-    sharded = dataclasses.replace(model, rules=(*model.rules, (where, Unit(axes, rule, reshard_after_forward))))
-    assert sharded.units  # made here, so that what does not match is refused here
-    return sharded
-
-
 @dataclass(frozen=True, eq=False)
 class NnxModel:
-    """An NNX model as functions of its variables; ``nnx_model`` makes one, ``shard_nnx_modules`` shards it.
+    """An NNX model as functions of its variables; ``nnx_model`` makes one, ``shard_modules`` shards it.
 
     Variables are a dict of collections, as of a Linen module: ``params`` (``nnx.Param`` and its subclasses),
     ``batch_stats``, ``cache``, and others by the name that NNX has for their type; each a nested dict by attribute,
@@ -142,7 +86,7 @@ class NnxModel:
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
-    rules: tuple[tuple[Where, Unit], ...] = ()
+    units: dict[str, Unit] = dataclasses.field(default_factory=dict)  # by the path of the module that gathers
 
     def init(self, rngs: PyTree, /, *inputs: PyTree, method: Any = None, **kwargs: Any) -> dict[str, Any]:
         """The variables, with the values that ``make(nnx.Rngs(...))`` has; split and boxed as a Linen module's are.
@@ -153,17 +97,12 @@ class NnxModel:
             scans over layers. Without inputs, a leading dim is not taken to be one of layers.
           method, **kwargs: as for ``apply``.
         """
-        made = self._made(_streams(rngs))
-        variables, found = variables_of(made), contents(nnx.iter_graph(made))
-        for name, leaf in found.items():
-            if collection_of(leaf) == "params":
-                set_at(variables, f"params/{name}", with_own_names(leaf, np.ndim(leaf.get_raw_value())))
+        leaves = leaves_of(self._made(_streams(rngs)))
         shapes = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
         for path, unit in self.units.items():
-            own = {name: found[name] for name in self._own_params(path)}
-            for name, leaf in _sharded(own, unit, shapes).items():
-                set_at(variables, f"params/{name}", _with_unit(path, name, leaf))
-        return variables
+            own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
+            leaves |= _sharded(own, path, unit, shapes)
+        return unflatten_dict(leaves, sep="/")
 
     def apply(
         self,
@@ -188,13 +127,13 @@ class NnxModel:
         Raises:
           ValueError: a variable is missing; names it.
         """
-        module = self.bind(variables, rngs)
+        module = self._bound(variables, rngs)
         axes = {axis for leaf in jax.tree.leaves((variables, inputs)) for axis in collectives.varying_axes(leaf)}
-        with jax.named_scope(type(module).__name__), carries_vary_over(axes):
+        with jax.named_scope(type(module).__name__), meanwhile(VARYING, frozenset(axes)):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:
             return output
-        after = variables_of(module)
+        after = self.unbind(module)
         names = after if mutable is True else [mutable] if isinstance(mutable, str) else mutable
         return output, {name: after[name] for name in names if name in after}
 
@@ -204,17 +143,37 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
+        if padded := [path for path, leaf in boxes.leaves_with_path(variables) if boxes.is_padded(leaf)]:
+            raise ValueError(
+                f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
+                "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
+            )
+        return self._bound(variables, rngs)
+
+    def _bound(self, variables: Mapping[str, Any], rngs: PyTree) -> nnx.Module:
         graphdef, state = self._split
-        values = [(path, self._with_value(path_of(path), leaf, variables, rngs)) for path, leaf in state]
-        module: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(values))
-        found, units = contents(nnx.iter_graph(module)), self._unit_of_param
-        for path, unit in units.items():
-            put(found[path], get_at(variables["params"], path), unit.axes, unit.rule)
-        return module
+        leaves = flatten_dict(dict(variables), sep="/")
+        return nnx.merge(graphdef, [self._with_value(path, leaf, leaves, rngs) for path, leaf in state])
 
     def unbind(self, module: nnx.Module) -> dict[str, Any]:
         """The variables of a module that ``bind`` made: its inverse, after training steps of your own, say."""
-        return variables_of(module)
+        return unflatten_dict(leaves_of(module), sep="/")
+
+    def with_units(self, where: Any, unit: Unit) -> "NnxModel":
+        """For ``shard_modules``: the model, in which modules that match gather their parameters."""
+        matches, found = predicate(where), modules_of(self._abstract)
+        matching = [path for path, module in found.items() if matches(path, module)]
+        if not matching:
+            there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
+            raise ValueError(f"where={where!r} matches no module. There are {there}.")
+        if twice := [path for path in matching if path in self.units]:
+            raise ValueError(f"'{twice[0]}' matches where={where!r} and one before it; shard a module once.")
+        if of_linen := [path for path in matching if isinstance(found[path], nnx.bridge.ToNNX)]:
+            raise ValueError(
+                f"'{of_linen[0]}' matches where={where!r} and is a Linen module under nnx.bridge.ToNNX. Shard that: "
+                "nnx.bridge.ToNNX(shard_modules(module, where, axis_name), rngs=rngs)."
+            )
+        return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, unit))
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # axes that a variable's metadata name are put into its box
@@ -222,79 +181,65 @@ class NnxModel:
         let_carries_vary(module)
         return module
 
-    @functools.cached_property
-    def units(self) -> dict[str, Unit]:
-        """What is sharded: by path of the module that gathers."""
-        found = modules_of(self._abstract)
-        chosen: dict[str, Unit] = {}
-        for where, unit in self.rules:
-            matching = [path for path, module in found.items() if matches(where, path, module)]
-            if not matching:
-                there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
-                raise ValueError(f"where={where!r} matches no module. There are {there}.")
-            if twice := [path for path in matching if path in chosen]:
-                raise ValueError(f"'{twice[0]}' matches where={where!r} and one before it; shard a module once.")
-            chosen |= dict.fromkeys(matching, unit)
-        return chosen
+    def _with_units_in(self, module: nnx.Module) -> nnx.Module:
+        found = modules_of(module) if self.units else {}
+        for path, unit in self.units.items():
+            make_unit(found[path], unit)
+        return module
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
         return nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
 
     @functools.cached_property
-    def _sharded_abstract(self) -> nnx.Module:
-        module = nnx.clone(self._abstract)
-        for path, unit in self.units.items():
-            make_unit(modules_of(module)[path], unit)
-        return module
+    def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
+        """The structure of the module, and its leaves in order, by path."""
+        graphdef, state = nnx.split(self._with_units_in(nnx.clone(self._abstract)))
+        flat = nnx.to_flat_state(state)
+        return graphdef, [(path_of(path), leaf) for path, leaf in flat]
 
     @functools.cached_property
-    def _split(self) -> tuple[Any, list[tuple[Any, Any]]]:
-        graphdef, state = nnx.split(self._sharded_abstract)
-        return graphdef, list(nnx.to_flat_state(state))
-
-    @functools.cached_property
-    def _unit_of_param(self) -> dict[str, Unit]:
-        """For each parameter that a unit gathers, by path, that unit."""
-        return {name: unit for path, unit in self.units.items() for name in self._own_params(path)}
-
-    def _own_params(self, unit: str) -> list[str]:
-        """The paths of the parameters that the unit at a path gathers."""
-        own = own_contents(modules_of(self._sharded_abstract)[unit])
-        start = f"{unit}/" if unit else ""
-        return [start + path for path, leaf in own.items() if collection_of(leaf) == "params"]
+    def _unit_of_param(self) -> dict[str, str]:
+        """For each parameter that a unit gathers, by path, the path of that unit: the innermost around it."""
+        params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
+        of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
+        innermost = {path: _innermost(path, [*self.units, *of_linen]) for path in params}
+        return {path: unit for path, unit in innermost.items() if unit in self.units}
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters as their units see them where the model runs, by path."""
 
-        def run(rngs: PyTree, inputs: Any, kwargs: Any) -> None:
+        def run(rngs: PyTree, inputs: Any) -> None:
             module = self._made(_streams(rngs))
-            for path, leaf in contents(nnx.iter_graph(module)).items():
-                if isinstance(leaf, nnx.Variable):
+            for path, leaf in contents(module).items():
+                if is_variable(leaf):
                     leaf.set_metadata(LEAF_PATH, path)
             for norm in modules_of(module).values():
                 if isinstance(norm, NORMS):
-                    norm.axis_name = None  # no axis is bound in ``init``, where Linen's BatchNorm looks at none either
-            for path, unit in self.units.items():
-                make_unit(modules_of(module)[path], unit)
-            _method(module, method)(*inputs, **kwargs)
+                    norm.axis_name = None  # there is no axis here, and no shape depends on it
+            _method(self._with_units_in(module), method)(*inputs, **kwargs)
 
-        with SeenShapes() as seen:
-            jax.eval_shape(lambda rngs, inputs: run(rngs, inputs, kwargs), rngs, inputs)
-        return seen.shapes
+        seen: dict[str, tuple[int, ...]] = {}
+        with meanwhile(SEEN, seen):
+            jax.eval_shape(run, rngs, inputs)
+        return seen
 
-    def _with_value(self, path: str, leaf: Any, variables: Mapping[str, Any], rngs: PyTree) -> Any:
+    def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
         name = collection_of(leaf)
         if name is None:
             return leaf.copy(_random_state(path, leaf, rngs))
-        try:
-            value = get_at(variables[name], path)
-        except (KeyError, TypeError):
+        if (full := f"{name}/{path}") not in leaves:
             raise ValueError(
-                f"the variables have no '{name}/{path}', which the model has; they have the collections "
-                f"{sorted(variables)}. Pass all that model.init returns."
-            ) from None
-        return leaf.copy(boxes.leaf_value(value)) if isinstance(leaf, nnx.Variable) else value
+                f"the variables have no '{full}', which the model has; they have the collections "
+                f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
+            )
+        unit = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
+        return with_leaf(leaf, leaves[full], unit) if is_variable(leaf) else leaves[full]
+
+
+def _innermost(path: str, modules: Iterable[str]) -> str | None:
+    """Of the paths of modules, the longest that ``path`` lies below."""
+    return max((module for module in modules if not module or path.startswith(f"{module}/")), key=len, default=None)
 
 
 def _method(module: nnx.Module, method: str | Callable[..., Any] | None) -> Callable[..., Any]:
@@ -329,41 +274,31 @@ class _NoKey:
     path: str
     tag: str
 
-    def _refuse(self) -> Any:
+    def __getattr__(self, name: str) -> Any:
         raise ValueError(
             f"'{self.path}' draws random numbers of the stream {self.tag!r}, and apply was given no key for it: pass "
             f"rngs={{{self.tag!r}: key}}, or call the model so that it draws none (nnx.view(net, deterministic=True))."
         )
 
     def __getitem__(self, index: Any) -> Any:
-        return self._refuse()
-
-    @property
-    def shape(self) -> Any:
-        return self._refuse()
-
-    @property
-    def dtype(self) -> Any:
-        return self._refuse()
+        return self.shape
 
 
-def _sharded(variables: Mapping[str, Any], unit: Unit, seen: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The parameters of a unit, by path, in boxes; each decided on as its layer is, with leading dims for layers."""
-    shapes = {path: np.shape(variable.get_raw_value()) for path, variable in variables.items()}
-    layer_dims = {path: _layer_dims(path, shape, seen.get(path, shape)) for path, shape in shapes.items()}
+def _sharded(own: Mapping[str, Any], path: str, unit: Unit, seen: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The parameters of the unit at a path in boxes, each decided on as its layer is, with leading dims for layers."""
+    start = f"{path}/" if path else ""
+    leaves, layer_dims = {}, {}
+    for name, leaf in own.items():
+        shape = np.shape(boxes.leaf_value(leaf))
+        below = f"params/{name.removeprefix(start)}"
+        layer_dims[below] = _layer_dims(name, shape, seen.get(name, shape))
+        leaves[below] = boxes.with_last_names(leaf, len(shape) - layer_dims[below])
     shard: Callable[[Any], Any] = functools.partial(shard_here, unit.axes, unit.rule)
     for depth in range(max(layer_dims.values(), default=0)):
-        dims = {path: 0 if count > depth else None for path, count in layer_dims.items()}
+        dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
-    leaves = {path: with_own_names(v, len(shapes[path]) - layer_dims[path]) for path, v in variables.items()}
-    return boxes.map_leaves(boxes.with_layer_names, shard(leaves))
-
-
-def _with_unit(unit: str, path: str, leaf: Any) -> Any:
-    """The leaf at a path, in a box that says that the unit at another path gathers it."""
-    if not isinstance(leaf, boxes.Sharded):
-        return leaf
-    return leaf.replace(unit_depth=len(path.split("/")) - len(unit.split("/") if unit else []))
+    boxed = boxes.map_leaves(boxes.with_layer_names, shard(leaves))
+    return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
 
 
 def _layer_dims(path: str, shape: tuple[int, ...], seen: tuple[int, ...]) -> int:

@@ -8,37 +8,38 @@ whatever splits and merges a model (``nnx.jit``, ``nnx.remat``, ``nnx.scan``) ha
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.fronts.entering import running
-from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, contents, is_split, path_of
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
+from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
+from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy, split_arrays
+from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
-Where = type[nnx.Module] | tuple[type[nnx.Module], ...] | Callable[[str, nnx.Module], bool]
 
 
-class Unit(NamedTuple):
-    """What ``shard_nnx_modules`` was asked for: over which axes, by what rule, and when weights are dropped."""
+def predicate(where: Any) -> Callable[[str, nnx.Module], bool]:
+    """``where`` as a function of path and module.
 
-    axes: tuple[str, ...]
-    rule: ShardRule
-    reshard_after_forward: bool
-
-
-def matches(where: Where, path: str, module: nnx.Module) -> bool:
-    """Whether a module is among those that ``where`` names: by class, or by path and module."""
-    if isinstance(where, type | tuple):
-        return isinstance(module, where)
-    return bool(where(path, module))
+    Raises:
+      TypeError: it is no class of modules, no tuple of such and no function.
+    """
+    classes = where if isinstance(where, tuple) else (where,)
+    if classes and all(isinstance(cls, type) and issubclass(cls, nnx.Module) for cls in classes):
+        return lambda path, module: isinstance(module, classes)
+    if callable(where) and not isinstance(where, type | nnx.Module):
+        return where
+    raise TypeError(
+        f"where is {kind_of(where)}; of an NNX model, pass a class of modules (nnx.Linear) or a tuple of them, or a "
+        "predicate of (path, module), as lambda path, module: path.startswith('blocks/')."
+    )
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -58,12 +59,12 @@ def unit_of(module: Any) -> Unit | None:
     return getattr(type(module), "_sharded_unit", None)
 
 
-def own_contents(module: nnx.Module) -> dict[str, Any]:
+def own_variables(module: nnx.Module) -> dict[str, Any]:
     """The variables that a unit gathers, by path from it: those below it, but for those of units within."""
     found = list(nnx.iter_graph(module))
-    within = tuple(f"{path_of(path)}/" for path, node in found if path and unit_of(node))
-    own = contents(found)
-    return {path: leaf for path, leaf in own.items() if not path.startswith(within)} if within else own
+    within = [path for path, node in found if path and unit_of(node)]
+    own = ((path, leaf) for path, leaf in found if is_variable(leaf))
+    return {path_of(path): leaf for path, leaf in own if not any(path[: len(unit)] == unit for unit in within)}
 
 
 @functools.cache
@@ -95,46 +96,50 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         if id(self) in _running.get():
             return plain.__get__(self, cls)(*args, **kwargs)
-        own, unit = own_contents(self), unit_of(self)
-        if (seen := _seen.get()) is not None:
-            seen.look_at(own)
+        own, unit = own_variables(self), unit_of(self)
+        if (seen := SEEN.get()) is not None:
+            seen |= {leaf.get_metadata(LEAF_PATH, ""): np.shape(leaf.get_raw_value()) for leaf in own.values()}
+        split = {path: leaf for path, leaf in own.items() if is_split(leaf)}
 
-        def run(module: nnx.Module, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
-            with _as_running(module), Gathered(own):
+        def run(module: nnx.Module, split: dict[str, Any], args: Any, kwargs: Any) -> Any:
+            with meanwhile(_running, _running.get() | {id(module)}), Gathered(split):
                 return plain.__get__(module, cls)(*args, **kwargs)
 
-        if unit is None or not any(map(is_split, own.values())):
+        if unit is None or not split:
             return run(self, {}, args, kwargs)
         with jax.named_scope(f"{cls.__name__}.sharded"):
             drops = unit.reshard_after_forward and running(unit.axes) == "manual"
             if drops and collectives.axis_size(unit.axes) > 1:
                 return _dropping_gathered(run, self, args, kwargs)
-            return run(self, own, args, kwargs)
+            return run(self, split, args, kwargs)
 
     return method
 
 
+# The modules that have gathered what they need, so that their other methods need not look.
 _running: ContextVar[frozenset[int]] = ContextVar("_running", default=frozenset())
 
 
 @contextlib.contextmanager
-def _as_running(module: nnx.Module) -> Iterator[None]:
-    """Meanwhile the module has gathered what it needs, and its other methods need not look."""
-    token = _running.set(_running.get() | {id(module)})
+def meanwhile(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Sets a context variable, and sets it back."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _running.reset(token)
+        variable.reset(token)
 
 
 def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) -> Any:
     """Runs a method; what it gathers is gathered again for the backward pass."""
-    values, put_back = _split_values((args, kwargs))
+    objects = (nnx.Pytree, nnx.Variable)
+    values, put_back = split_arrays((args, kwargs), *objects)
     rebuild: list[Callable[[Any], Any]] = []
 
     def rerun(module: nnx.Module, values: dict[int, Any]) -> dict[int, Any]:
         args, kwargs = put_back(values)
-        results, put_results_back = _split_values(run(module, own_contents(module), args, kwargs))
+        split = {path: leaf for path, leaf in own_variables(module).items() if is_split(leaf)}
+        results, put_results_back = split_arrays(run(module, split, args, kwargs), *objects)
         rebuild.append(put_results_back)
         return results
 
@@ -142,29 +147,10 @@ def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) 
     return rebuild[-1](results)
 
 
-def _split_values(tree: Any) -> tuple[dict[int, Any], Callable[[dict[int, Any]], Any]]:
-    """The arrays and NNX's objects of a tree by position, and a function that puts others there; the rest stays."""
-    found, treedef = boxes.flatten_with_path(tree, nnx.Pytree)
-    leaves = [leaf for _, leaf in found]
-    moving = (jax.Array, np.ndarray, nnx.Pytree, nnx.Variable)
-    values = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, moving)}
-    rest = [None if i in values else leaf for i, leaf in enumerate(leaves)]
-    return values, lambda new: jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(rest)])
-
-
 # -------------------------------------------------------------------------------------------------- carries that vary
 
-_varying: ContextVar[frozenset[str]] = ContextVar("_varying", default=frozenset())
-
-
-@contextlib.contextmanager
-def carries_vary_over(axes: Collection[str]) -> Iterator[None]:
-    """Meanwhile, the first carries of recurrent cells are typed as varying over the axes, as those that follow are."""
-    token = _varying.set(frozenset(axes))
-    try:
-        yield
-    finally:
-        _varying.reset(token)
+# The axes over which the first carries of recurrent cells are typed as varying, as those that follow are.
+VARYING: ContextVar[frozenset[str]] = ContextVar("VARYING", default=frozenset())
 
 
 def let_carries_vary(module: nnx.Module) -> None:
@@ -178,7 +164,7 @@ def let_carries_vary(module: nnx.Module) -> None:
 def _varying_cell_type(cls: type[nnx.RNNCellBase]) -> Any:
     @functools.wraps(cls.initialize_carry)
     def initialize_carry(self: nnx.RNNCellBase, *args: Any, **kwargs: Any) -> Any:
-        return collectives.to_varying(cls.initialize_carry(self, *args, **kwargs), _varying.get())
+        return collectives.to_varying(cls.initialize_carry(self, *args, **kwargs), VARYING.get())
 
     return _subclass(cls, {"initialize_carry": initialize_carry})
 
@@ -187,25 +173,5 @@ def _varying_cell_type(cls: type[nnx.RNNCellBase]) -> Any:
 
 LEAF_PATH = "leaf_path"  # in the metadata of a variable, while what units see is looked at
 
-
-class SeenShapes:
-    """The shapes that units see of their variables: those of one layer, where the model scans over layers."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def __enter__(self) -> "SeenShapes":
-        self._token = _seen.set(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _seen.reset(self._token)
-
-    def look_at(self, variables: dict[str, Any]) -> None:
-        """Notes the shapes of a unit's variables by their path in the model."""
-        for leaf in variables.values():
-            if isinstance(leaf, nnx.Variable) and (path := leaf.get_metadata(LEAF_PATH, None)):
-                self.shapes[path] = np.shape(leaf.get_raw_value())
-
-
-_seen: ContextVar[SeenShapes | None] = ContextVar("_seen", default=None)
+# Then, by that path, the shapes that units see of their variables: of one layer, where the model scans over layers.
+SEEN: ContextVar[dict[str, tuple[int, ...]] | None] = ContextVar("SEEN", default=None)

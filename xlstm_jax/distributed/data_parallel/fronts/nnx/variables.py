@@ -8,24 +8,25 @@ its whole value while its module runs; read at any other time, it gathers itself
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from flax.nnx.bridge import variables as bridge
 
-from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry
-from xlstm_jax.distributed.data_parallel.fronts.entering import gather_here
+from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
-NAMES, SIZES, HOW, AXES = "split_names", "split_true_sizes", "split_communication", "split_axes"  # in ours
+BOX, AXES = "split_box", "split_axes"  # in ours: the box without its value, and the axes over which it is gathered
+OF_LINEN = "linen_meta_type"  # in those of ``nnx.bridge``: the class of a box that a Linen module has made
 
 # ------------------------------------------------------------------------------------------------- variables of a shard
 
@@ -37,9 +38,10 @@ class _Changed:
 
     def set_value(self: Any, value: Any, *, index: Any = ...) -> None:
         del value, index
+        names = self.get_metadata(BOX).names
         raise ValueError(
-            f"the model writes a parameter that is split as {self.get_metadata(NAMES)}. Write it outside of the model: "
-            "by the optimizer, or in the variables that the model is applied to."
+            f"the model writes a parameter that is split as {names}. Write it outside of the model: by "
+            "the optimizer, or in the variables that the model is applied to."
         )
 
 
@@ -60,19 +62,19 @@ class _Split(_Changed, boxes.BoxedVariable):
 
     @property
     def names(self: Any) -> tuple[AxisEntry, ...]:
-        return _of_last_dims(self.get_metadata(NAMES), np.ndim(self.stored))
+        return _of_last_dims(self.get_metadata(BOX).names, np.ndim(self.stored))
 
     @property
     def true_sizes(self: Any) -> tuple[int | None, ...]:
-        sizes = _of_last_dims(self.get_metadata(SIZES), np.ndim(self.stored))
+        sizes = _of_last_dims(self.get_metadata(BOX).true_sizes, np.ndim(self.stored))
         return sizes if any(sizes) else ()
 
     @property
     def communication(self: Any) -> Any:
-        return self.get_metadata(HOW)
+        return self.get_metadata(BOX).communication
 
     def replace(self: Any, **fields: Any) -> Any:
-        return self.copy(**{HOW if name == "communication" else name: value for name, value in fields.items()})
+        return self.copy(**{BOX: self.get_metadata(BOX).replace(**fields)})
 
     def replace_boxed(self: Any, val: Any) -> Any:
         return self.from_metadata(val, self.get_metadata())
@@ -121,7 +123,7 @@ def _turn_into(variable: Any, state: type[_Changed]) -> None:
 
 def is_split(variable: Any) -> bool:
     """Whether the value of a variable is a shard."""
-    return isinstance(variable, _Split)
+    return issubclass(type(variable), _Split)
 
 
 def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,13 +136,13 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Gathered:
-    """While a module runs, its variables (by path) have their whole values; and then their shards again.
+    """While a module runs, split variables (by path) have their whole values; and then their shards again.
 
     NNX refuses to write a variable that was made under another trace. Nobody sees this write after it is undone.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
-        self._variables = {path: variable for path, variable in variables.items() if is_split(variable)}
+        self._variables = variables
 
     def __enter__(self) -> None:
         self._shards = {path: variable.get_raw_value() for path, variable in self._variables.items()}
@@ -158,10 +160,18 @@ class Gathered:
 # ----------------------------------------------------------------------------------------------- collections by path
 
 
-def contents(found: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
-    """Of what ``nnx.iter_graph`` finds, variables and bare arrays, by path as in ``blocks/0/kernel``."""
-    kinds = (nnx.Variable, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-    return {path_of(path): leaf for path, leaf in found if isinstance(leaf, kinds)}
+def contents(module: nnx.Module) -> dict[str, Any]:
+    """The variables and bare arrays of a module, by path as in ``blocks/0/kernel``."""
+    return {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf) or _is_array(leaf)}
+
+
+def is_variable(leaf: Any) -> bool:
+    """``isinstance`` of ``nnx.Variable``, for which NNX has a slow rule of its own."""
+    return issubclass(type(leaf), nnx.Variable)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def path_of(parts: tuple[Any, ...]) -> str:
@@ -171,7 +181,7 @@ def path_of(parts: tuple[Any, ...]) -> str:
 
 def collection_of(leaf: Any) -> str | None:
     """The name of the collection that a variable belongs to; None for the state of random numbers."""
-    if not isinstance(leaf, nnx.Variable):
+    if not is_variable(leaf):
         return OF_ARRAYS
     if isinstance(leaf, nnx.RngState):
         return None
@@ -179,87 +189,47 @@ def collection_of(leaf: Any) -> str | None:
     return known or nnx.variable_name_from_type(_plain_type(leaf), allow_register=True)
 
 
-def variables_of(module: nnx.Module) -> dict[str, Any]:
-    """The variables of a module as a dict of collections: bare values, and boxes around those that are split."""
-    collections: dict[str, Any] = {}
-    for path, leaf in contents(nnx.iter_graph(module)).items():
-        if (name := collection_of(leaf)) is not None:
-            set_at(collections, f"{name}/{path}", _boxed(leaf))
-    return collections
+def leaves_of(module: nnx.Module) -> dict[str, Any]:
+    """The leaves of a module as the library has them, by path as in ``params/blocks/0/kernel``."""
+    found = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
+    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in found if name is not None}
 
 
-def _boxed(leaf: Any) -> Any:
-    if not is_split(leaf):
-        return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-    return boxes.Sharded(leaf.stored, leaf.names, communication=leaf.communication, true_sizes=leaf.true_sizes)
-
-
-def with_own_names(variable: Any, ndim: int) -> Any:
-    """The value of a variable, in a box where its metadata name mesh axes for its last ``ndim`` dims."""
+def _leaf(variable: Any) -> Any:
+    """The bare value of a variable; in a box where it is split, or where its metadata name mesh axes for its dims."""
+    if not is_variable(variable):
+        return variable
     metadata, value = variable.get_metadata(), variable.get_raw_value()
+    if is_split(variable):
+        fields = {"value": value, "names": variable.names, "true_sizes": variable.true_sizes}
+        return metadata[BOX].replace(**fields)
+    if OF_LINEN in metadata:
+        box = bridge.to_linen_var(variable)
+        return box if boxes.leaf_axes(box) else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
     rules = dict(metadata.get("sharding_rules") or ())
-    own = tuple(rules.get(name, name) for name in tuple(names)[-ndim:])
+    own = tuple(rules.get(name, name) for name in names)
     return meta.Partitioned(value, own) if any(own) else value
 
 
-def put(variable: Any, leaf: Any, axes: tuple[str, ...], rule: ShardRule) -> None:
-    """Gives a variable the value of ``leaf``; where a box splits it over ``axes``, it is to be gathered over these."""
-    variable.set_raw_value(boxes.leaf_value(leaf))
-    if not set(boxes.leaf_axes(leaf)) & set(axes):
-        return
-    how = boxes.leaf_communication(leaf).or_else(rule.communication)
-    fields = {NAMES: boxes.leaf_names(leaf), SIZES: boxes.true_sizes(leaf), HOW: how, AXES: axes}
-    variable.set_metadata(**fields)
-    _turn_into(variable, _Split)
+def with_leaf(variable: Any, leaf: Any, unit: Unit | None) -> Any:
+    """The variable with the value of ``leaf``, which ``unit`` gathers where a box splits it over its axes."""
+    value = boxes.leaf_value(leaf)
+    if unit and set(boxes.leaf_axes(leaf)) & set(unit.axes):
+        box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, boxes.leaf_names(leaf))
+        how = box.communication.or_else(unit.rule.communication)
+        split = variable.copy(value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
+        _turn_into(split, _Split)
+        return split
+    if not isinstance(leaf, boxes.Sharded) and OF_LINEN not in variable.get_metadata():
+        return variable.copy(value)
+    # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
+    box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, (None,) * np.ndim(value))
+    return variable.copy(value, **_metadata_of_bridge(box))
 
 
-def set_at(tree: dict[str, Any], path: str, value: Any) -> None:
-    """``tree["a"]["b"] = value`` for the path ``a/b``."""
-    *parents, last = path.split("/")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-    tree[last] = value
-
-
-def get_at(tree: Mapping[str, Any], path: str) -> PyTree:
-    """``tree["a"]["b"]`` for the path ``a/b``.
-
-    Raises:
-      KeyError: there is none.
-    """
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
-
-
-def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
-    """The tree with its leaves at other paths: for the parameters of one model under the names of another.
-
-    >>> linen = {"Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "Dense_1": {"kernel": jnp.ones((3, 2))}}
-    >>> nnx = rename_leaves(linen, {"Dense_0": "up", "Dense_1": "mlp/down"})
-    >>> jax.tree.map(jnp.shape, nnx)
-    {'mlp': {'down': {'kernel': (3, 2)}}, 'up': {'bias': (3,), 'kernel': (2, 3)}}
-
-    Args:
-      tree: nested dicts; a box is one leaf.
-      names: for the beginning of a path (whole parts of it), what stands there instead; the longest that fits counts,
-        and a path that none fits stays. ``{new: old for old, new in names.items()}`` leads back.
-    Raises:
-      ValueError: two leaves would lie at one path, or a name fits no leaf.
-    """
-    renamed: dict[str, Any] = {}
-    used: set[str] = set()
-    new_paths: set[str] = set()
-    for path, leaf in boxes.leaves_with_path(tree):
-        fitting = [name for name in names if path == name or path.startswith(f"{name}/")]
-        old = max(fitting, key=len, default="")
-        new = names[old] + path[len(old) :] if fitting else path
-        if new in new_paths:
-            raise ValueError(f"'{path}' would lie at '{new}', where another leaf lies; give it a name of its own.")
-        used, new_paths = used | set(fitting), new_paths | {new}
-        set_at(renamed, new, leaf)
-    if unused := sorted(names.keys() - used):
-        paths = ", ".join(path for path, _ in boxes.leaves_with_path(tree))
-        raise ValueError(f"no path begins with {unused[0]!r}; the paths are {paths}.")
-    return renamed
+def _metadata_of_bridge(box: boxes.Sharded) -> dict[str, Any]:
+    """What ``nnx.bridge`` notes of a box in the metadata of a variable."""
+    metadata = box.to_nnx_metadata()
+    del metadata["value"]
+    return metadata | {OF_LINEN: type(box)}
