@@ -250,24 +250,31 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
 # ----------------------------------------------------------------------------------------------- checkpoints, processes
 
 
-@pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
-def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(runs, corpus, tmp_path, mesh, exact):
-    want = runs(checkpoint_dir=str(tmp_path / "undisturbed"), checkpoint_every=2, log_every=3, dropout=0.1)
-    folder = tmp_path / "again"
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    """A run with checkpoints that nothing has disturbed, and its config."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
     config = dataclasses.replace(
         TINY, data=(str(corpus),), checkpoint_dir=str(folder), checkpoint_every=2, log_every=3, dropout=0.1
     )
-    train_lm.train(config)
+    return train_lm.train(config), config
+
+
+@pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
+def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path, mesh, exact):
+    want, config = undisturbed
+    folder = shutil.copytree(config.checkpoint_dir, tmp_path / "again")
     for step in (4, 6):  # as if it had been killed after step 3, between two rows
         shutil.rmtree(folder / "steps" / str(step))
-    resumed = train_lm.train(dataclasses.replace(config, resume=True, mesh=mesh))
+    config = dataclasses.replace(config, checkpoint_dir=str(folder), resume=True)
+    resumed = train_lm.train(dataclasses.replace(config, mesh=mesh))
     assert [row["step"] for row in resumed.rows] == [row["step"] for row in want.rows] == [3, 6]
     if exact:
         assert resumed.losses == want.losses and resumed.held_out_loss == want.held_out_loss
     else:
         # Not exact: other devices draw other dropout masks, from the step that was resumed on.
         assert_allclose(resumed.losses, want.losses, rtol=0.02)
-    again = train_lm.train(dataclasses.replace(config, resume=True))  # there is nothing left to do
+    again = train_lm.train(config)  # there is nothing left to do
     assert again.losses == resumed.losses
 
 
@@ -407,11 +414,11 @@ def test_the_module_runs_as_a_program_on_simulated_devices(corpus, tmp_path):
 
 
 def test_rows_of_several_steps_hold_their_mean_and_a_folder_is_not_overwritten(runs, corpus, tmp_path, capsys):
-    every, third = runs(steps=7), runs(steps=7, log_every=3)
-    assert [row["step"] for row in third.rows] == [3, 6, 7]
-    means = [np.mean(every.losses[:3]), np.mean(every.losses[3:6]), every.losses[6]]
-    assert_allclose(third.losses, means, rtol=1e-6)
-    assert train_lm.main(["--steps", "1", "--data", str(corpus), "--out", str(third.out)]) == 2
+    every, fourth = runs(), runs(log_every=4)
+    assert [row["step"] for row in fourth.rows] == [3, 4, 6]  # the evaluations after steps 3 and 6 end a row too
+    means = [np.mean(every.losses[:3]), every.losses[3], np.mean(every.losses[4:])]
+    assert_allclose(fourth.losses, means, rtol=1e-6)
+    assert train_lm.main(["--steps", "1", "--data", str(corpus), "--out", str(fourth.out)]) == 2
     assert "metrics.csv holds the metrics of a run" in capsys.readouterr().err
 
 
@@ -421,7 +428,7 @@ def test_in_float64_the_loss_curves_differ_by_rounding_alone(corpus, tmp_path):
     A difference of the algorithm, or of the size of float32's rounding (1e-7 at the first step), would fail.
     """
     sizes = (
-        "--steps 12 --context 32 --d-model 32 --layers 2 --heads 2 --min-weight-size 256 --sample-bytes 1 --log-every 1"
+        "--steps 12 --context 32 --d-model 32 --layers 2 --heads 2 --min-weight-size 256 --sample-bytes 0 --log-every 1"
     )
 
     def losses(folder, *options):
