@@ -192,5 +192,5 @@ def test_a_dtype_that_does_not_fit_names_the_leaf():
     mesh = mesh_of(2, 4)
     model = fsdp(Complex, replicas=Replicas("dp", reduce_dtype="bfloat16"))()
     state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
-    with pytest.raises(ValueError, match="reduce_dtype=bfloat16 does not fit 'params/kernel' of dtype complex64"):
+    with pytest.raises(ValueError, match="reduce_dtype=bfloat16 does not fit 'kernel' of dtype complex64"):
         make_train_step(mean_loss, mesh, AXES)(state, BATCH, jax.random.key(0))
