@@ -424,7 +424,7 @@ def test_dropout_draws_from_the_keys_that_are_given():
 
 
 def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
-    mesh, tx = mesh_of(2, 4), optax.adamw(1e-3)
+    mesh, tx = mesh_of(2, 4), optax.sgd(1e-3)
     of_linen = create_train_state(linen.Model(fsdp()), tx, mesh, KEY, BATCH["x"], batch_axes=AXES)
     of_nnx = create_train_state(sharded(), tx, mesh, jax.random.key(7), BATCH["x"], batch_axes=AXES)
     with Checkpointer(tmp_path) as checkpoint:
@@ -622,7 +622,7 @@ def test_names_of_leaves():
 
 
 def test_tracing_costs_little_more_than_the_plain_module():
-    """Measured at 1.3 times the same step with whole parameters; the bound here allows for a busy machine."""
+    """Measured at 1.1 to 1.35 times the same step with whole parameters; the bound here allows for a busy machine."""
 
     def seconds(model):
         state = abstract_train_state(

@@ -25,7 +25,7 @@ from xlstm_jax.wording import kind_of
 Method = Callable[..., Any]
 
 
-def predicate(where: Any) -> Callable[[str, nnx.Module], bool]:
+def predicate(where: Any) -> Callable[[str, nnx.Module], Any]:
     """``where`` as a function of path and module.
 
     Raises:
