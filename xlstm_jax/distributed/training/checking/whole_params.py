@@ -26,9 +26,9 @@ USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
 AnyMesh = Mesh | AbstractMesh
 
 CURES: dict[type[Reason], str] = {
-    Unwrapped: "Wrap the modules that own them with shard_module_params.",
-    TooSmall: "Lower min_weight_size in shard_module_params.",
-    Indivisible: "Pass uneven='pad' to shard_module_params, or choose another mesh.",
+    Unwrapped: "Wrap the modules that own them with shard_module_params, or choose them by shard_modules.",
+    TooSmall: "Lower min_weight_size of the wrapper.",
+    Indivisible: "Pass uneven='pad' to the wrapper, or choose another mesh.",
 }
 LOST_BOXES = (
     "Wrap the modules with shard_module_params and lower its min_weight_size; or boxes were lost (by unbox, or by "

@@ -106,12 +106,18 @@ class _Policy:
 class _LargerThan(_Policy):
     size: int
 
+    def __repr__(self) -> str:
+        return f"larger_than({self.size})"
+
     def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
         return [path] if seen.own_size(path) > self.size and not isinstance(module, nn.RNNCellBase) else []
 
 
 @dataclass(frozen=True)
 class _RepeatedBlocks(_Policy):
+    def __repr__(self) -> str:
+        return "repeated_blocks()"
+
     def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
         del module
         if path in seen.scanned and not any(other != path and is_below(path, other) for other in seen.scanned):
@@ -165,9 +171,10 @@ def larger_than(size: int) -> Choice:
 def repeated_blocks() -> Choice:
     """For ``shard_modules``: the layers of a model, of which it has several alike.
 
-    These are what ``nn.scan`` runs over its layers, and modules that have a sibling of the same class with parameters
-    of the same names and shapes, and submodules: the outermost such. What lies around them (embedding, head) is not
-    sharded; combine them, ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
+    These are classes that ``nn.scan`` runs over layers (of a function that it runs name the module's class instead), and
+    modules that have a sibling of the same class with parameters of the same names and shapes, and submodules: the
+    outermost such. What lies around them (embedding, head) is not sharded; combine them,
+    ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
 
     >>> class Block(nn.Module):
     ...     @nn.compact
