@@ -171,7 +171,7 @@ def larger_than(size: int) -> Choice:
 def repeated_blocks() -> Choice:
     """For ``shard_modules``: the layers of a model, of which it has several alike.
 
-    These are classes that ``nn.scan`` runs over layers (of a function that it runs name the module's class instead), and
+    These are classes that ``nn.scan`` runs over layers (where it runs a function, pass the class of its module), and
     modules that have a sibling of the same class with parameters of the same names and shapes, and submodules: the
     outermost such. What lies around them (embedding, head) is not sharded; combine them,
     ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
