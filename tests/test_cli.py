@@ -522,7 +522,8 @@ QUOTED = [
 def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
     """README's in the folder of the program that it shows, at 80 columns; docs/cli.md's in a checkout, at 120."""
     readme = page == "README.md"
-    program = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[readme]
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    program = next(block for block in blocks if "def training" in block)
     (tmp_path / "train.py").write_text(program)
     monkeypatch.chdir(tmp_path if readme else ROOT)
     monkeypatch.syspath_prepend(str(tmp_path if readme else ROOT))
