@@ -118,16 +118,17 @@ _module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None
 
 def inside_loss() -> contextlib.AbstractContextManager[None]:
     """While a loss function runs whose gradient is averaged over devices afterwards: it must take none itself."""
-    return _while(_in_loss, True)
+    return meanwhile(_in_loss, True)
 
 
 def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
     """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
-    return _while(_module, path)
+    return meanwhile(_module, path)
 
 
 @contextlib.contextmanager
-def _while(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def meanwhile(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Sets a context variable, and sets it back."""
     token = variable.set(value)
     try:
         yield

@@ -30,7 +30,6 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     VARYING,
     let_carries_vary,
     make_unit,
-    meanwhile,
     modules_of,
     predicate,
 )
@@ -42,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
+from xlstm_jax.distributed.data_parallel.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes

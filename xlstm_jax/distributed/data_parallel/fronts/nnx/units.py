@@ -5,7 +5,6 @@ those of units within, when a public method is entered, and drops them when it r
 whatever splits and merges a model (``nnx.jit``, ``nnx.remat``, ``nnx.scan``) has units inside as well.
 """
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
 from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -118,16 +118,6 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
 
 # The modules that have gathered what they need, so that their other methods need not look.
 _running: ContextVar[frozenset[int]] = ContextVar("_running", default=frozenset())
-
-
-@contextlib.contextmanager
-def meanwhile(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable, and sets it back."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) -> Any:
