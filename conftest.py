@@ -1,8 +1,6 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 # Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. And most of their
@@ -27,13 +25,6 @@ TESTS = Path(__file__).parent / "tests"
 
 simulate_cpu_devices(8)
 
-# Tests of one file compile the same programs again and again. Each worker has a cache of its own, for this session, and
-# child processes have none.
-COMPILED = tempfile.mkdtemp(prefix="xlstm_jax-compiled-")
-if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", COMPILED)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
 
 def pytest_ignore_collect(collection_path):
     """Doctests are those of the library: of tests/ nothing is imported but tests, as it holds scripts too."""
@@ -45,11 +36,6 @@ def pytest_sessionstart(session):
     """A suite about eight devices must not pass on one."""
     del session
     assert jax.device_count() == 8, f"the suite needs 8 simulated devices, JAX has {jax.device_count()}"
-
-
-def pytest_sessionfinish(session):
-    del session
-    shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
