@@ -1,9 +1,10 @@
 """Models of other packages, not a line of them edited, train sharded as they do on one device: ``make test-models``.
 
-Gradients agree to the rounding of float32, 6e-8 for each operation: some 300 of them, as the longest of these models and
-the recurrent one have between a parameter and the loss, add up to 2e-5 at most. Adam divides an entry's gradient g by |g| + eps, so that an error d in a
-small g moves the step by up to learning_rate * d / eps = 100 d: parameters after some steps agree to 100 times less
-than a leaf's largest gradient does, which is 1e-4 of the largest parameter in leaves that start at zero.
+Gradients agree to the rounding of float32, 6e-8 for each operation: some 300 of them, as the longest of these models
+and the recurrent one have between a parameter and the loss, add up to 2e-5 at most. Adam divides an entry's gradient g
+by |g| + eps, so that an error d in a small g moves the step by up to learning_rate * d / eps = 100 d: parameters after
+some steps agree to 100 times less than a leaf's largest gradient does, which is 1e-4 of the largest parameter in leaves
+that start at zero.
 """
 
 import jax
