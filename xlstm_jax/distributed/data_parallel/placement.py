@@ -33,6 +33,11 @@ def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     return PartitionSpec(*map(axes_entry, axes))
 
 
+def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The ``PartitionSpec`` of rows that are split over ``axes``; those of size 1 are left out, as in ``leaf_spec``."""
+    return PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))
+
+
 def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
 

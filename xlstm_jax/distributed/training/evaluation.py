@@ -95,7 +95,7 @@ def make_eval_step(
     check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see placement.leaf_spec
+    split = placement.batch_spec(axes, mesh)
     divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
 
     def step(state: Any, batch: PyTree, local: Local) -> Local:

@@ -102,7 +102,7 @@ def make_generate(
     _check_options(how)
     sizes = {axis: mesh.shape[axis] for axis in axes}
     devices = math.prod(sizes.values())
-    split = PartitionSpec(tuple(axis for axis in axes if sizes[axis] > 1))  # see placement.leaf_spec
+    split = placement.batch_spec(axes, mesh)
 
     def generate(params: PyTree, prompt: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         check_no_explicit_mesh()

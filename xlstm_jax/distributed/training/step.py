@@ -127,7 +127,7 @@ def make_train_step(
     options["has_aux"] = has_second
     if metric is not None:
         options["fold_aux"] = lambda local, observed: metric.update(local, **observed)
-    split = PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))  # see placement.leaf_spec
+    split = placement.batch_spec(axes, mesh)
     whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
 
     def step(state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:

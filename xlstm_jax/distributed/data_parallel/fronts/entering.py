@@ -133,15 +133,12 @@ def shard_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> PyT
 def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
     """Raises where a leaf that a box splits over ``axes`` is a global array: it did not come through the ``shard_map``.
 
-    Those of an outer ``jit`` are traced, and their types get lost in a scan of Linen; the front for
-    Linen sees those by their shapes.
+    Those of an outer ``jit`` are traced, and their types get lost in a scan of Linen; the front for Linen sees those by
+    their shapes.
     """
     for path, leaf in leaves_with_path(variables):
-        if (
-            isinstance(leaf_value(leaf), jax.Array)
-            and not isinstance(leaf_value(leaf), Tracer)
-            and split_over(leaf, axes)
-        ):
+        value = leaf_value(leaf)
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, axes):
             raise closed_over(path_in_model(path), leaf, axes)
 
 
