@@ -326,7 +326,7 @@ def _links(compiled: Compiled, chip: Chip) -> Links:
     if topology is None and chip.torus_axes:
         spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
         topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
-    return Links(chip, compiled.axis_sizes, topology, compiled.coords)
+    return Links(chip, compiled.axis_sizes, topology if chip.torus_axes else None, compiled.coords)
 
 
 def _axes(links: Links, collective: Collective) -> tuple[str, ...]:
