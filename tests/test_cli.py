@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import pytest
 
 import xlstm_jax
+from tests.support import NEEDS_CUDA_PLUGIN
 from tests.test_planner import Job
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
@@ -445,6 +446,15 @@ def test_a_forecast_for_a_topology(command):
     found = Forecast.from_json(out)
     assert (code, found.platform, found.topology) == (0, "tpu", "v5e:2x4") and found.fits
     assert found.axis_sizes == {"fsdp_x": 2, "fsdp_y": 4} and found.wire_bytes > 0 and found.step_seconds > 0
+
+
+@NEEDS_CUDA_PLUGIN
+@pytest.mark.cuda_plugin
+def test_a_forecast_for_gpus_lays_one_axis_across_hosts(command):
+    code, out, _ = command("forecast --topology h200:2x4 --json")
+    found = Forecast.from_json(out)
+    assert (code, found.platform, found.topology) == (0, "gpu", "h200:2x4") and found.fits
+    assert found.axis_sizes == {"fsdp_host": 2, "fsdp_device": 4} and found.wire_bytes > 0
 
 
 @NEEDS_LIBTPU
