@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import pytest
 from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
+from xlstm_jax.distributed.hardware.gpu_targets import target_config
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
@@ -47,6 +49,8 @@ def test_compute_to_wire_ratio_is_the_published_one(name, ratio):
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
     ],
 )
 def test_a_chip_by_its_device_kind(device_kind, name):
@@ -91,9 +95,10 @@ def test_which_axes_are_rings(name, wraps):
     assert parse_topology(name).wraps == wraps
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e-256", "v7:2x2", "h100:8", "", "v5e:16*16", "v5e:16x16 "])
+@pytest.mark.parametrize("name", ["v5e", "v5e-256", "v7:2x2", "v100:1x8", "h100", "h100:32*8", "", "v5e:16x16 "])
 def test_what_is_no_topology_is_refused(name):
-    with pytest.raises(ValueError, match=r"is not <chip>:<shape> with a chip among v4, v5e, v5p, v6e.*'v5e:16x16'"):
+    among = r"v4, v5e, v5p, v6e \(TPUs\), a100, h100, h200, b200, gb200 \(GPUs\)"
+    with pytest.raises(ValueError, match=rf"is not <chip>:<shape> with a chip among {among}.*'v5e:16x16'.*'h100:32x8'"):
         parse_topology(name)
 
 
@@ -109,11 +114,48 @@ def test_a_cubic_slice_that_there_is_not_is_refused(name):
         parse_topology(name)
 
 
+@pytest.mark.parametrize(
+    "name, shape",
+    [("h100:32x8", (32, 8)), ("h100:8", (1, 8)), ("a100:2x4", (2, 4)), ("gb200:4x72", (4, 72)), ("gb200:36", (1, 36))],
+)
+def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape):
+    topology = parse_topology(name)
+    assert (topology.name, topology.shape, topology.num_devices) == (name, shape, math.prod(shape))
+    assert not any(topology.wraps) and topology.platform == "cuda"
+    described = topology.description()
+    assert described["topology"] == "1x{}x{}".format(*shape)
+    assert f'device_description_str: "{topology.chip.device_kinds[0]}"' in described["target_config"]
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("h100:0x8", "has 0 hosts of 8 GPUs: .* For 4 hosts of 8: 'h100:4x8'"),
+        ("h200:4x0", "has 4 hosts of 0 GPUs"),
+        ("b200:2x16", "has 16 GPUs per host, but NVLink joins at most 8 b200. For 4 hosts"),
+        ("gb200:2x80", "has 80 GPUs per NVLink domain, but NVLink joins at most 72 gb200.* 'gb200:4x72'"),
+        ("a100:2x2x2", "a100 is hosts x GPUs per host, two numbers"),
+    ],
+)
+def test_hosts_that_there_are_not_are_refused(name, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_topology(name)
+
+
+def test_what_xla_is_told_of_a_gpu_is_what_its_maker_states_to_some_percent():
+    gpus = [chip for chip in CHIPS.values() if not chip.torus_axes]
+    for chip in gpus:
+        told = dict(re.findall(r"(\w+): ([\d.]+)", target_config(chip)))
+        assert float(told["memory_bandwidth"]) == pytest.approx(chip.hbm_bandwidth, rel=0.05), chip.name
+        assert 1 <= float(told["device_memory_size"]) / chip.hbm_bytes < 1.08, chip.name
+    assert len({target_config(chip) for chip in gpus}) == len(gpus)
+
+
 LIBTPU_CHILD = """
 import json, sys
 from jax.experimental.topologies import get_topology_desc
 for arguments in json.loads(sys.argv[1]):
-    devices = get_topology_desc(platform="tpu", **arguments).devices
+    devices = get_topology_desc(**arguments).devices
     coords = [max(device.coords[i] for device in devices) + 1 for i in range(3)]
     print(json.dumps([len(devices), devices[0].device_kind, coords]))
 """

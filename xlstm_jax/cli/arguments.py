@@ -138,12 +138,14 @@ def _add_training(command: Parser, *, topology: str, required: bool = False) -> 
         "--set", action="append", default=[], type=parse_setting, metavar="name=value",
         help="an argument of the factory, as remat=True; may be given several times",
     )  # fmt: skip
-    command.add_argument("--topology", required=required, metavar="chip:shape", help=f"as v5e:16x16; {topology}")
+    command.add_argument(
+        "--topology", required=required, metavar="chip:shape", help=f"as v5e:16x16 or h100:32x8; {topology}"
+    )
     command.add_argument(
         "--mesh", type=parse_mesh, metavar="axis=size,...",
         help="axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
         "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
-        "torus, or one flat fsdp, if the factory has no argument shard_axes",
+        "torus (of GPUs: across hosts, and within), or one flat fsdp, if the factory has no argument shard_axes",
     )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def _add_fit(commands: Commands) -> None:
 def _add_lint(commands: Commands) -> None:
     text = "what in a compiled step costs more than it need"
     command = _add(commands, "lint", text, "there are findings")
-    _add_training(command, topology="without it, simulated CPU devices, whose schedule is not that of TPUs")
+    _add_training(command, topology="without it, simulated CPU devices, whose schedule is another")
     _add_minibatches(command)
     _add_cache(command)
     command.add_argument(

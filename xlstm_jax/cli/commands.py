@@ -27,12 +27,12 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting.applying import command_of
-from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, Trial, default_meshes, fit
+from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, Trial, fit, meshes_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import lint, table
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
@@ -80,9 +80,11 @@ def _mesh_sizes(mesh: dict[str, int] | None, topology: str | None, factory: Fact
     """
     if topology is not None:
         parsed = parse_topology(topology)
-        return _filled(mesh, topology, parsed.num_devices) if mesh else _meshes_to_try(parsed.shape, factory)[0]
+        return _filled(mesh, topology, parsed.num_devices) if mesh else _meshes_to_try(parsed, factory)[0]
     if mesh is None:
-        raise ValueError("how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16.")
+        raise ValueError(
+            "how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16 or h100:32x8."
+        )
     if -1 in mesh.values():
         raise ValueError(f"--mesh {format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
     return mesh
@@ -125,9 +127,9 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
     )
 
 
-def _meshes_to_try(shape: Sequence[int], factory: Factory) -> list[dict[str, int]]:
+def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
     """Those of ``fit`` where the factory can split over any axes; else one flat axis."""
-    return default_meshes(shape) if "shard_axes" in factory.declared else [{SHARD_AXIS_PREFIX: math.prod(shape)}]
+    return meshes_of(topology) if "shard_axes" in factory.declared else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _workload(factory: Factory, mesh: dict[str, int], chosen: dict[str, Any]) -> Workload:
@@ -268,8 +270,7 @@ def _rules(names: list[str] | None) -> Sequence[str]:
 def run_fit(args: Namespace, say: Say) -> Report:
     """``xlstm-jax fit``"""
     factory = load_factory(args.factory)
-    shape = parse_topology(args.topology).shape
-    meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(shape, factory)
+    meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     build_step, cache, progress = _StepBuilder(factory, dict(args.set)), _cache(args), _FitProgress(say)
     found = fit(
         build_step,

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from xlstm_jax.distributed.forecast.compiling.compile import Compiled
+from xlstm_jax.distributed.forecast.compiling.compile import GPU_NOTE, Compiled
 from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
@@ -22,16 +22,15 @@ CPU_NOTE = (
 )
 
 
-def gpu_note(chip: Chip) -> str:
+def rates_note(chip: Chip) -> str:
     """What the times of a forecast for GPUs rest on."""
     assert chip.network_bandwidth  # a GPU
     return (
-        "Times are not validated on hardware. They take each kernel at its roofline, "
-        f"{chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16 and {chip.hbm_bandwidth / 1e12:.3g} TB/s of "
-        f"HBM; links at {chip.link_bandwidth / 1e9:,.0f} GB/s of NVLink and {chip.network_bandwidth / 1e9:,.0f} GB/s "
-        f"of network per GPU, one way; a collective as NCCL's ring, {BASE_LATENCY_S * 1e6:.0f} us and "
-        f"{NVLINK_HOP_S * 1e6:.1f} us for each hop over NVLink, {NETWORK_HOP_S * 1e6:.1f} us over the network. Without "
-        "a GPU at hand the compiler tunes no kernel."
+        f"Taken for {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM at "
+        f"{chip.hbm_bandwidth / 1e12:.3g} TB/s, NVLink at {chip.link_bandwidth / 1e9:,.0f} GB/s and the network at "
+        f"{chip.network_bandwidth / 1e9:,.0f} GB/s per GPU, one way. A collective is NCCL's ring: "
+        f"{BASE_LATENCY_S * 1e6:.0f} us, {NVLINK_HOP_S * 1e6:.1f} us for each hop over NVLink and "
+        f"{NETWORK_HOP_S * 1e6:.1f} us over the network, then its bytes."
     )
 
 
@@ -95,8 +94,10 @@ def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[st
     """What the reader of a forecast should know."""
     if compiled.platform == "cpu":
         yield CPU_NOTE
+    if compiled.platform == "gpu" and compiled.topology:
+        yield GPU_NOTE
     if compiled.platform == "gpu" and chip:
-        yield gpu_note(chip)
+        yield rates_note(chip)
     if compiled.without_sharding:
         yield (
             f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "

@@ -7,7 +7,8 @@ A new chip is one more entry of ``CHIPS``. GPUs share XLA's options whatever the
 
 Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
-sheets of A100 (SXM4 80 GB), H100 (SXM5) and H200 (SXM), rates without sparsity; for networks the DGX data sheets.
+sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by their GPUs,
+rates without sparsity; for networks the DGX data sheets.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class Chip:
       link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
       torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
       network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
-      devices_per_node: GPUs joined by NVLink; None for TPUs.
+      devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
       cube: TPU: the side of the cubes that larger slices are made of, in multiples that ascend; None: of no cubes.
       pod: TPU: the shape of the largest slice.
@@ -115,6 +116,14 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+        ),
+        Chip(
+            "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, 1.125e15), 8e12,
+            clock_hz=None, link_bandwidth=9e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+        ),
+        Chip(
+            "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, 1.25e15), 8e12,
+            clock_hz=None, link_bandwidth=9e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=72,
         ),
     )
 }  # fmt: skip

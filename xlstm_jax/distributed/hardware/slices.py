@@ -1,4 +1,4 @@
-"""Slices of TPU chips: those that can be rented, by their names, as "v5e:16x16"."""
+"""Many devices by one name: slices of TPU chips that can be rented, as "v5e:16x16"; hosts of GPUs, as "h100:32x8"."""
 
 import math
 import re
@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
+from xlstm_jax.distributed.hardware.gpu_targets import target_config
+
+HOST = 8  # GPUs in a host, as the makers of servers build them
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice of TPU chips: ``name`` as "v5e:16x16", ``shape`` of its torus. JAX sees one device per chip.
+    """Devices that need not be there: ``name`` as "v5e:16x16" or "h100:32x8".
+
+    ``shape`` is of TPUs that of the torus; JAX sees one device per chip. Of GPUs it is how many NVLink domains there
+    are, and GPUs in each: (hosts, GPUs per host), of GB200 (racks, GPUs per rack).
 
     >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
     (False, True)
@@ -29,15 +35,27 @@ class Topology:
         """Which dims are rings: of v5e and v6e one of the whole pod's length; of v4 and v5p all, or none.
 
         The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
-        so smaller slices have none. On a dim that is no ring, half the bandwidth is left for collectives.
+        so smaller slices have none. On a dim that is no ring, half the bandwidth is left for collectives. GPUs are
+        joined by switches: no dim is a ring.
         """
+        if not self.chip.torus_axes:
+            return (False,) * len(self.shape)
         if self.chip.cube is None:
             return tuple(size == max(self.chip.pod) for size in self.shape)
         return (_is_of_cubes(self.shape, self.chip.cube),) * len(self.shape)
 
+    @property
+    def platform(self) -> str:
+        """JAX's name of the compiler: "tpu" or "cuda"."""
+        return "tpu" if self.chip.torus_axes else "cuda"
+
     def description(self) -> dict[str, Any]:
-        """Arguments of ``jax.experimental.topologies.get_topology_desc(platform="tpu", ...)``."""
-        arguments: dict[str, Any] = {"topology_name": self.name}
+        """Arguments of ``jax.experimental.topologies.get_topology_desc``."""
+        arguments: dict[str, Any] = {"platform": self.platform}
+        if self.platform == "cuda":
+            hosts, gpus = self.shape
+            return arguments | {"topology": f"1x{hosts}x{gpus}", "target_config": target_config(self.chip)}
+        arguments["topology_name"] = self.name
         if self.chip.name == "v4":
             arguments["chip_config_name"] = "megacore"  # both cores are one device, as on machines that have the chips
         if self.num_devices == 1:
@@ -46,26 +64,50 @@ class Topology:
 
 
 def parse_topology(name: str) -> Topology:
-    """Reads "v5e:16x16": the chip, and how many of them along each axis of the torus.
+    """Reads "v5e:16x16" and "h100:32x8".
 
-    >>> parse_topology("v5p:4x4x8").num_devices
-    128
+    Of TPUs: the chip, and how many of them along each axis of the torus. Of GPUs: the chip, hosts, and GPUs per host
+    ("h100:8": of one host); of GB200, NVLink domains, which are racks, and GPUs in each, up to 72.
+
+    >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("h100:32x8").num_devices
+    (128, 256)
 
     Raises:
-      ValueError: an unknown chip, or a slice that does not exist; lists those that do.
+      ValueError: an unknown chip, or a slice that does not exist; lists those that do. No host, or more GPUs in one
+        than there are.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
-    if match is None or chip is None or not chip.torus_axes:
-        known = ", ".join(chip.name for chip in CHIPS.values() if chip.torus_axes)
+    if match is None or chip is None:
+        tpus = ", ".join(chip.name for chip in CHIPS.values() if chip.torus_axes)
+        gpus = ", ".join(chip.name for chip in CHIPS.values() if not chip.torus_axes)
         raise ValueError(
-            f"topology={name!r} is not <chip>:<shape> with a chip among {known}. For 256 chips of v5e: 'v5e:16x16'; "
-            f"for 128 of v5p: 'v5p:4x4x8'."
+            f"topology={name!r} is not <chip>:<shape> with a chip among {tpus} (TPUs), {gpus} (GPUs). For 256 chips of "
+            f"v5e: 'v5e:16x16'; for 128 of v5p: 'v5p:4x4x8'; for 32 hosts of 8 H100: 'h100:32x8'."
         )
     shape = tuple(int(size) for size in match[2].split("x"))
+    if chip.devices_per_node:
+        return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
     if not _is_slice(chip, shape):
         raise ValueError(f"topology={name!r}: there is no such slice of {chip.name}. There are {_slices(chip)}.")
     return Topology(name, chip, shape)
+
+
+def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(hosts, GPUs per host)"""
+    chip = name.partition(":")[0]
+    host = "NVLink domain" if per_host > HOST else "host"
+    example = f"For 4 {host}s of {per_host}: '{chip}:4x{per_host}'."
+    hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape
+    if more:
+        raise ValueError(f"topology={name!r}: {chip} is {host}s x GPUs per {host}, two numbers. {example}")
+    if not hosts or not gpus:
+        raise ValueError(f"topology={name!r} has {hosts} {host}s of {gpus} GPUs: there is nothing to run on. {example}")
+    if gpus > per_host:
+        raise ValueError(
+            f"topology={name!r} has {gpus} GPUs per {host}, but NVLink joins at most {per_host} {chip}. {example}"
+        )
+    return hosts, gpus
 
 
 def _is_of_cubes(shape: tuple[int, ...], cube: int) -> bool:

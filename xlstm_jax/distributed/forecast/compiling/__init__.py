@@ -1,1 +1,1 @@
-"""Steps compiled for devices that need not be there: here for a CPU, or in a child process for a TPU topology."""
+"""Steps compiled for devices that need not be there: here for a CPU, or in a child process for a topology."""

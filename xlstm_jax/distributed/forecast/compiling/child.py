@@ -1,7 +1,7 @@
-"""The child process that compiles an exported step for a TPU topology; ``compile`` starts it by its path.
+"""The child process that compiles an exported step for a topology of TPUs or GPUs; ``compile`` starts it by its path.
 
-It imports nothing of the library, so it starts in a second, and it alone loads libtpu: the user's process keeps its
-backend, its environment and its memory. The two exchange files in a folder:
+It imports nothing of the library, so it starts in a second, and it alone loads the compiler, libtpu or the plugin for
+CUDA: the user's process keeps its backend, its environment and its memory. The two exchange files in a folder:
 
   request.json   topology, mesh, options       result.json   coordinates, memory, refusal, seconds, versions
   step.bin       StableHLO                     dump/         XLA's texts: the scheduled program, buffers, live ranges
@@ -23,6 +23,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+# A program that does not fit is compiled all the same, so that the report can say what fills the memory.
+OF_PLATFORM: dict[str, dict[str, Any]] = {"tpu": {"xla_tpu_no_crash_on_oom": True}, "cuda": {}}
 
 
 def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence[Any]) -> Mesh:
@@ -54,8 +56,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
         for aval, sharding in zip(step.in_avals, inputs, strict=True)
     ]
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
-    # A program that does not fit is compiled all the same, so that the report can say what fills the memory.
-    options = {"xla_dump_to": str(folder / "dump"), "xla_tpu_no_crash_on_oom": True} | request["options"]
+    options = {"xla_dump_to": str(folder / "dump")} | OF_PLATFORM[request["topology"]["platform"]] | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
     sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
     return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
@@ -64,14 +65,14 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
 def main(folder: Path) -> None:
     """Reads the request, compiles, writes the result."""
     request = json.loads((folder / "request.json").read_text())
-    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+    versions = {name: version(name) for name in request["packages"]}
     result: dict[str, Any] = {"versions": versions, "memory": None, "error": None}
     start = time.monotonic()
     try:
-        devices: Sequence[Any] = topologies.get_topology_desc(platform="tpu", **request["topology"]).devices
+        devices: Sequence[Any] = topologies.get_topology_desc(**request["topology"]).devices
         mesh = make_mesh(request["axes"], request["axis_types"], devices)
         result["device_kind"] = devices[0].device_kind
-        result["coords"] = [list(device.coords) for device in mesh.devices.flat]
+        result["coords"] = [list(getattr(device, "coords", ())) for device in mesh.devices.flat]  # of TPUs alone
         result["memory"] = compile_step(folder, request, mesh)
     except Exception as error:  # whatever it is, the parent raises it
         result["error"] = f"{type(error).__name__}: {error}"

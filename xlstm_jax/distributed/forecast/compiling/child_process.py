@@ -1,4 +1,4 @@
-"""A step on its way through the compiler for TPUs: read from the cache, or compiled by a child process.
+"""A step on its way through the compiler for a topology: read from the cache, or compiled by a child process.
 
   CompileRequest  --Pending.start-->  found in the cache, or a child process with a folder of its own
   Pending         --is_done, result-->  what ``finish`` makes of the compiler's texts
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -63,7 +63,7 @@ class CompileRequest:
 
     Attributes:
       step: StableHLO, serialized.
-      settings: topology, mesh, options, donated arguments.
+      settings: topology, mesh, options, donated arguments, and the packages that the compiler is.
     """
 
     step: bytes
@@ -79,7 +79,8 @@ class CompileRequest:
         """A digest of the request, the variables that the compiler reads, and the programs that serve it."""
         settings = json.dumps(self.settings, sort_keys=True)
         environment = {name: value for name, value in child_environment().items() if name.startswith(OF_THE_COMPILER)}
-        parts = [settings, json.dumps(environment, sort_keys=True), json.dumps(_programs(), sort_keys=True)]
+        programs = _programs(self.settings["packages"])
+        parts = [settings, json.dumps(environment, sort_keys=True), json.dumps(programs, sort_keys=True)]
         digests = [hashlib.sha256(part).digest() for part in (self.step, *map(str.encode, parts))]
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -89,19 +90,19 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
 
 
-def _programs() -> dict[str, Any]:
+def _programs(packages: Sequence[str]) -> dict[str, Any]:
     """What tells one compiler from another: versions, libtpu's file, and the text of the child's program."""
     library = os.environ.get("TPU_LIBRARY_PATH")
     status = os.stat(library) if library and os.path.exists(library) else None
     return {
-        "versions": _versions(),
+        "versions": _versions(packages),
         "library": (library, status.st_size, status.st_mtime_ns) if status else None,
         "child": Path(compile_child.__file__).read_text(),
     }
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    return {name: version(name) for name in packages}
 
 
 @dataclass
@@ -164,7 +165,7 @@ class Pending(Generic[T]):
             made = self.finish(texts)
             if self._child is not None:
                 self.seconds = time.monotonic() - self._started
-                if self.cache is not None and _is_final(texts):
+                if self.cache is not None and _is_final(texts, self.request.settings["packages"]):
                     self.cache.write(self.request.key, texts)
             return made
         finally:
@@ -200,7 +201,8 @@ def _texts_in(folder: Path) -> Texts:
     """The child's result, and those of XLA's texts that a forecast reads."""
     texts = {
         RESULT: (folder / RESULT).read_text(),
-        # The text after code generation has the compiler's cycles; a program that does not fit may not come so far.
+        # Of TPUs: the text after code generation has the compiler's cycles; a program that does not fit may not come so
+        # far. Of GPUs there is none.
         "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
         "buffers": _dumped(folder, "optimizations-buffer-assignment"),
         "live_ranges": _dumped(folder, "optimizations-live-range"),
@@ -209,16 +211,16 @@ def _texts_in(folder: Path) -> Texts:
 
 
 def _dumped(folder: Path, name: str) -> str | None:
-    paths = list((folder / "dump").glob(f"*.after_{name}.txt"))
+    paths = list((folder / "dump").glob(f"*[._]after_{name}.txt"))
     assert len(paths) <= 1, paths  # the child compiles one program
     return paths[0].read_text() if paths else None
 
 
-def _is_final(texts: Texts) -> bool:
+def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
     """Whether the compiler of the key has said it, and would again: it took the program, or found that it does not fit.
 
     It is another where one was installed while the child started.
     """
     result = json.loads(texts[RESULT])
-    error = result["error"] if result["versions"] == _versions() else "compiled by another version"
+    error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"
     return error is None or OUT_OF_HBM in error

@@ -4,7 +4,7 @@
   step, abstract args --lower, compile--> Compiled                                         compile_here
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
-devices as the topology has. Nothing is allocated, and this process never loads libtpu. The mesh is the one of the
+devices as the topology has. Nothing is allocated, and this process never loads a compiler. The mesh is the one of the
 arguments' shardings, or of ``jax.jit(in_shardings=...)``.
 """
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -30,11 +29,16 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.child_process import RESULT, CompileError, CompileRequest, Pending
+from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
-from xlstm_jax.wording import how_to_install
 
 COMPILE_TIMEOUT_S = 1800.0
+JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
+GPU_NOTE = (
+    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
+    "time matrix products on (nothing is autotuned); times are rooflines of published rates."
+)
 TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
 EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
@@ -58,7 +62,7 @@ class Compiled:
         temporaries twice). None where the compiler refused the program.
       seconds: of compilation.
       coords: of TPUs: the coordinates on the torus of each device of the mesh, in the mesh's order.
-      versions: of jax, jaxlib, libtpu.
+      versions: of jax, jaxlib, and for a topology of the packages of its compiler.
       without_sharding: the path of the first argument leaf of a step on several devices that has no sharding; None
         where all have one.
     """
@@ -230,7 +234,7 @@ def compile_for_topology(
     timeout_s: float = COMPILE_TIMEOUT_S,
     cache: ReportCache | None = None,
 ) -> Compiled:
-    """Compiles a step for TPUs that are not there, in a child process that loads libtpu.
+    """Compiles a step for TPUs or GPUs that are not there, in a child process that loads their compiler.
 
     Args:
       step: a ``jax.jit`` function.
@@ -242,7 +246,7 @@ def compile_for_topology(
       timeout_s: how long the compilation may take.
       cache: where to look for the compiler's report first, and to keep it; None: compiled anew, and not kept.
     Raises:
-      ImportError: libtpu is not installed, or flatbuffers.
+      ImportError: the compiler is not installed, or is of another version than jaxlib (see ``compilers``).
       ValueError: an unknown topology; or the mesh has another number of devices: names both; or the step calls back
         into Python (``jax.debug.print``), which it can only on the devices of its process.
       CompileError: the compiler refuses the step, for another reason than memory.
@@ -272,8 +276,8 @@ def begin_for_topology(
     traced = trace(step, args, kwargs)
     mesh = step_mesh(traced, args, kwargs)
     _check_size(mesh, slice_)
-    _check_installed()
-    exported = _export(step, args, kwargs)
+    packages = check_compiler(slice_.platform)
+    exported = _export(step, slice_.platform, args, kwargs)
     if exported.nr_devices not in (1, slice_.num_devices):
         raise ValueError(
             f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_sizes(mesh)}. "
@@ -285,6 +289,7 @@ def begin_for_topology(
         "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         "options": dict(compiler_options or {}),
         "topology": slice_.description(),
+        "packages": packages,
     }
     names, missing = traced.jaxpr.jaxpr.debug_info.arg_names, leaf_without_sharding(traced, args, kwargs)
 
@@ -307,23 +312,16 @@ def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
         )
 
 
-def _check_installed() -> None:
-    missing = [name for name in ("libtpu", "flatbuffers") if find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"compiling for a TPU topology needs {' and '.join(missing)}, on a machine without TPUs too: "
-            f"{how_to_install('forecast')}."
-        )
-
-
-def _export(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> export.Exported:
+def _export(
+    step: Wrapped, platform: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+) -> export.Exported:
     """The step as a function of its leaves: an export can be written only with pytrees that are registered with it.
 
     It names operations, but no lines of code: who asks for the step, and a comment above it, do not change the program.
     """
     try:
         with traceback_in_locations_limit(0):
-            exported = export.export(step, platforms=["tpu"])(*args, **(kwargs or {}))
+            exported = export.export(step, platforms=[platform])(*args, **(kwargs or {}))
     except ValueError as error:
         if CALLS_PYTHON not in str(error):
             raise
@@ -342,7 +340,7 @@ def _read_texts(texts: Texts, topology: Topology, axes: dict[str, int], argument
     if not (texts.get("hlo") and texts.get("buffers")):
         raise CompileError(f"the compiler refuses the step for {topology.name}: {result['error']}")
     return Compiled(
-        platform="tpu",
+        platform=JAX_PLATFORM[topology.platform],
         device_kind=result["device_kind"],
         topology=topology,
         axis_sizes=axes,

@@ -27,7 +27,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.compile import trace
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
@@ -35,12 +35,13 @@ from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side
 from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.wording import format_bytes, format_mesh, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
+HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
 MAX_PROBLEM = 200  # characters of it in a table
 
 BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract arguments
@@ -176,10 +177,11 @@ def fit(
     Args:
       build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
         ``Workload.build_step`` makes them. It may raise for options that it does not support.
-      topology: as "v5e:16x16".
+      topology: as "v5e:16x16" or "h100:32x8".
       budget_bytes: of each device; None: what the compiler lets a program have on that chip.
-      meshes: those to try, the first one first. By default one axis for each dim of the torus, one flat axis, and
-        hybrid sharding (replicas over the first dim).
+      meshes: those to try, the first one first. By default one axis for each dim of the torus (of GPUs: one across
+        hosts and one within), one flat axis, and hybrid sharding (replicas over the first dim; of GPUs also over
+        groups of hosts).
       on_trial: called before each forecast, to show progress.
       on_done: called with each trial when its forecast is there.
       jobs: how many may be compiled at once; None: one for every 2 cores, as memory allows.
@@ -187,7 +189,7 @@ def fit(
     Raises:
       ValueError: an unknown topology; a budget or a number of jobs that is not positive; no mesh; or there is no
         forecast of the very first options, chained to the reason.
-      ImportError: libtpu is not installed, or flatbuffers.
+      ImportError: the compiler for the topology is not installed.
     """
     parsed = parse_topology(topology)
     chip = parsed.chip
@@ -197,7 +199,7 @@ def fit(
             f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, "
             f"or None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
-    meshes = default_meshes(parsed.shape) if meshes is None else meshes
+    meshes = meshes_of(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
             "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
@@ -296,6 +298,31 @@ class Search:
         if not self.trials:
             raise ValueError(f"no forecast of the first options, {options}: {problem}") from error
         return Trial(options, None, False, problem)
+
+
+def meshes_of(topology: Topology) -> list[dict[str, int]]:
+    """Meshes worth trying on a topology, the first one first."""
+    if topology.chip.torus_axes:
+        return default_meshes(topology.shape)
+    hosts, gpus = topology.shape
+    return gpu_meshes(hosts, gpus)
+
+
+def gpu_meshes(hosts: int, gpus: int) -> list[dict[str, int]]:
+    """Meshes worth trying on so many hosts of so many GPUs each.
+
+    First two axes: by their names, weights are gathered across hosts before they are gathered within one, so that the
+    slower network carries the smallest pieces. Then one flat axis; replicas of each host; replicas of groups of hosts.
+    """
+    if 1 in (hosts, gpus):
+        return [{SHARD_AXIS_PREFIX: hosts * gpus}]
+    staged = {HOST_AXIS: hosts, f"{SHARD_AXIS_PREFIX}_device": gpus}
+    mixed = [
+        {"dp": hosts // group, **staged, HOST_AXIS: group}
+        for group in HOST_GROUPS
+        if hosts % group == 0 < hosts - group
+    ]
+    return [staged, {SHARD_AXIS_PREFIX: hosts * gpus}, {"dp": hosts, SHARD_AXIS_PREFIX: gpus}, *mixed[:1]]
 
 
 def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
