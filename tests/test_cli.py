@@ -634,7 +634,8 @@ def test_doctor_knows_the_extras_that_setup_cfg_has():
     written = config["options.extras_require"]
     assert list(doctor.EXTRAS) == list(doctor.USES) == list(written)
     for extra, names in doctor.EXTRAS.items():
-        lines = written[extra].replace("jax[tpu]", "libtpu").split("\n")
+        lines = written[extra].replace("jax[tpu]", "libtpu").replace("jax[cuda12-local]", "jax-cuda12-plugin")
+        lines = lines.split("\n")
         assert set(names) == {re.split(r"[ \[]", line)[0] for line in lines if line and not line.startswith("#")}
 
 
