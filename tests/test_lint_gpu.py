@@ -11,13 +11,19 @@ import pytest
 from xlstm_jax.distributed import DeviceMeshManager, abstract_train_state, make_train_step, shard_module_params
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import CHIPS, Forecast, forecast
+from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.linting.findings import lint
 from xlstm_jax.distributed.forecast.linting.gpu_rules import MORE_AT_ONCE
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
+try:
+    check_compiler("cuda")
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
 pytestmark = pytest.mark.cuda_plugin
 TOPOLOGY = "h100:2x4"
-STAGED = {"fsdp_host": 2, "fsdp_device": 4}
+STAGED = (("fsdp_host", 2), ("fsdp_device", 4))
 
 
 class Block(nn.Module):
@@ -49,7 +55,7 @@ def mean_square(params, apply_fn, batch, rng=None):
 
 
 @cache
-def findings(width, tokens, sizes=tuple(STAGED.items()), min_weight_size=2**10, options=()):
+def findings(width, tokens, sizes=STAGED, min_weight_size=2**10, options=()):
     """(findings, forecast) of a step on two hosts of four."""
     sizes = dict(sizes)
     model, axes = Model(width, tuple(sizes), min_weight_size), tuple(sizes)
