@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -34,20 +34,17 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
-from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
+from xlstm_jax.distributed.forecast.cost.memory import Memory
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
-from xlstm_jax.distributed.forecast.hlo.program import Program, parse
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.forecast.reading import exposed_seconds, links_of, memory_of, notes_on, roofline_of
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
-from xlstm_jax.distributed.hardware.links import Links
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved
 
 FORMAT = 1
-CPU_NOTE = (
-    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
-    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
-)
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,15 @@ class Forecast:
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: the time of collectives that the schedule waits for, one after the other, each on its own links;
-        of an asynchronous one what its links take longer than what runs beside it. None where the roofline is.
+      exposed_seconds: how long the schedule waits for collectives. TPUs: one after the other, each on its own links;
+        of an asynchronous one what its links take longer than what runs beside it. GPUs: by ``schedule``, with latency.
+        None where the roofline is.
       tokens: in the batch of all devices; None where ``forecast`` was not given it.
       unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
+      kernel_seconds: on GPUs the sum of what each kernel takes by its roofline; else None.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -98,6 +97,7 @@ class Forecast:
     compile_seconds: float
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
+    kernel_seconds: float | None = None
 
     @property
     def devices(self) -> int:
@@ -127,6 +127,44 @@ class Forecast:
         hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether it is of GPUs with published figures, whose collectives have a ``timing``."""
+        return self.kernel_seconds is not None
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """How much of the bytes travels beside matrix products that take as long by rooflines; None but for GPUs."""
+        return self._fraction(lambda collective: collective.is_hidden)
+
+    @property
+    def beside_products_fraction(self) -> float | None:
+        """How much of the bytes travels beside any matrix product, however short; None but for GPUs."""
+        return self._fraction(lambda collective: bool(collective.overlapped.product_seconds))
+
+    def _fraction(self, chosen: Callable[[Collective], bool]) -> float | None:
+        if not self.on_gpus:
+            return None
+        sent = sum(collective.wire_bytes_per_step for collective in self.collectives if chosen(collective))
+        return sent / self.wire_bytes if self.wire_bytes else 0.0
+
+    @property
+    def nic_bytes(self) -> float | None:
+        """What the network adapter of each GPU carries to other hosts in a step; None but for GPUs."""
+        return sum(c.count * c.timing.nic_bytes for c in self.collectives if c.timing) if self.on_gpus else None
+
+    @property
+    def nvlink_bytes(self) -> float | None:
+        """What each GPU sends within its host in a step; None but for GPUs."""
+        return None if self.nic_bytes is None else self.wire_bytes - self.nic_bytes
+
+    @property
+    def exposed_bandwidth_seconds(self) -> float | None:
+        """``exposed_seconds`` by bandwidth alone, without the latency of GPUs' collectives."""
+        if not self.on_gpus:
+            return self.exposed_seconds
+        return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
+
     def wire_bytes_by(self, *attributes: str) -> dict[tuple[Any, ...], float]:
         """What each device sends, summed by attributes of the collectives: ``("kind", "direction")``; largest first."""
         sums: dict[tuple[Any, ...], float] = defaultdict(float)
@@ -150,12 +188,12 @@ class Forecast:
     def step_seconds(self) -> float | None:
         """An estimate of a step's time: what runs, and the collectives that it waits for.
 
-        What runs is the compiler's estimate, but no less than the rooflines of compute and memory; and no step is
-        shorter than its links take.
+        What runs is the compiler's estimate, on GPUs each kernel at its roofline, but no less than the rooflines of
+        compute and memory; and no step is shorter than its links take.
         """
         if self.roofline is None or self.exposed_seconds is None:
             return None
-        busy = max(self.cycle_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
+        busy = max(self.cycle_seconds or 0, self.kernel_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
         return max(busy + self.exposed_seconds, self.roofline.wire_s)
 
     def table(self) -> RenderableType:
@@ -278,93 +316,27 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
     found = tuple(find_collectives(program, compiled.axis_sizes))
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    links = _links(compiled, chip) if chip and moved else None
+    links = links_of(compiled, chip) if chip and moved else None
+    on_gpus = links is not None and compiled.platform == "gpu"
+    found = timed(program, found, links) if links and on_gpus else found
     return Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
         axis_sizes=compiled.axis_sizes,
-        memory=_memory(compiled, program),
+        memory=memory_of(compiled, program),
         code_bytes=(compiled.memory or {}).get("generated_code", 0),
         available_bytes=chip.usable_hbm_bytes if chip else None,
         collectives=found,
         flops=flops,
         cycles=count_cycles(program),
         hbm_bytes=moved,
-        roofline=_roofline(links, flops, moved, found, tokens) if links and moved else None,
+        roofline=roofline_of(links, flops, moved, found, tokens) if links and moved else None,
         exposed_seconds=sum(exposed_seconds(links, collective) for collective in found) if links else None,
         tokens=tokens,
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
-        notes=tuple(_notes(compiled, flops)),
+        notes=tuple(notes_on(compiled, flops, chip)),
+        kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
     )
-
-
-def _memory(compiled: Compiled, program: Program) -> Memory:
-    if compiled.buffers and compiled.live_ranges:
-        return read_memory(compiled.buffers, compiled.live_ranges, operation_names(program))
-    stats = compiled.memory or {}
-    alias = stats.get("alias", 0)
-    return Memory(
-        argument_bytes=stats.get("argument", 0),
-        alias_bytes=alias,
-        output_bytes=stats.get("output", 0) - alias,
-        temporary_bytes=stats.get("temp", 0),
-        constant_bytes=0,
-        peak_point=0,
-        peak_live_bytes=stats.get("temp", 0),
-        temporaries=(),
-        arguments=(),
-        timeline=(),
-    )
-
-
-def _links(compiled: Compiled, chip: Chip) -> Links:
-    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
-    topology = compiled.topology
-    if topology is None and chip.torus_axes:
-        spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
-        topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
-    return Links(chip, compiled.axis_sizes, topology if chip.torus_axes else None, compiled.coords)
-
-
-def _axes(links: Links, collective: Collective) -> tuple[str, ...]:
-    """The axes that a collective runs over; groups that follow no set of axes may cross any link."""
-    return tuple(links.axis_sizes) if collective.axes is None else collective.axes
-
-
-def _roofline(
-    links: Links, flops: Flops, moved: HbmBytes, found: tuple[Collective, ...], tokens: int | None
-) -> Roofline:
-    sent: dict[tuple[str, ...], float] = defaultdict(float)
-    for collective in found:
-        sent[_axes(links, collective)] += collective.wire_bytes_per_step
-    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
-    return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
-
-
-def exposed_seconds(links: Links, collective: Collective) -> float:
-    """How long the schedule waits for a collective in a step.
-
-    Where the compiler gives no cycles for what runs beside an asynchronous one, it is taken to be hidden.
-    """
-    alone = links.seconds(_axes(links, collective), collective.wire_bytes)
-    beside = collective.overlapped.cycles
-    if not collective.asynchronous:
-        return collective.count * alone
-    if beside is None or links.chip.clock_hz is None:
-        return 0.0 if collective.overlapped.instructions else collective.count * alone
-    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
-
-
-def _notes(compiled: Compiled, flops: Flops) -> Iterator[str]:
-    if compiled.platform == "cpu":
-        yield CPU_NOTE
-    if compiled.without_sharding:
-        yield (
-            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
-            "Give it one, as abstract_batch and shard_batch do."
-        )
-    if flops.opaque:
-        yield f"FLOP of {', '.join(flops.opaque)} are not counted."

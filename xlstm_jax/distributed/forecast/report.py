@@ -30,7 +30,10 @@ def tables(forecast: Any) -> Any:
     parts = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_collectives_table(forecast)]
-    parts += [_overlap_table(forecast)] if forecast.asynchronous_fraction else []
+    if forecast.on_gpus and forecast.collectives:
+        parts += [_waiting_table(forecast)]
+    elif forecast.asynchronous_fraction:
+        parts += [_overlap_table(forecast)]
     parts += [_time_table(forecast)]
     head, notes = Text(headline(forecast), style="bold"), [Text(note, style="italic") for note in closing(forecast)]
     return Group(head, Text(), *parts, *notes)
@@ -40,9 +43,17 @@ def headline(forecast: Any) -> str:
     """The forecast in three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
-    hidden = f"{forecast.asynchronous_fraction:.0%} of it asynchronously"
-    sends = f"A step sends {format_bytes(forecast.wire_bytes)} per device, {hidden}."
-    return f"{where}: {_fits(forecast)}. {sends}{_takes(forecast)}"
+    return f"{where}: {_fits(forecast)}. {_sends(forecast)}{_takes(forecast)}"
+
+
+def _sends(forecast: Any) -> str:
+    sent = format_bytes(forecast.wire_bytes)
+    if not forecast.on_gpus:
+        return f"A step sends {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
+    return (
+        f"A step sends {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
+        f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
+    )
 
 
 def _fits(forecast: Any) -> str:
@@ -114,31 +125,59 @@ def _temporaries_table(forecast: Any) -> Any:
 
 
 def _collectives_table(forecast: Any) -> Any:
+    """What travels; of GPUs also over which network, and what the adapters carry."""
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in forecast.collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
         alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
     ordered = sorted(alike.items(), key=lambda item: -_sent(item[1]))
-    rows = [[*key, *_counts(members)] for key, members in ordered[:ROWS]]
+    counts = _counts_of_gpus if forecast.on_gpus else _counts
+    rows = [[*key, *counts(members)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
-        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *_counts(rest)])
-    rows.append(["in all", "", "", "", "", *_counts(forecast.collectives)])
-    columns = ["collective", "for", "direction", "dtype", "axes", "per step", "sent per device", "async"]
-    return rich_table("What travels in a step", columns, rows, left=5)
+        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *counts(rest)])
+    rows.append(["in all", "", "", "", "", *counts(forecast.collectives)])
+    columns = ["collective", "for", "direction", "dtype", "axes"]
+    numbers = ["per step", "sent per device", "async"]
+    if forecast.on_gpus:
+        columns, numbers = [*columns, "over"], ["per step", "sent", "by NIC", "hidden"]
+    return rich_table("What travels in a step", columns + numbers, rows, left=len(columns))
 
 
 def _overlap_table(forecast: Any) -> Any:
     """The asynchronous collectives, the largest first, and what the schedule has beside them."""
     hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
-    rows = []
-    for collective in hidden[:ROWS]:
-        cycles, clock_hz = collective.overlapped.cycles, forecast.chip and forecast.chip.clock_hz
-        time = _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
-        beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
-        rows.append([collective.kind, _served(collective), collective.direction, beside or "nothing", time])
+    rows = [[*_with_what(collective), _beside(forecast, collective)] for collective in hidden[:ROWS]]
     columns = ["collective", "for", "direction", "beside", "for as long as"]
     return rich_table("What runs beside those that are asynchronous", columns, rows, left=4)
+
+
+def _waiting_table(forecast: Any) -> Any:
+    """The collectives of GPUs, those that are waited for longest first, and what the schedule has beside them."""
+    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.timing.waited_s, -c.wire_bytes_per_step))
+    rows = [[*_with_what(collective), *_times_of_gpus(collective)] for collective in ordered[:ROWS]]
+    columns = ["collective", "for", "direction", "beside", "takes", "for as long as", "products", "waited"]
+    return rich_table("What is waited for, and what runs beside", columns, rows, left=4)
+
+
+def _with_what(collective: Collective) -> list[str]:
+    """What it is, and the modules that compute beside it."""
+    beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
+    return [collective.kind, _served(collective), collective.direction, beside or "nothing"]
+
+
+def _beside(forecast: Any, collective: Collective) -> str:
+    """The time of what runs beside a collective of TPUs, by the compiler's cycles."""
+    cycles, clock_hz = collective.overlapped.cycles, forecast.chip and forecast.chip.clock_hz
+    return _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
+
+
+def _times_of_gpus(collective: Collective) -> list[str]:
+    """Of a step: alone, what runs beside it, of that the matrix products, and what the schedule waits for."""
+    timing, beside = collective.timing, collective.overlapped
+    assert timing is not None and beside.seconds is not None and beside.product_seconds is not None  # those of GPUs
+    each = (timing.seconds, beside.seconds, beside.product_seconds, timing.waited_s)
+    return [_milliseconds(collective.count * seconds) for seconds in each]
 
 
 def _served(collective: Collective) -> str:
@@ -171,6 +210,21 @@ def _counts(members: Sequence[Collective]) -> list[str]:
     return [f"{sum(c.count for c in members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
 
 
+def _counts_of_gpus(members: Sequence[Collective]) -> list[str]:
+    """Networks, executions, bytes, those that each adapter carries, and how much is hidden."""
+    timings = [(c.count, c.timing) for c in members if c.timing]
+    networks = sorted({network for _, timing in timings for network in timing.networks})
+    carried = sum(count * timing.nic_bytes for count, timing in timings)
+    sent, hidden = _sent(members), _sent(c for c in members if c.is_hidden)
+    return [
+        "".join(networks) if len(networks) < 2 else "both",
+        f"{sum(c.count for c in members):,}",
+        format_bytes(sent),
+        format_bytes(carried) if carried else "",
+        f"{hidden / sent:.0%}" if sent else "",
+    ]
+
+
 def _time_table(forecast: Any) -> Any:
     flops, roofline = forecast.flops.total, forecast.roofline
     if roofline is None:
@@ -183,9 +237,21 @@ def _time_table(forecast: Any) -> Any:
     if forecast.cycle_seconds is not None:
         cycles = f"{forecast.cycles.total:,} cycles"
         rows.append(["the compiler's estimate, without collectives", cycles, _milliseconds(forecast.cycle_seconds)])
-    rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
+    if forecast.on_gpus:
+        rows += _rows_of_gpus(forecast)
+    else:
+        rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
     rows.append(["a step, estimated", "", _milliseconds(forecast.step_seconds)])
     return rich_table("Time of a step", ["", "amount", "time"], rows)
+
+
+def _rows_of_gpus(forecast: Any) -> list[list[str]]:
+    count = f"{sum(c.count for c in forecast.collectives):,} collectives"
+    return [
+        ["each kernel at its roofline, one by one", "", _milliseconds(forecast.kernel_seconds)],
+        ["waiting for collectives, with latency", count, _milliseconds(forecast.exposed_seconds)],
+        ["the same by bandwidth alone", "", _milliseconds(forecast.exposed_bandwidth_seconds)],
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- picture
@@ -267,7 +333,8 @@ def _plot_time(axes: Any, forecast: Any) -> None:
         axes.text(0.5, 0.5, f"no figures are known for {forecast.device_kind}", ha="center", transform=axes.transAxes)
         return
     bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
-    bars |= {"compiler's cycles": forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
+    runs = "each kernel" if forecast.on_gpus else "compiler's cycles"
+    bars |= {runs: forecast.kernel_seconds or forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
     colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#54a24b"]
     drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
     axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)

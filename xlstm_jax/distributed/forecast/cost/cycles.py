@@ -96,7 +96,7 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     modules, reads, writes = _module_by_name(program), 0, 0
     by_module: dict[str, int] = defaultdict(int)
     for computation, trips, instruction in _scheduled(program):
-        read, written = _moved(program, computation, instruction)
+        read, written = moved_by(program, computation, instruction)
         reads, writes = reads + trips * read, writes + trips * written
         by_module[modules.get(instruction.op_name, "")] += trips * (read + written)
     return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
@@ -119,8 +119,8 @@ def _module_by_name(program: Program) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------- bytes of HBM
 
 
-def _moved(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, int]:
-    """(read, written) by one execution."""
+def moved_by(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, int]:
+    """(read, written) in HBM by one execution of a scheduled instruction."""
     if instruction.opcode in _CONTROL or not (instruction.is_work or instruction.opcode.endswith("-start")):
         return 0, 0
     operands = [computation.by_name[name] for name in instruction.operands]

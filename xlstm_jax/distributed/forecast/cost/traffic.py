@@ -27,6 +27,7 @@ from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPU
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MIXED = "mixed"
+MIN_S = 1e-12  # so that nothing hides beside nothing
 
 _OWN_SCOPES = ("gather_params", "sync_gradients")
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
@@ -45,15 +46,45 @@ class Overlap:
       modules: that they serve, in order.
       instructions: how many there are.
       cycles: the compiler's estimate for all of them; None where it gives none.
+      seconds: on GPUs, what they take by their rooflines (``kernels``); else None.
+      product_seconds: of it, the kernels that hold a matrix product.
     """
 
     op_names: tuple[str, ...]
     modules: tuple[str, ...]
     instructions: int
     cycles: int | None
+    seconds: float | None = None
+    product_seconds: float | None = None
 
 
 NO_OVERLAP = Overlap((), (), 0, None)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one execution of a collective of GPUs, by the figures that makers publish.
+
+    Attributes:
+      networks: that it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
+      nic_bytes: that the network adapter of each GPU carries.
+      bandwidth_s: of its bytes, alone.
+      latency_s: of the hops of a ring, see ``hardware.links``.
+      waited_s: how long the schedule waits for it: what is left at its end, with all that was under way before it.
+      waited_by_bandwidth_s: the same, were there no latency.
+    """
+
+    networks: tuple[str, ...]
+    nic_bytes: float
+    bandwidth_s: float
+    latency_s: float
+    waited_s: float
+    waited_by_bandwidth_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Alone."""
+        return self.bandwidth_s + self.latency_s
 
 
 @dataclass(frozen=True)
@@ -83,6 +114,7 @@ class Collective:
       direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
       asynchronous: whether the schedule goes on while it is under way.
       overlapped: what is scheduled meanwhile.
+      timing: on GPUs how long it takes, and how long the schedule waits for it; else None.
     """
 
     name: str
@@ -101,6 +133,7 @@ class Collective:
     asynchronous: bool
     overlapped: Overlap = field(default=NO_OVERLAP)
     slices: int = 1
+    timing: Timing | None = None
 
     @property
     def module(self) -> str:
@@ -110,6 +143,11 @@ class Collective:
     @property
     def wire_bytes_per_step(self) -> float:
         return self.count * self.wire_bytes
+
+    @property
+    def is_hidden(self) -> bool:
+        """On GPUs: whether matrix products run beside it for as long as its bytes take, by rooflines."""
+        return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.bandwidth_s, MIN_S)
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
-from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
@@ -88,6 +88,8 @@ def sources(program: Program, value: Value) -> list[Value]:
         return [Value(callee, callee.root.name, element) for callee in callees]
     if opcode.endswith(("-done", "-update")):
         return [Value(computation, operands[0], element)]
+    if element and _carries_several(instruction):
+        return [Value(computation, operands[element[0]], element[1:])]
     if opcode in ("dynamic-slice", "gather"):
         operands = operands[:1]
     if opcode == "dynamic-update-slice":
@@ -129,7 +131,14 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
         # Each branch has an operand of its own, after the one that chooses between them.
         callees = callees[position - 1 : position] if user.opcode == "conditional" else callees
         return [Value(c, c.parameters[number].name, element) for c in callees if number in c.parameters]
-    return [Value(computation, user.name)]
+    if _carries_several(user):
+        return [Value(computation, user.name, (position, *element))]
+    return [Value(computation, user.name, element if user.opcode.endswith(("-done", "-update")) else ())]
+
+
+def _carries_several(instruction: Instruction) -> bool:
+    """Whether it is a collective in which several arrays travel together, each to an element of its result."""
+    return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 
 def _out_of_its_computation(program: Program, value: Value) -> list[Value]:

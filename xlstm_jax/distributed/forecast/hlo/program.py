@@ -69,6 +69,10 @@ class Program:
             if instruction.opcode == "while"
         }
 
+    def trips_of(self, computation: Computation, loop: Instruction) -> int:
+        """How often a loop's body runs; 1 where that is unknown."""
+        return self._loops[computation.name, loop.name] or 1
+
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of computations that an async-start (or call-start) runs beside the schedule of its caller."""

@@ -1,0 +1,259 @@
+"""The time of a GPU's step by rooflines: of kernels, of collectives on two networks, and of what waits for what.
+
+All numbers are worked out by hand from the chip below, whose figures are round: 1e12 FLOP/s; bytes/s of HBM 1e10, of
+NVLink 1e9, of network 1e8 per GPU; hosts of 4.
+"""
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+
+from xlstm_jax.distributed.forecast.cost.kernels import Kernels, product_flops
+from xlstm_jax.distributed.forecast.cost.schedule import Flight, kernel_seconds, timed, waits
+from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
+
+PEAKS = MappingProxyType({"bfloat16": 1e12, "int8": 2e12, "float32": 5e11})
+CHIP = dataclasses.replace(
+    CHIPS["h100"],
+    peak_flops=PEAKS,
+    hbm_bandwidth=1e10,
+    link_bandwidth=1e9,
+    network_bandwidth=1e8,
+    devices_per_node=4,
+)
+SIZES = {"host": 2, "device": 4}
+
+
+def program(entry, computations="", devices=8):
+    header = f"HloModule jit_step, is_scheduled=true, num_partitions={devices}\n"
+    return parse(f"{header}{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{entry}\n}}\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ networks
+
+
+@pytest.mark.parametrize(
+    "axes, networks, seconds, nic_bytes, latency_us",
+    [
+        # 7 hops of which 1 goes between the hosts; the border of a host is crossed by 4e8 bytes, on 4 adapters
+        (("host", "device"), ("NVLink", "network"), 1.0, 1e8, 14 + 6 * 1.9 + 4.0),
+        (("device",), ("NVLink",), 0.4, 0.0, 14 + 3 * 1.9),
+        (("host",), ("network",), 4.0, 4e8, 14 + 4.0),  # each GPU by its own adapter
+    ],
+    ids=["flat", "in a host", "across hosts"],
+)
+def test_which_network_carries_what(axes, networks, seconds, nic_bytes, latency_us):
+    links = Links(CHIP, SIZES)
+    assert links.networks(axes) == networks
+    assert links.seconds(axes, 4e8) == pytest.approx(seconds)
+    assert links.nic_bytes(axes, 4e8) == pytest.approx(nic_bytes)
+    assert links.latency_seconds(axes, "all-gather") == pytest.approx(latency_us * 1e-6)
+    around_twice = 14 + 2 * (latency_us - 14)
+    assert links.latency_seconds(axes, "all-reduce") == pytest.approx(around_twice * 1e-6)
+
+
+def test_what_is_sent_at_once_takes_one_hop_of_each_network():
+    assert Links(CHIP, SIZES).latency_seconds(("host", "device"), "all-to-all") == pytest.approx((14 + 1.9 + 4) * 1e-6)
+
+
+def test_a_flat_ring_over_many_hosts_pays_for_each_hop_and_stages_do_not():
+    """256 GPUs, 32 hosts: 224 hops over NVLink and 31 over the network, against 31 and then 7."""
+    links = Links(CHIPS["h100"], {"host": 32, "device": 8})
+    flat = links.latency_seconds(("host", "device"), "all-gather")
+    stages = sum(links.latency_seconds((axis,), "all-gather") for axis in ("host", "device"))
+    assert flat == pytest.approx(0.56e-3, rel=0.02)
+    assert stages == pytest.approx(0.165e-3, rel=0.01)
+
+
+def test_a_group_that_straddles_hosts_counts_as_the_worst_of_its_kind():
+    links = Links(CHIP, {"dp": 8, "x": 3})  # of (0, 1, 2), (3, 4, 5) the second lies on two hosts, one device on one
+    assert links.networks(("x",)) == ("NVLink", "network")
+    assert links.seconds(("x",), 1e8) == pytest.approx(1.0)
+
+
+def test_the_hosts_are_those_of_the_topology():
+    two_each = parse_topology("h100:4x2")
+    assert Links(two_each.chip, {"x": 4, "y": 2}, two_each).networks(("x", "y")) == ("NVLink", "network")
+    assert Links(two_each.chip, {"x": 4, "y": 2}).networks(("x", "y")) == ("NVLink",)  # guard: 8 by default
+
+
+def test_tpus_have_no_adapters():
+    links = Links(CHIPS["v5e"], {"x": 1})
+    assert (links.networks(("x",)), links.nic_bytes(("x",), 1e9), links.latency_seconds(("x",), "all-gather")) == (
+        (),
+        0.0,
+        0.0,
+    )
+
+
+def test_the_two_networks_run_side_by_side():
+    links = Links(CHIP, SIZES)
+    staged = {("host",): 1e8, ("device",): 9e8}  # 1.0 s over the network, 0.9 s over NVLink
+    assert links.busiest_seconds(staged) == pytest.approx(1.0)
+    assert links.busiest_seconds(staged | {("host", "device"): 4e8}) == pytest.approx(2.0)  # on both for 1 s
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+DOT = """
+%gemm (a: bf16[1000,2000], b: bf16[2000,500]) -> bf16[1000,500] {
+  %a = bf16[1000,2000]{1,0} parameter(0)
+  %b = bf16[2000,500]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[1000,500]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+OPERANDS = """
+  %a = bf16[1000,2000]{1,0} parameter(0)
+  %b = bf16[2000,500]{1,0} parameter(1)
+"""
+GEMM = 2 * 1000 * 500 * 2000  # FLOP
+GEMM_BYTES = 2 * (1000 * 2000 + 2000 * 500 + 1000 * 500)  # of the operands and the result in bfloat16
+FUSED = "fusion(%a, %b), kind=kCustom, calls=%gemm"
+CUBLAS = """custom-call(%a, %b), custom_call_target="TARGET", backend_config={"gemm_backend_config":{"alpha_real":1,\
+"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
+"lhs_batch_dimensions":[]}}}"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        FUSED,
+        CUBLAS.replace("TARGET", "__cublas$gemm"),
+        CUBLAS.replace("TARGET", "__cublas$lt$matmul"),
+    ],
+    ids=["dot", "fusion", "cuBLAS", "cuBLASLt"],
+)
+def test_a_matrix_product_takes_its_flop_in_each_of_its_forms(call):
+    found = program(f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n", DOT)
+    seconds = Kernels(found, CHIP).seconds_of(found.entry, found.entry.root)
+    assert seconds.total == seconds.products == pytest.approx(max(GEMM / 1e12, GEMM_BYTES / 1e10))
+    assert GEMM / 1e12 > GEMM_BYTES / 1e10  # guard: it is the FLOP that count here
+
+
+def test_a_product_is_bound_by_its_dtype_and_by_memory():
+    call = "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    entry = f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n"
+    wide, narrow = program(entry.replace("bf16", "f32")), program(entry.replace("bf16", "f8e4m3fn"))
+    slow = dataclasses.replace(CHIP, hbm_bandwidth=1e9)
+
+    def seconds(found, chip):
+        return Kernels(found, chip).seconds_of(found.entry, found.entry.root).products
+
+    assert seconds(wide, CHIP) == pytest.approx(GEMM / 5e11)
+    assert seconds(narrow, CHIP) == pytest.approx(GEMM / 2e12)
+    assert seconds(wide, slow) == pytest.approx(2 * GEMM_BYTES / 1e9)
+
+
+@pytest.mark.parametrize(
+    "target, arrays",
+    [
+        ("__cudnn$convForward", ("8,32,32,16", "64,3,3,16", "8,32,32,64")),
+        ("__cudnn$convBackwardInput", ("8,32,32,64", "64,3,3,16", "8,32,32,16")),
+        ("__cudnn$convBackwardFilter", ("8,32,32,16", "8,32,32,64", "64,3,3,16")),
+    ],
+)
+def test_a_convolution_takes_as_many_flop_forward_as_for_each_gradient(target, arrays):
+    """3 x 3 taps of 16 features for each of 8 x 32 x 32 x 64 values; cuDNN's result is a tuple with its workspace."""
+    left, right, out = arrays
+    entry = f"""
+  %a = f32[{left}]{{3,2,1,0}} parameter(0)
+  %b = f32[{right}]{{3,2,1,0}} parameter(1)
+  ROOT %c = (f32[{out}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), window={{size=3x3 pad=1_1x1_1}}, \
+dim_labels=b01f_o01i->b01f, custom_call_target="{target}"
+"""
+    found = program(entry)
+    assert product_flops(found.entry, found.entry.root) == 2 * 8 * 32 * 32 * 64 * 3 * 3 * 16
+
+
+def test_what_holds_no_product_takes_its_bytes():
+    found = program("  %p = f32[1000,1000]{1,0} parameter(0)\n  ROOT %n = f32[1000,1000]{1,0} negate(%p)\n")
+    seconds = Kernels(found, CHIP).seconds_of(found.entry, found.entry.root)
+    assert (seconds.total, seconds.products) == (pytest.approx(8e6 / 1e10), 0.0)
+
+
+LOOP = """
+%body (c: (s32[], bf16[1000,2000], bf16[2000,500])) -> (s32[], bf16[1000,2000], bf16[2000,500]) {
+  %c = (s32[], bf16[1000,2000], bf16[2000,500]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %a = bf16[1000,2000]{1,0} get-tuple-element(%c), index=1
+  %b = bf16[2000,500]{1,0} get-tuple-element(%c), index=2
+  %r = bf16[1000,500]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm
+  ROOT %t = (s32[], bf16[1000,2000], bf16[2000,500]) tuple(%i, %a, %b)
+}
+%condition (c.1: (s32[], bf16[1000,2000], bf16[2000,500])) -> pred[] {
+  %c.1 = (s32[], bf16[1000,2000], bf16[2000,500]) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+"""
+
+
+def test_a_loop_takes_as_long_as_its_trips():
+    entry = f"""{OPERANDS}  %zero = s32[] constant(0)
+  %t.0 = (s32[], bf16[1000,2000], bf16[2000,500]) tuple(%zero, %a, %b)
+  ROOT %w = (s32[], bf16[1000,2000], bf16[2000,500]) while(%t.0), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"5"}}}}
+"""
+    found = program(entry, DOT + LOOP)
+    assert kernel_seconds(found, Links(CHIP, SIZES)) == pytest.approx(5 * GEMM / 1e12)
+
+
+# ------------------------------------------------------------------------------------------------ what waits for what
+
+
+def test_a_schedule_waits_for_what_is_left_of_a_collective():
+    run = [0.0, 1.0, 0.0, 2.0]  # seconds of each instruction
+    flight = Flight(0, 2, ("NVLink",), 1.5)
+    assert waits(run, [flight]) == pytest.approx([0.5])
+    assert waits(run, [dataclasses.replace(flight, seconds=0.75)]) == [0.0]
+    assert waits(run, [dataclasses.replace(flight, end=0)]) == pytest.approx([1.5])  # synchronous
+
+
+def test_collectives_on_one_network_queue_and_those_on_two_do_not():
+    run = [0.0, 0.0, 3.0, 0.0, 0.0]
+    first, second = Flight(0, 3, ("NVLink",), 2.0), Flight(1, 4, ("NVLink",), 2.0)
+    assert waits(run, [first, second]) == pytest.approx([0.0, 1.0])  # the second ends at 4
+    assert waits(run, [first, dataclasses.replace(second, networks=("network",))]) == [0.0, 0.0]
+    assert waits(run, [first, dataclasses.replace(second, networks=("NVLink", "network"))]) == pytest.approx([0.0, 1.0])
+
+
+def test_what_was_waited_for_is_time_that_the_next_one_has():
+    run = [0.0, 0.0, 1.0, 0.0, 0.0]
+    first, second = Flight(0, 3, ("NVLink",), 3.0), Flight(1, 4, ("network",), 4.0)
+    assert waits(run, [first, second]) == pytest.approx([2.0, 1.0])
+
+
+START = """  %s = (f32[N]{0}, f32[4N]{0}) all-gather-start(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, \
+dimensions={0}, use_global_device_ids=true, backend_config={"collective_backend_config":{"is_sync":false}}
+"""
+
+
+def gathered(values, beside):
+    """The gather of 4 shards in a host, with a kernel beside it."""
+    entry = (
+        f"{OPERANDS}  %p = f32[N]{{0}} parameter(2)\n{START}  {beside}\n  ROOT %d = f32[4N]{{0}} all-gather-done(%s)\n"
+    )
+    found = program(entry.replace("4N", str(4 * values)).replace("N", str(values)), DOT)
+    (collective,) = timed(found, find_collectives(found, SIZES), Links(CHIP, SIZES))
+    return collective
+
+
+def test_a_gather_is_hidden_where_a_product_takes_as_long():
+    product = f"%r = bf16[1000,500]{{1,0}} {FUSED}"
+    short, long = gathered(100_000, product), gathered(1_000_000, product)  # 1.2 MB and 12 MB: 1.2 and 12 ms
+    assert (short.timing.bandwidth_s, long.timing.bandwidth_s) == pytest.approx((1.2e-3, 12e-3))
+    assert short.overlapped.product_seconds == long.overlapped.product_seconds == pytest.approx(2e-3)
+    assert short.is_hidden and not long.is_hidden
+    assert short.timing.waited_s == 0.0
+    assert long.timing.waited_by_bandwidth_s == pytest.approx(10e-3)
+    assert long.timing.waited_s == pytest.approx(10e-3 + (14 + 3 * 1.9) * 1e-6)
+    assert (long.timing.networks, long.timing.nic_bytes) == (("NVLink",), 0.0)
+
+
+def test_what_runs_beside_and_is_no_product_hides_time_and_does_not_count_as_hidden():
+    other = gathered(100_000, "%r = bf16[1000,2000]{1,0} negate(%a)")  # 8 MB of HBM, 0.8 ms
+    assert other.overlapped.seconds == pytest.approx(0.8e-3) and other.overlapped.product_seconds == 0.0
+    assert other.timing.waited_by_bandwidth_s == pytest.approx(0.4e-3) and not other.is_hidden

@@ -1,0 +1,122 @@
+"""When the collectives of a GPU's schedule run, what runs beside each, and how long the schedule waits for it.
+
+A clock walks through the instructions of a computation:
+
+    kernel                the clock goes on by its roofline (``kernels``)
+    start of a collective it takes its networks as soon as they are free: who starts first is served first
+    its end               the clock waits for what is left; of a synchronous one the end comes with the start
+
+A loop's body begins with free networks. What a loop waits for counts in its body and does not move the clock outside.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from xlstm_jax.distributed.forecast.cost.kernels import Kernels, Seconds
+from xlstm_jax.distributed.forecast.cost.traffic import Collective, Timing
+from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
+from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.hardware.links import Links
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective in a schedule: the positions of its start and its end, the same where the schedule waits for it."""
+
+    start: int
+    end: int
+    networks: tuple[str, ...]
+    seconds: float
+
+
+def timed(program: Program, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
+    """The collectives of a program for GPUs, with their times.
+
+    Args:
+      program: that they were found in.
+      collectives: as ``find_collectives`` gives them.
+      links: between the devices of the mesh.
+    """
+    found = list(zip(sites(program), collectives, strict=True))
+    kernels, by_computation = Kernels(program, links.chip), defaultdict(list)
+    for number, (site, _) in enumerate(found):
+        by_computation[site.computation.name].append(number)
+    known: dict[int, Collective] = {}
+    for numbers in by_computation.values():
+        known |= zip(numbers, _timed_in(kernels, [found[i] for i in numbers], links), strict=True)
+    return tuple(known[number] for number in range(len(found)))
+
+
+def _timed_in(kernels: Kernels, found: Sequence[tuple[Site, Collective]], links: Links) -> list[Collective]:
+    """The collectives of one computation."""
+    computation = found[0][0].computation
+    times = [kernels.seconds_of(computation, instruction) for instruction in computation.instructions]
+    until = list(accumulate(times, initial=Seconds()))
+    run = [seconds.total for seconds in times]
+    alone = [_alone(links, collective) for _, collective in found]
+    real = [_flight(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
+    ideal = [_flight(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
+    timings = [
+        dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
+        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(run, ideal), strict=True)
+    ]
+    beside = [until[flight.end] - until[flight.start] for flight in real]
+    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
+
+
+def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Collective:
+    overlapped = dataclasses.replace(collective.overlapped, seconds=beside.total, product_seconds=beside.products)
+    return dataclasses.replace(collective, overlapped=overlapped, timing=timing)
+
+
+def _alone(links: Links, collective: Collective) -> Timing:
+    """A collective's time without regard to the schedule, as if all of it were waited for."""
+    axes, sent = axes_of(links, collective), collective.wire_bytes
+    bandwidth_s, latency_s = links.seconds(axes, sent), links.latency_seconds(axes, collective.kind)
+    return Timing(
+        networks=links.networks(axes),
+        nic_bytes=links.nic_bytes(axes, sent),
+        bandwidth_s=bandwidth_s,
+        latency_s=latency_s,
+        waited_s=bandwidth_s + latency_s,
+        waited_by_bandwidth_s=bandwidth_s,
+    )
+
+
+def _flight(site: Site, timing: Timing, seconds: float) -> Flight:
+    start = site.computation.position[site.scheduled.name]
+    end = start if site.during is None else start + 1 + len(site.during)
+    return Flight(start, end, timing.networks, seconds)
+
+
+def waits(run: Sequence[float], flights: Sequence[Flight]) -> list[float]:
+    """How long a schedule waits for each collective, in seconds, where each instruction runs for so long."""
+    starts, ends = defaultdict(list), defaultdict(list)
+    for number, flight in enumerate(flights):
+        starts[flight.start].append(number)
+        ends[flight.end].append(number)
+    now, free, done, waited = 0.0, defaultdict[str, float](float), {}, [0.0] * len(flights)
+    for position, seconds in enumerate(run):
+        for number in starts[position]:
+            flight = flights[number]
+            done[number] = max([now, *(free[network] for network in flight.networks)]) + flight.seconds
+            free.update(dict.fromkeys(flight.networks, done[number]))
+        for number in ends[position]:
+            waited[number] = max(0.0, done[number] - now)
+            now += waited[number]
+        now += seconds
+    return waited
+
+
+def kernel_seconds(program: Program, links: Links) -> float:
+    """The least time of all kernels of a step, one after the other; none of what runs beside them."""
+    kernels, entry = Kernels(program, links.chip), program.entry
+    return sum((kernels.seconds_of(entry, instruction) for instruction in entry.instructions), Seconds()).total
+
+
+def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
+    """The axes that a collective runs over; groups that follow no set of axes may cross any link."""
+    return tuple(links.axis_sizes) if collective.axes is None else collective.axes

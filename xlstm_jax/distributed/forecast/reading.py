@@ -1,0 +1,107 @@
+"""The parts of a forecast that are read from a compiled step and a chip's figures, one function for each."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from xlstm_jax.distributed.forecast.compiling.compile import GPU_NOTE, Compiled
+from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes
+from xlstm_jax.distributed.forecast.cost.flops import Flops
+from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
+from xlstm_jax.distributed.forecast.cost.schedule import axes_of
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.hardware.chips import Chip
+from xlstm_jax.distributed.hardware.links import BASE_LATENCY_S, NETWORK_HOP_S, NVLINK_HOP_S, Links
+from xlstm_jax.distributed.hardware.slices import Topology
+
+CPU_NOTE = (
+    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
+    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
+)
+
+
+def rates_note(chip: Chip) -> str:
+    """What the times of a forecast for GPUs rest on."""
+    assert chip.network_bandwidth  # a GPU
+    return (
+        f"Taken for {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM at "
+        f"{chip.hbm_bandwidth / 1e12:.3g} TB/s, NVLink at {chip.link_bandwidth / 1e9:,.0f} GB/s and the network at "
+        f"{chip.network_bandwidth / 1e9:,.0f} GB/s per GPU, one way. A collective is NCCL's ring: "
+        f"{BASE_LATENCY_S * 1e6:.0f} us, {NVLINK_HOP_S * 1e6:.1f} us for each hop over NVLink and "
+        f"{NETWORK_HOP_S * 1e6:.1f} us over the network, then its bytes."
+    )
+
+
+def memory_of(compiled: Compiled, program: Program) -> Memory:
+    """What the step takes of memory, by module where XLA's own texts are there."""
+    if compiled.buffers and compiled.live_ranges:
+        return read_memory(compiled.buffers, compiled.live_ranges, operation_names(program))
+    stats = compiled.memory or {}
+    alias = stats.get("alias", 0)
+    return Memory(
+        argument_bytes=stats.get("argument", 0),
+        alias_bytes=alias,
+        output_bytes=stats.get("output", 0) - alias,
+        temporary_bytes=stats.get("temp", 0),
+        constant_bytes=0,
+        peak_point=0,
+        peak_live_bytes=stats.get("temp", 0),
+        temporaries=(),
+        arguments=(),
+        timeline=(),
+    )
+
+
+def links_of(compiled: Compiled, chip: Chip) -> Links:
+    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
+    topology = compiled.topology
+    if topology is None and chip.torus_axes:
+        spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
+        topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
+    return Links(chip, compiled.axis_sizes, topology, compiled.coords)
+
+
+def roofline_of(
+    links: Links, flops: Flops, moved: HbmBytes, found: tuple[Collective, ...], tokens: int | None
+) -> Roofline:
+    """Three bounds of the step's time."""
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    for collective in found:
+        sent[axes_of(links, collective)] += collective.wire_bytes_per_step
+    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
+    return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+
+
+def exposed_seconds(links: Links, collective: Collective) -> float:
+    """How long the schedule waits for a collective in a step.
+
+    Where the compiler gives no cycles for what runs beside an asynchronous one of a TPU, it is taken to be hidden.
+    """
+    if collective.timing is not None:
+        return collective.count * collective.timing.waited_s
+    alone = links.seconds(axes_of(links, collective), collective.wire_bytes)
+    beside = collective.overlapped.cycles
+    if not collective.asynchronous:
+        return collective.count * alone
+    if beside is None or links.chip.clock_hz is None:
+        return 0.0 if collective.overlapped.instructions else collective.count * alone
+    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
+
+
+def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:
+    """What the reader of a forecast should know."""
+    if compiled.platform == "cpu":
+        yield CPU_NOTE
+    if compiled.platform == "gpu" and compiled.topology:
+        yield GPU_NOTE
+    if compiled.platform == "gpu" and chip:
+        yield rates_note(chip)
+    if compiled.without_sharding:
+        yield (
+            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
+            "Give it one, as abstract_batch and shard_batch do."
+        )
+    if flops.opaque:
+        yield f"FLOP of {', '.join(flops.opaque)} are not counted."
