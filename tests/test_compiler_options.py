@@ -149,6 +149,17 @@ def test_every_chip_with_published_figures_is_answered():
     assert compiler_options(jax.devices()[0].device_kind) == {}
 
 
+def test_without_pipelining_the_compiler_begins_no_gather_a_layer_ahead():
+    def left_out(kind):
+        fewer = compiler_options(kind, pipelined=False)
+        assert fewer.items() <= compiler_options(kind).items()
+        return sorted(compiler_options(kind).keys() - fewer.keys())
+
+    assert ["all_gather" in name for name in left_out("NVIDIA H100 80GB HBM3")] == [True]
+    assert left_out("TPU v5 lite") == ["xla_tpu_enable_ici_ag_pipelining"]
+    assert left_out("TPU v5p") == []  # SparseCores run gathers by themselves
+
+
 def test_the_dict_is_the_callers_own():
     compiler_options("TPU v6 lite").clear()
     assert len(compiler_options("TPU v6 lite")) == 3

@@ -8,20 +8,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.support import NEEDS_CUDA_PLUGIN
 from xlstm_jax.distributed import DeviceMeshManager, abstract_train_state, make_train_step, shard_module_params
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import CHIPS, Forecast, forecast
-from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.linting.findings import lint
-from xlstm_jax.distributed.forecast.linting.gpu_rules import MORE_AT_ONCE
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
-try:
-    check_compiler("cuda")
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.cuda_plugin
+pytestmark = [pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]
 TOPOLOGY = "h100:2x4"
 STAGED = (("fsdp_host", 2), ("fsdp_device", 4))
 
@@ -98,11 +93,15 @@ def test_the_time_is_that_of_the_kernels_and_of_what_is_waited_for():
 
 
 def test_more_collectives_under_way_are_waited_for_less():
-    before, after = findings(**WAITING), findings(**WAITING, options=tuple(MORE_AT_ONCE.items()))
+    options = compiler_options(CHIPS["h100"].device_kinds[0])
+    before, after = findings(**WAITING), findings(**WAITING, options=tuple(options.items()))
     waiting = of_rule(before, "exposed-collective")
-    assert waiting and all(str(MORE_AT_ONCE) in finding.cure for finding in waiting)
-    assert after[1].exposed_seconds < 0.9 * before[1].exposed_seconds
+    assert waiting and all("compiler_options='auto'" in finding.cure for finding in waiting)
+    assert after[1].exposed_seconds < 0.8 * before[1].exposed_seconds
     assert {f.rule for f in before[0]} == {"exposed-collective"}  # guard: the step is well made otherwise
+    for name in options:  # each of them is worth something
+        others = tuple((other, value) for other, value in options.items() if other != name)
+        assert findings(**WAITING, options=others)[1].exposed_seconds > 1.02 * after[1].exposed_seconds, name
 
 
 def test_whole_leaves_that_cross_hosts_do_not_where_the_axis_is_known_to():

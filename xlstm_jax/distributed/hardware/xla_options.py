@@ -8,10 +8,10 @@ gathers. These options change it; the code of the step stays as it is:
 
   v5p, v6e   the SparseCores run collectives by themselves          all bytes are asynchronous
   v5e        gathers in a loop over layers begin a layer ahead      nearly all gathers are; scatters are not
-  NVIDIA     a schedule that hides latency; collectives in a loop over layers begin a layer ahead, or end one later
+  NVIDIA     several collectives may be under way at once (by default one), and gathers in a loop over layers begin a
+             layer ahead                                            nearly nothing in the loops is waited for
 
-Those of TPUs stand in the table of chips. docs/compiler_options.md has what each option does to compiled TPU programs.
-The effect on GPUs has not been measured.
+Those of TPUs stand in the table of chips. docs/compiler_options.md has what each option does to compiled programs.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
+from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
+AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
 
-def compiler_options(device_kind: str) -> dict[str, Any]:
+def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, Any]:
     """The options for ``jax.jit(..., compiler_options=...)`` that make collectives asynchronous.
 
     >>> compiler_options("TPU v5 lite")
@@ -34,6 +35,8 @@ def compiler_options(device_kind: str) -> dict[str, Any]:
 
     Args:
       device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
+      pipelined: whether the compiler begins gathers in loops a layer ahead. False: with ``scan_layers(prefetch=True)``,
+        which does so itself.
     Returns:
       A new dict, which the caller may change; {} for a CPU, on which nothing is asynchronous.
     Raises:
@@ -42,7 +45,9 @@ def compiler_options(device_kind: str) -> dict[str, Any]:
     if device_kind == CPU:
         return {}
     if device_kind.startswith(GPUS):
-        return _gpu_options()
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE} | (
+            _gpu_pipelining() if pipelined else {}
+        )
     chip = chip_of(device_kind)
     if chip is None or chip.xla_options is None:
         kinds = sorted(kind for chip in CHIPS.values() if chip.xla_options for kind in chip.device_kinds)
@@ -51,15 +56,13 @@ def compiler_options(device_kind: str) -> dict[str, Any]:
             f"device_kind={device_kind!r}: no options are known for it, but for {known}. Leave compiler_options out, "
             "or pass a dict of options that you have tried on it."
         )
-    return dict(chip.xla_options)
+    return {name: value for name, value in chip.xla_options.items() if pipelined or name not in ICI_PIPELINING}
 
 
-def _gpu_options() -> dict[str, Any]:
-    by_mode = jax.__version_info__ >= PIPELINES_BY_MODE
-    name = "xla_gpu_pipeline_{}" if by_mode else "xla_gpu_enable_pipelined_{}"
-    on = "COLLECTIVE_PIPELINING_MODE_ON" if by_mode else True
-    pipelined = {name.format(kind): on for kind in ("all_gather", "reduce_scatter", "all_reduce")}
-    return {"xla_gpu_enable_latency_hiding_scheduler": True, **pipelined}
+def _gpu_pipelining() -> dict[str, Any]:
+    if jax.__version_info__ >= PIPELINES_BY_MODE:
+        return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+    return {"xla_gpu_enable_pipelined_all_gather": True}
 
 
 def resolved(options: str | Mapping[str, Any] | None, device_kind: str) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ from xlstm_jax.wording import format_bytes, format_fraction, listed
 MIN_WAITED_FRACTION = 0.05  # of a step's time
 MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
 FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
-MORE_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
     "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
@@ -44,8 +43,8 @@ def _waited(step: Step, where: str, members: list[Collective]) -> Finding | None
         f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its bytes "
         f"take: {count} times in a step, {format_bytes(sent)} per GPU, "
         f"{format_fraction(sent / step.forecast.wire_bytes)} of the step's traffic.",
-        "Let XLA have more collectives under way than one, its default, by "
-        f"compiler_options={MORE_AT_ONCE} for make_train_step or jax.jit; else take more tokens per GPU.",
+        "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
+        "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
         round(sent),
     )
 
