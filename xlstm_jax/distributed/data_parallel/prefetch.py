@@ -205,7 +205,7 @@ class _Scan:
             further = self.advance(ahead, self.shards(values, index - self.depth) if goes_on else None)
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
             # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
-            d_carry, further = lax.optimization_barrier((d_carry, further))
+            d_carry, further = _together(d_carry, further)
             args = ahead[-1], self.whole(values, index), _at(kept, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
             d_values = self._put_whole(d_values, index, d_whole)
@@ -262,12 +262,23 @@ def _loop(count: int, index_of: Callable[[Any], Any], step: Callable[[Any, Any],
     return lax.fori_loop(0, count, lambda i, state: step(index_of(i), state), state) if count else state
 
 
+def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
+    """The same values: what reads ``first`` waits for ``second``, too.
+
+    In JAX 0.10 a barrier makes all vary over the axes of any; what would get another type, as over axes of size 1, is
+    passed by it.
+    """
+
+    def same_type(after: jax.Array, before: jax.Array) -> jax.Array:
+        return after if collectives.varying_axes(after) == collectives.varying_axes(before) else before
+
+    return jax.tree.map(same_type, lax.optimization_barrier((first, second)), (first, second))
+
+
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """The gradient of ``run`` by each of ``args``, with None for leaves that have none; so are those of cotangents."""
     live, put_back = boxes.split_differentiable(args)
-    # Within ``jax.checkpoint``, so that terms are added in the order in which a scan of ``jax.checkpoint`` adds them.
-    again = jax.checkpoint(lambda live: boxes.split_differentiable(run(*put_back(live)))[0], prevent_cse=False)
-    _, pull = jax.vjp(again, live)
+    _, pull = jax.vjp(lambda live: boxes.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))
     return put_back(grads, rest=lambda leaf: None)
 
