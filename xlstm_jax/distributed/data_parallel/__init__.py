@@ -25,6 +25,7 @@ from xlstm_jax.distributed.data_parallel.boxes import box_like, unbox
 from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
+from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_layers
 from xlstm_jax.distributed.data_parallel.fronts.linen.stacking import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_module_params
 from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
@@ -48,6 +49,7 @@ __all__ = [
     "remat_policy",
     "rename_leaves",
     "repeated_blocks",
+    "scan_layers",
     "shard_module_params",
     "shard_modules",
     "shard_params",

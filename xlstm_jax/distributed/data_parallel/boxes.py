@@ -133,6 +133,11 @@ class PartlyGathered(Sharded):
 def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
     value, names = gather_dims(leaf_value(leaf), leaf_names(leaf), axes, how, path)
+    return as_gathered(leaf, value, names, axes, how)
+
+
+def as_gathered(leaf: Box, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
+    """``value``, gathered over ``axes`` with the ``names`` that are left, as ``gather_leaf`` returns it."""
     sizes = true_sizes(leaf)
     whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
     value = value[whole] if any(sizes) else value

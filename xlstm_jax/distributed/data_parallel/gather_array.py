@@ -70,13 +70,17 @@ def gather_array_with_mean_grads(
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Primal:
+class Primal:
     """What the backward pass must know of the value that was gathered: a residual without any array in it."""
 
     shape: tuple[int, ...]
     dtype: Any
     varying: frozenset[str]
     batched: bool
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Primal":
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
 
 
 # ``path`` is where the leaf stands, for errors in the backward pass.
@@ -87,30 +91,45 @@ def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, p
 
 def _gather_fwd(
     x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
-) -> tuple[jax.Array, _Primal]:
-    primal = _Primal(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
-    # Copies are equal by type only here: the cast to varying over them must not be JAX's, which transposes it to a sum
-    # of whole gradients.
-    x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
-    return collectives.all_gather(how.as_sent(x), dim, axes), primal
+) -> tuple[jax.Array, Primal]:
+    return collectives.all_gather(shard_as_sent(x, how), dim, axes), Primal.of(x)
 
 
 def _gather_bwd(
-    dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: _Primal, cotangent: jax.Array
+    dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: Primal, cotangent: jax.Array
 ) -> tuple[jax.Array | np.ndarray]:
     if cotangent.dtype == jax.dtypes.float0:
         return (np.zeros(primal.shape, jax.dtypes.float0),)
-    _check_one_gradient_of_one_batch(path, primal, cotangent, axes)
-    grad = widened(cotangent)
-    if collectives.spread_axes(axes):
-        _, dtype = how.dtypes(primal)
-        grad = collectives.reduce_scatter(term_of_mean(grad, collectives.axis_size(axes), dtype), dim, axes)
-    if how.replicas:
-        grad = reduce_over_replicas(grad, how.replicas, primal.varying)
-    return (collectives.to_varying(grad, primal.varying).astype(primal.dtype),)
+    check_one_gradient_of_one_batch(path, primal, cotangent, axes)
+    grad = collectives.reduce_scatter(terms_to_scatter(cotangent, axes, how, primal), dim, axes)
+    return (gradient_of_shard(grad, how, primal),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
+    """What the stages of a gather begin with.
+
+    Copies are equal by type only until here: the cast to varying over them must not be JAX's, which transposes it to a
+    sum of whole gradients.
+    """
+    return how.as_sent(collectives.to_varying(x, collectives.spread_axes(how.copied_axes)))
+
+
+def terms_to_scatter(cotangent: jax.Array, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
+    """What the stages of a reduce-scatter begin with: this device's terms of the mean over ``axes``."""
+    grad = widened(cotangent)
+    if not collectives.spread_axes(axes):
+        return grad
+    return term_of_mean(grad, collectives.axis_size(axes), how.dtypes(primal)[1])
+
+
+def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) -> jax.Array:
+    """What the stages of a reduce-scatter end with, as the gradient: its mean over copies, of the primal's type."""
+    grad = reduce_over_replicas(scattered, how.replicas, primal.varying) if how.replicas else scattered
+    return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
+
 
 _in_loss: ContextVar[bool] = ContextVar("_in_loss", default=False)
 _module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
@@ -152,7 +171,7 @@ def path_in_model(path: str) -> str:
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
-def _check_one_gradient_of_one_batch(path: str, primal: _Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
+def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
     """Raises where the transpose of a gather would average over devices what is no gradient of the mean over a batch.
 
     Under ``vmap`` a cotangent may be one of many whose shards are many, too (an ensemble), but not of a single shard.

@@ -70,7 +70,19 @@ def unwatched(path: str) -> None:
 
 def scans_over_params(cls: type[nn.Module]) -> bool:
     """Whether ``nn.scan`` has made this class, with a layer dim for "params"; Flax leaves that in a closure only."""
-    method: Any = vars(cls).get("__call__")
-    found = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
+    found = _closure_of_lifted(vars(cls).get("__call__"))
     axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
     return axes.get("params") is not None
+
+
+def recomputes(cls: type[nn.Module]) -> bool:
+    """Whether ``nn.remat`` has made this class, or the one that it wraps."""
+    return _closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
+
+
+def _closure_of_lifted(method: Any) -> dict[str, Any]:
+    """What Flax has left of the transformation that made a method, around which there may be wrappers."""
+    found: dict[str, Any] = {}
+    while inspect.isfunction(method) and "transform" not in found:
+        found, method = dict(inspect.getclosurevars(method).nonlocals), getattr(method, "__wrapped__", None)
+    return found

@@ -1,0 +1,212 @@
+"""``scan_layers`` gathers layers ahead, and is the scan without it: the same parameters, gradients and bytes."""
+
+from collections import defaultdict
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from tests.support import AXES, assert_same_params, data, equations, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import (
+    Replicas,
+    accumulate_gradients,
+    init_sharded,
+    partition_specs,
+    scan_layers,
+    shard_module_params,
+    unbox,
+)
+from xlstm_jax.distributed.data_parallel.boxes import Sharded
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import scans_over_params
+from xlstm_jax.distributed.data_parallel.prefetch import route_of
+from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.hlo.program import parse
+
+LAYERS, WIDTH = 4, 16
+P = jax.P
+
+
+class Layer(nn.Module):
+    """A residual block with dropout, an own and a shared input, a small leaf that stays whole, and an output."""
+
+    rate: float = 0.0
+    hidden: int = 32
+
+    @nn.compact
+    def __call__(self, carry, scale, shift):
+        x, count = carry
+        h = nn.gelu(nn.Dense(self.hidden)(nn.LayerNorm()(x) * scale + shift))
+        h = nn.Dropout(self.rate, deterministic=not self.rate)(h)
+        return (x + nn.Dense(WIDTH)(h), count + 1), jnp.mean(h)
+
+
+class Model(nn.Module):
+    """Dense, layers in a scan, Dense; the carry has an integer, which takes no gradient."""
+
+    layer: Any
+    prefetch: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x, shift = nn.Dense(WIDTH)(x), self.param("shift", nn.initializers.ones, (WIDTH,))
+        scales = self.param("scales", nn.initializers.normal(1.0), (LAYERS, WIDTH))
+        scan = scan_layers(self.layer.func, LAYERS, in_axes=(0, nn.broadcast), prefetch=self.prefetch)
+        (x, count), means = scan(**self.layer.keywords, name="layers")((x, jnp.int32(0)), scales, shift)
+        return nn.Dense(WIDTH // 4)(x) + means.sum() * count
+
+
+def loss(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch["x"], rngs={"dropout": rng})
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def step_of(model, mesh, check_vma, minibatches=1):
+    """Loss and gradient over all devices, and its arguments."""
+    batch = {name: data()[name] for name in "xy"}
+    params = init_sharded(model, mesh, jax.random.key(0), batch["x"], batch_axes=AXES)["params"]
+    specs = partition_specs(params, mesh)
+
+    def step(params, batch, rng):
+        def of_part(params, part, rng):
+            return loss(params, model.apply, part, rng)
+
+        return accumulate_gradients(of_part, params, batch, rng, AXES, minibatches)
+
+    return on_mesh(step, mesh, check_vma, (specs, P(AXES), P()), (P(), specs)), (params, batch, jax.random.key(1))
+
+
+CASES = {
+    "8": ((1, 8), True, 1, {}, {}),
+    "2x4, staged, dropout": ((2, 4), False, 1, {"axis_name": AXES}, {"rate": 0.5}),
+    "2x4, staged, padded, accumulated": ((2, 4), True, 2, {"axis_name": AXES, "uneven": "pad"}, {"hidden": 33}),
+    "HSDP": ((2, 4), True, 1, {"replicas": Replicas("dp")}, {}),
+}
+
+
+@cache
+def both_steps(case):
+    shape, check_vma, minibatches, options, fields = CASES[case]
+    layer = partial(fsdp(Layer, **options), **fields)
+    return [step_of(Model(layer, prefetch), mesh_of(*shape), check_vma, minibatches) for prefetch in (True, False)]
+
+
+# The first and the last iterations are compiled by themselves: what fusion rounds there differs by some float32 units.
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_the_scan(case):
+    (got, got_grads), (want, want_grads) = (step(*args) for step, args in both_steps(case))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert_same_params(got_grads, want_grads, 2e-6)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(unbox(want_grads)))  # guard: all leaves count
+
+
+def sent_bytes(step, args, mesh):
+    """Bytes that a device sends, by kind of collective."""
+    program, sent = parse(step.lower(*args).compile().as_text()), defaultdict(float)
+    trips = {instruction.name: n for computation, n in program.executed() for instruction in computation.instructions}
+    for found in find_collectives(program, dict(mesh.shape)):
+        sent[found.kind] += trips[found.name] * found.wire_bytes
+    return sent
+
+
+@pytest.mark.parametrize("case", ["8", "2x4, staged, dropout"])
+def test_nothing_more_is_gathered_or_scattered(case):
+    ahead, without = (sent_bytes(*step, mesh_of(*CASES[case][0])) for step in both_steps(case))
+    assert ahead["reduce-scatter"] == without["reduce-scatter"] > 0
+    # What backward gathers first is what forward has gathered last: XLA may find that, and gather it once.
+    assert 0.8 * without["all-gather"] < ahead["all-gather"] <= without["all-gather"]
+
+
+def products_wait_for_gathers(step, args):
+    """For each forward loop that gathers: whether a product in it reads what the same iteration gathers."""
+    found = []
+    for _, eqn in equations(jax.make_jaxpr(step)(*args)):
+        body = eqn.params["jaxpr"].jaxpr if eqn.primitive.name == "scan" else None
+        if body is None or not holds(body.eqns, "all_gather") or holds(body.eqns, "optimization_barrier"):
+            continue
+        gathered, waits = set(), False
+        for inner in body.eqns:
+            reads = any(not hasattr(x, "val") and x in gathered for x in inner.invars)
+            waits |= holds([inner], "dot_general") and (reads or holds([inner], "all_gather"))
+            if reads or holds([inner], "all_gather"):
+                gathered.update(inner.outvars)
+        found.append(waits)
+    return found
+
+
+def holds(eqns, primitive):
+    return any(e.primitive.name == primitive for outer in eqns for _, e in [((), outer), *inner_equations(outer)])
+
+
+def inner_equations(eqn):
+    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+    return [found for p in params if hasattr(p, "eqns") or hasattr(p, "jaxpr") for found in equations(p)]
+
+
+def test_no_product_of_a_layer_waits_for_a_gather_of_its_iteration():
+    ahead, without = both_steps("2x4, staged, dropout")
+    assert products_wait_for_gathers(*ahead) == [False]
+    assert True in products_wait_for_gathers(*without)  # guard
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_fewer_layers_than_are_on_their_way(layers):
+    class Few(nn.Module):
+        prefetch: bool
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(scan_layers(fsdp(Plain, axis_name=AXES), layers, prefetch=self.prefetch)()(x)[0])
+
+    results = [step(*args) for step, args in (step_of(Few(on), mesh_of(2, 2), False) for on in (True, False))]
+    assert_same_params(*(grads for _, grads in results), 2e-6)
+
+
+class Plain(nn.Module):
+    """Without inputs nor outputs beside the carry; features stay 8."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(16)(x))), None
+
+
+def test_it_is_the_scan_that_one_would_write():
+    wrapped, x = fsdp(Plain), jnp.ones((8, 8))
+    again = nn.remat(wrapped, prevent_cse=False)
+    scan = nn.scan(again, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+
+    class Holder(nn.Module):
+        layers: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.layers()(x)[0]
+
+    want = Holder(scan).init_with_output(jax.random.key(0), x)
+    got = Holder(scan_layers(wrapped, 3)).init_with_output(jax.random.key(0), x)
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(TypeError, match=r"inside nn\.remat"):
+        scan_layers(shard_module_params(nn.remat(Plain), "fsdp"), 3)
+    with pytest.raises(TypeError, match=r"inside nn\.remat"):
+        scan_layers(nn.remat(shard_module_params(Plain, "fsdp")), 3)
+    with pytest.raises(TypeError, match="takes the class of a layer, not"):
+        scan_layers(Plain(), 3)
+    with pytest.raises(ValueError, match=r"in_axes=\(0, 1\) has 1"):
+        scan_layers(Plain, 3, in_axes=(0, 1))
+
+
+def test_an_axis_that_stays_inside_of_one_to_gather_is_refused():
+    box = Sharded(jnp.zeros((4, 8)), (("fsdp", "dp"), None), model_axes=("dp",))
+    route = on_mesh(lambda: str(route_of("up/kernel", box)), mesh_of(2, 4), False, (), None)
+    with pytest.raises(ValueError, match=r"'up/kernel' is split as .* only where one dim is split"):
+        jax.eval_shape(route)
+
+
+def test_a_scan_of_gathered_layers_in_a_wrapped_module_is_known_as_a_scan():
+    assert scans_over_params(scan_layers(Plain, 3))

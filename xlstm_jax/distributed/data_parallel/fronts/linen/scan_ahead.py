@@ -1,0 +1,175 @@
+"""``scan_layers``: ``nn.scan`` over wrapped layers, whose weights are gathered while the layer before computes.
+
+Where nothing is gathered (outside of ``shard_map``, at initialisation, on one device) it *is* ``nn.scan`` of
+``nn.remat``; elsewhere a lifted transformation of the same layer hands its pieces to ``prefetched_scan``.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+from flax import linen as nn
+from flax.core import lift, meta
+from flax.linen.transforms import lift_transform
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import recomputes
+from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
+from xlstm_jax.distributed.data_parallel.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
+from xlstm_jax.wording import kind_of
+
+Layer = TypeVar("Layer", bound=type[nn.Module])
+
+SPLIT_RNGS: Mapping[Any, bool] = {"params": True, "dropout": True}
+
+
+def scan_layers(
+    layer: Layer,
+    length: int,
+    *,
+    split_rngs: Mapping[Any, bool] = SPLIT_RNGS,
+    in_axes: Any = nn.broadcast,
+    prefetch: bool = True,
+) -> Layer:
+    """A scan over layers that gathers the weights of the next layers while one computes, forward and backward.
+
+    What it makes is ``nn.scan(nn.remat(layer, prevent_cse=False), variable_axes={"params": 0}, ...)``: the same names,
+    shapes, initial values, results and gradients. Of the forward pass it keeps each layer's input.
+
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(x.shape[-1])(x), None
+    >>> blocks = scan_layers(shard_module_params(Block, "fsdp", min_weight_size=64), length=3)(name="blocks")
+    >>> variables = init_sharded(blocks, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
+    >>> variables["params"]["Dense_0"]["kernel"].names  # three layers of [16, 16]
+    (None, None, 'fsdp')
+
+    Args:
+      layer: the class of a layer, wrapped by ``shard_module_params``, without ``nn.remat``. Its ``__call__`` takes the
+        carry and further arguments by position, and returns (carry, outputs), as for ``nn.scan``. It may have
+        parameters, and random numbers; all other collections are out of its reach.
+      length: the number of layers.
+      split_rngs: see ``nn.scan``.
+      in_axes: for each argument after the carry, or for all: ``nn.broadcast``, every layer gets the same, or 0, each
+        gets its own of [layers, ...].
+      prefetch: False: the ``nn.scan`` and nothing else.
+    Returns:
+      A class like ``layer``, called as that of ``nn.scan``. Inside ``shard_map`` its call holds the gathered weights of
+      two layers, and the gradients of two; where parameters are mutable it is the ``nn.scan``.
+    Raises:
+      TypeError: ``layer`` is no class of a Linen module, or has its ``nn.remat`` already.
+      ValueError: ``in_axes`` has an entry that is neither; when it runs, a leaf that cannot be gathered ahead.
+    """
+    if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+        raise TypeError(f"scan_layers takes the class of a layer, not {kind_of(layer)}; pass its class and length=...")
+    if recomputes(layer):
+        raise TypeError(
+            f"scan_layers got {layer.__name__}, a layer inside nn.remat: it keeps a layer's input, and computes the "
+            "rest again by itself. Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
+            "nn.scan(nn.remat(..., policy=...)) in place of scan_layers."
+        )
+    if wrong := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
+        raise ValueError(f"scan_layers: in_axes={in_axes!r} has {wrong[0]!r}; pass 0 or nn.broadcast for an argument.")
+    rngs, options = dict(split_rngs), {"in_axes": in_axes, "length": length}
+    again = nn.remat(layer, prevent_cse=False)
+    scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
+    if prefetch:
+        ahead = lift_transform(_ahead, layer, split_rngs=rngs, **options)
+        setattr(scanned, "__call__", _where_gathered(scanned.__call__, ahead.__call__))  # noqa: B010
+    return scanned
+
+
+def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is ``ahead`` where there are weights to gather."""
+
+    @functools.wraps(plain)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.scope is None or self.is_mutable_collection("params") or not _is_gathered(self):
+            return plain(self, *args, **kwargs)
+        with inside_module(self.path):
+            return ahead(self, *args, **kwargs)
+
+    return method
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    stacked = _of_one_layer(module.variables.get("params", {}))
+    with inside_module(module.path):
+        return any(route_of(path, leaf) is not None for path, leaf in leaves_with_path(stacked))
+
+
+def _of_one_layer(stacked: PyTree) -> PyTree:
+    """The stacked leaves in boxes that name the dims of one layer."""
+    return meta.remove_axis(stacked, 0, {})
+
+
+def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int) -> Callable[..., Any]:
+    """The lifted transformation: ``prefetched_scan`` of ``run(scopes, carry, *args)``."""
+
+    def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
+        keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        is_own = [*split_rngs.values(), *(axis == 0 for axis in axes)]
+        inputs = list(zip(is_own, [*keys, *args], strict=True))
+        per_layer, put_own = split_arrays([x if own else None for own, x in inputs])
+        shared, put_shared = split_arrays([None if own else x for own, x in inputs])
+
+        counted = _SameCounts()
+
+        def layer(weights: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree) -> Any:
+            both = zip(is_own, put_own(per_layer), put_shared(shared), strict=True)
+            merged = [x if own else y for own, x, y in both]
+            scopes = make_scopes(weights, tuple(merged[: len(keys)]))
+            with counted.from_the_same(scopes):
+                return run(scopes, carry, *merged[len(keys) :])
+
+        return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared), ()
+
+    return lift.pack(scan, ("params",), (), tuple(split_rngs), name="scan")
+
+
+def _split(keys: PyTree, length: int) -> PyTree:
+    """As ``nn.scan`` splits them."""
+    return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
+
+
+class _SameCounts:
+    """Sees to it that a layer draws the same random numbers each time that it is traced.
+
+    Linen counts in a scope how many keys it has made, across traces; that of the backward pass would get others. All
+    but the first start from where that one ended, as in ``nn.scan``, which traces a layer once to see what it returns.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+
+    @contextlib.contextmanager
+    def from_the_same(self, scopes: Any) -> Iterator[None]:
+        counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
+        if self._before is not None:
+            for count, before in zip(counts, self._before, strict=True):
+                _set_back(count, before)
+        yield
+        if self._before is None:
+            self._before = [_copied(count) for count in counts]
+
+
+def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
+    """With the same keys: Flax has a token among them, which ``copy.deepcopy`` would make another one of."""
+    return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
+
+
+def _set_back(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """In place, as other scopes hold the same dicts."""
+    for name in list(counts):
+        if name not in before:
+            del counts[name]
+        elif isinstance(counts[name], dict):
+            _set_back(counts[name], before[name])
+        else:
+            counts[name] = before[name]
