@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_scaling                                1.3B on 8 to 512 H100
     python -m benchmarks.gpu_scaling --hosts 1 4 --sizes small --cases jit ours
 
-Each GPU keeps its 2048 tokens. A step is compiled for each number of hosts, and what its schedule waits for follows from
+Each GPU keeps its 2048 tokens. A step is compiled for each number of hosts; what its schedule waits for follows from
 published figures (``forecasts``), with the latencies by which NCCL chooses its algorithm and without any: no GPU has
 confirmed either. ``scaling`` has the bounds by formulas alone.
 """
