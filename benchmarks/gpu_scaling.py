@@ -27,7 +27,7 @@ from xlstm_jax.wording import format_bytes, rich_table
 OUT = Path(__file__).parent / "results" / "scaling"
 GPUS_PER_HOST = 8
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
-COMPARED = ("jit", "jit, best options", "ours", "ours, options")
+COMPARED = ("jit", "jit, best options", "ours", "ours, best options")
 COLORS = (QUIET, ACCENT, "#72b7b2", STRONG)
 
 
