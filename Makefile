@@ -9,7 +9,7 @@
 # PYTHON chooses the interpreter, VENV the folder of the environment, EXTRAS (of setup.cfg) what is installed in it.
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,dev,models
+EXTRAS ?= test,dev,models,forecast-gpu
 ARGS ?=
 WORKERS ?= 2
 

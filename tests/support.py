@@ -9,14 +9,28 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.boxes import path_string
+from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
 
 KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
+
+
+def _lacks_cuda_plugin() -> str:
+    """What the extra forecast-gpu brings and is not there, or does not fit together."""
+    try:
+        check_compiler("cuda")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+NEEDS_CUDA_PLUGIN = pytest.mark.skipif(bool(_lacks_cuda_plugin()), reason=_lacks_cuda_plugin())
 
 
 @cache

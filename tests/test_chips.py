@@ -115,15 +115,21 @@ def test_a_cubic_slice_that_there_is_not_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    "name, shape",
-    [("h100:32x8", (32, 8)), ("h100:8", (1, 8)), ("a100:2x4", (2, 4)), ("gb200:4x72", (4, 72)), ("gb200:36", (1, 36))],
+    "name, shape, told",
+    [
+        ("h100:32x8", (32, 8), "1x32x8"),
+        ("h100:8", (1, 8), "1x1x8"),
+        ("a100:2x4", (2, 4), "1x2x4"),
+        ("gb200:4x72", (4, 72), "4x18x4"),  # hosts have 4 GPUs each, and NVLink joins 18 of them
+        ("gb200:6", (1, 6), "1x3x2"),
+    ],
 )
-def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape):
+def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape, told):
     topology = parse_topology(name)
     assert (topology.name, topology.shape, topology.num_devices) == (name, shape, math.prod(shape))
     assert not any(topology.wraps) and topology.platform == "cuda"
     described = topology.description()
-    assert described["topology"] == "1x{}x{}".format(*shape)
+    assert described["topology"] == told
     assert f'device_description_str: "{topology.chip.device_kinds[0]}"' in described["target_config"]
 
 

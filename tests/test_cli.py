@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import pytest
 
 import xlstm_jax
+from tests.support import NEEDS_CUDA_PLUGIN
 from tests.test_planner import Job
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
@@ -447,6 +448,15 @@ def test_a_forecast_for_a_topology(command):
     assert found.axis_sizes == {"fsdp_x": 2, "fsdp_y": 4} and found.wire_bytes > 0 and found.step_seconds > 0
 
 
+@NEEDS_CUDA_PLUGIN
+@pytest.mark.cuda_plugin
+def test_a_forecast_for_gpus_lays_one_axis_across_hosts(command):
+    code, out, _ = command("forecast --topology h200:2x4 --json")
+    found = Forecast.from_json(out)
+    assert (code, found.platform, found.topology) == (0, "gpu", "h200:2x4") and found.fits
+    assert found.axis_sizes == {"fsdp_host": 2, "fsdp_device": 4} and found.wire_bytes > 0
+
+
 @NEEDS_LIBTPU
 @pytest.mark.libtpu
 def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_path, monkeypatch):
@@ -634,7 +644,8 @@ def test_doctor_knows_the_extras_that_setup_cfg_has():
     written = config["options.extras_require"]
     assert list(doctor.EXTRAS) == list(doctor.USES) == list(written)
     for extra, names in doctor.EXTRAS.items():
-        lines = written[extra].replace("jax[tpu]", "libtpu").split("\n")
+        lines = written[extra].replace("jax[tpu]", "libtpu").replace("jax[cuda12-local]", "jax-cuda12-plugin")
+        lines = lines.split("\n")
         assert set(names) == {re.split(r"[ \[]", line)[0] for line in lines if line and not line.startswith("#")}
 
 

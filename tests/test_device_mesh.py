@@ -310,13 +310,15 @@ def test_libtpu_does_not_complain_where_there_is_no_accelerator():
 
 @pytest.mark.parametrize("file", ["/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd"])
 def test_with_an_accelerator_or_a_plugin_jax_looks_for_itself(monkeypatch, file):
-    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulation, "_plugins", set)
     monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
     assert simulation._has_cpus_alone()  # guard
     monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
     assert not simulation._has_cpus_alone()
     monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
-    monkeypatch.setattr(simulation, "find_spec", lambda name: object() if name == "jax_plugins" else None)
+    monkeypatch.setattr(simulation, "_plugins", lambda: {"xla_cuda12"})  # to compile with: a card would have a file
+    assert simulation._has_cpus_alone()
+    monkeypatch.setattr(simulation, "_plugins", lambda: {"xla_cuda12", "of_a_cloud"})
     assert not simulation._has_cpus_alone()
 
 

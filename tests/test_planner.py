@@ -18,6 +18,7 @@ from flax import linen as nn
 
 from tests.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import INTER_HOST_AXES
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.compiling import several
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
@@ -33,7 +34,9 @@ from xlstm_jax.distributed.forecast.fitting.search import (
     Trial,
     default_meshes,
     fit,
+    meshes_of,
 )
+from xlstm_jax.distributed.hardware.slices import parse_topology
 
 BUDGET = 45 * 2**20
 
@@ -78,6 +81,32 @@ def build_step(options, rows=8):
 def test_meshes_that_suit_a_torus(shape, want):
     assert default_meshes(shape) == want
     assert Options(want[-1]).shard_axes == tuple(axis for axis in want[-1] if axis != "dp")
+
+
+@pytest.mark.parametrize(
+    "topology, want",
+    [
+        ("h100:1x8", [{"fsdp": 8}]),
+        ("h100:4x1", [{"fsdp": 4}]),
+        ("b200:2x8", [{"fsdp_host": 2, "fsdp_device": 8}, {"fsdp": 16}, {"dp": 2, "fsdp": 8}]),
+        (
+            "h100:8x8",
+            [
+                {"fsdp_host": 8, "fsdp_device": 8},
+                {"fsdp": 64},
+                {"dp": 8, "fsdp": 8},
+                {"dp": 2, "fsdp_host": 4, "fsdp_device": 8},
+            ],
+        ),
+        ("v5e:2x4", default_meshes((2, 4))),
+    ],
+    ids=str,
+)
+def test_meshes_that_suit_a_topology(topology, want):
+    """Of GPUs: the axis across hosts is one of those that are gathered first."""
+    found = meshes_of(parse_topology(topology))
+    assert found == want and [list(mesh) for mesh in found] == [list(mesh) for mesh in want]
+    assert {axis for mesh in found for axis in mesh if axis.endswith("host")} <= set(INTER_HOST_AXES)
 
 
 # ---------------------------------------------------------------------------------------------------------- the search

@@ -245,8 +245,9 @@ def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch
 def test_what_another_attempt_may_answer_otherwise_is_not_kept(monkeypatch):
     pytest.importorskip("libtpu")
     errors = {None: True, "XlaRuntimeError: RESOURCE_EXHAUSTED: of HBM": True, "INTERNAL: disk": False}
-    told = {error: json.dumps({"error": error, "versions": child_process._versions()}) for error in errors}
+    versions = child_process._versions(packages := ["jax", "jaxlib", "libtpu"])
+    told = {error: json.dumps({"error": error, "versions": versions}) for error in errors}
     for error, final in errors.items():
-        assert child_process._is_final({"result.json": told[error]}) is final
+        assert child_process._is_final({"result.json": told[error]}, packages) is final
     monkeypatch.setattr(child_process, "version", bumped("libtpu"))  # installed since the child has started
-    assert not child_process._is_final({"result.json": told[None]})
+    assert not child_process._is_final({"result.json": told[None]}, packages)

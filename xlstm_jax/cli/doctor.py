@@ -33,13 +33,15 @@ from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topolog
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
-# What each extra of setup.cfg installs; jax[tpu] is libtpu.
+# What each extra of setup.cfg installs; jax[tpu] is libtpu, jax[cuda12-local] the plugin without CUDA's libraries.
 _CHECKPOINT, _FORECAST, _TENSORBOARD = ("orbax-checkpoint",), ("flatbuffers", "libtpu", "matplotlib"), ("tensorboardX",)
+_FORECAST_GPU = ("flatbuffers", "jax-cuda12-plugin", "matplotlib", "nvidia-cuda-nvcc-cu12")
 _TRAIN = ("matplotlib", *_CHECKPOINT)
 _TEST = ("chex", "hypothesis", "pytest", "pytest-xdist", "safetensors", "scikit-learn", "setuptools")
 EXTRAS = {
     "checkpoint": _CHECKPOINT,
     "forecast": _FORECAST,
+    "forecast-gpu": _FORECAST_GPU,
     "tensorboard": _TENSORBOARD,
     "train": _TRAIN,
     "bench": ("clu", *_TRAIN),
@@ -48,10 +50,11 @@ EXTRAS = {
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
-# What they are for; the first three concern every user.
+# What they are for; the first four concern every user.
 USES = {
     "checkpoint": "Checkpointer",
     "forecast": "forecasts for TPUs, and pictures",
+    "forecast-gpu": "the same for GPUs",
     "tensorboard": "MetricLogger's event files",
     "train": "the training job of benchmarks/",
     "bench": "benchmarks/metrics.py",
@@ -62,7 +65,7 @@ USES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 CHILD_TIMEOUT_S = 300.0
-TOPOLOGY = "v5e:2x2"
+TOPOLOGIES = {"forecast": "v5e:2x2", "forecast-gpu": "h100:1x4"}  # of four devices each
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     say(f"training a small model on {tested_on} and on one device")
     environment = dict(os.environ) if several else dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     tested = run_child("parity" if several else "simulated", environment)
-    say(f"compiling for {TOPOLOGY}")
+    say(f"compiling for {' and '.join(TOPOLOGIES.values())}")
     return Diagnosis(
         versions=versions,
         missing=missing,
@@ -130,7 +133,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
         checks=(
             *_checks("JAX starts", listed),
             *_checks("training", tested),
-            *_compile_check(missing),
+            *(check for extra in TOPOLOGIES for check in _compile_check(extra, missing)),
             *_libtpu_check(versions["libtpu"]),
         ),
     )
@@ -188,16 +191,16 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
     return [Check(**check) for check in found.get("checks", ())]
 
 
-def _compile_check(missing: dict[str, list[str]]) -> Iterator[Check]:
-    """Whether a small program compiles for TPUs that are not there; no check without libtpu."""
-    if {"libtpu", "flatbuffers"} & set(missing.get("forecast", ())):
+def _compile_check(extra: str, missing: dict[str, list[str]]) -> Iterator[Check]:
+    """Whether a small program compiles for devices that are not there; no check without the extra's compiler."""
+    if set(missing.get(extra, ())) - {"matplotlib"}:
         return
-    name, start = f"a program compiles for {TOPOLOGY}", time.monotonic()
+    name, start = f"a program compiles for {TOPOLOGIES[extra]}", time.monotonic()
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
-        compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGY, timeout_s=CHILD_TIMEOUT_S)
-    except (CompileError, TimeoutError) as error:
+        compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGIES[extra], timeout_s=CHILD_TIMEOUT_S)
+    except (CompileError, ImportError, TimeoutError) as error:  # ImportError: of another version than jaxlib
         yield Check(name, one_line(error), "", False)
     else:
         yield Check(name, f"{time.monotonic() - start:.0f} s", "", True)

@@ -254,8 +254,8 @@ def forecast(
       *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings, as ``abstract_train_state`` and
         ``abstract_batch`` make them on a mesh or on an ``AbstractMesh``; static ones as the step is called with them.
         Shardings may be left to ``jax.jit(in_shardings=...)``.
-      topology: as "v5e:16x16": TPUs that need not be there, as many as the mesh of the arguments has devices. A mesh,
-        or None: the devices at hand that the arguments lie on.
+      topology: as "v5e:16x16" or "h100:32x8": TPUs or GPUs that need not be there, as many as the mesh of the
+        arguments has devices. A mesh, or None: the devices at hand that the arguments lie on.
       kwargs: what the step takes by keyword, as ``{"train": True}``.
       tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of

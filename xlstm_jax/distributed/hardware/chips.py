@@ -3,7 +3,8 @@
 All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
 given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
 
-A new chip is one more entry of ``CHIPS``. GPUs share XLA's options whatever their kind; those are in ``xla_options``.
+A new chip is one more entry of ``CHIPS``, and of a GPU one in ``gpu_targets``. GPUs share XLA's options whatever their
+kind; those are in ``xla_options``.
 
 Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data

@@ -9,6 +9,7 @@ from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 
 HOST = 8  # GPUs in a host, as the makers of servers build them
+GPUS_OF_TRAY = 4  # in a host of GB200, of which NVLink joins 18
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,21 @@ class Topology:
         """Arguments of ``jax.experimental.topologies.get_topology_desc``."""
         arguments: dict[str, Any] = {"platform": self.platform}
         if self.platform == "cuda":
-            hosts, gpus = self.shape
-            return arguments | {"topology": f"1x{hosts}x{gpus}", "target_config": target_config(self.chip)}
+            return arguments | {"topology": self._slices_of_hosts(), "target_config": target_config(self.chip)}
         arguments["topology_name"] = self.name
         if self.chip.name == "v4":
             arguments["chip_config_name"] = "megacore"  # both cores are one device, as on machines that have the chips
         if self.num_devices == 1:
             arguments["chips_per_host_bounds"] = (1, 1, 1)  # less than a host
         return arguments
+
+    def _slices_of_hosts(self) -> str:
+        """GPUs as XLA counts them: slices x hosts x GPUs per host. A slice of several hosts is one NVLink domain."""
+        domains, gpus = self.shape
+        if self.chip.devices_per_node == HOST:
+            return f"1x{domains}x{gpus}"
+        per_host = math.gcd(gpus, GPUS_OF_TRAY)
+        return f"{domains}x{gpus // per_host}x{per_host}"
 
 
 def parse_topology(name: str) -> Topology:

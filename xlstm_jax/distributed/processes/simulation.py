@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import pkgutil
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Protocol
 import jax
 
 ACCELERATOR_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # TPU, NVIDIA, AMD, WSL
+PLUGINS_OF_FILES = {"xla_cuda12", "xla_cuda13"}  # whose accelerators have files
 THREADS_PER_DEVICE = 4  # of XLA's CPU client; as many programs can be in flight
 
 
@@ -61,8 +63,8 @@ def available_devices(simulated: int = 8) -> list[Device]:
 
     For programs that take what there is; ``simulate_cpu_devices`` is for those that want CPUs in any case. Only JAX can
     say which accelerators there are, and asking starts the devices, so the number of CPU devices is set first. Where
-    the machine can have none JAX is told so (``jax_platforms`` is "cpu"): libtpu, if it is installed to compile for
-    TPUs that are not there, would look for one and complain.
+    the machine can have none JAX is told so (``jax_platforms`` is "cpu"): libtpu and the plugin for CUDA, if they are
+    installed to compile for devices that are not there, would look for one and complain.
 
     >>> len(available_devices())
     8
@@ -79,10 +81,17 @@ def available_devices(simulated: int = 8) -> list[Device]:
 
 
 def _has_cpus_alone() -> bool:
-    """Whether there is no file of an accelerator, and no plugin for JAX, which may reach one elsewhere."""
+    """Whether there is no file of an accelerator, and no plugin for JAX that may reach one elsewhere."""
     files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
-    plugins = find_spec("jax_plugins") is not None or metadata.entry_points(group="jax_plugins")
-    return not (files or plugins)
+    return not (files or _plugins() - PLUGINS_OF_FILES)
+
+
+def _plugins() -> set[str]:
+    """JAX's plugins: modules in a package of that name, and entry points of that group."""
+    package = find_spec("jax_plugins")
+    folders = package.submodule_search_locations if package else None
+    modules = {module.name for module in pkgutil.iter_modules(folders)} if folders else set()
+    return modules | {entry.name for entry in metadata.entry_points(group="jax_plugins")}
 
 
 def _set_cpu_devices(count: int) -> None:

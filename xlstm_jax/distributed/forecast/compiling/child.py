@@ -1,6 +1,6 @@
 """The child process that compiles an exported step for a topology of TPUs or GPUs; ``compile`` starts it by its path.
 
-It imports nothing of the library, so it starts in a second, and it alone loads the compiler, libtpu or the plugin for
+It imports nothing of the library, so it starts in a second, and it alone starts the compiler, libtpu or the plugin for
 CUDA: the user's process keeps its backend, its environment and its memory. The two exchange files in a folder:
 
   request.json   topology, mesh, options       result.json   coordinates, memory, refusal, seconds, versions

@@ -4,8 +4,8 @@
   step, abstract args --lower, compile--> Compiled                                         compile_here
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
-devices as the topology has. Nothing is allocated, and this process never loads a compiler. The mesh is the one of the
-arguments' shardings, or of ``jax.jit(in_shardings=...)``.
+devices as the topology has. Nothing is allocated, and this process never starts a compiler for them. The mesh is the
+one of the arguments' shardings, or of ``jax.jit(in_shardings=...)``.
 """
 
 import dataclasses
