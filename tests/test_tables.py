@@ -24,12 +24,15 @@ from rich.table import Table
 from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
 from xlstm_jax.cli.self_test import Check
-from xlstm_jax.distributed.forecast import Forecast
+from xlstm_jax.distributed.forecast import CHIPS, Forecast
+from xlstm_jax.distributed.forecast.compiling.compile import GPU_NOTE
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles
 from xlstm_jax.distributed.forecast.cost.memory import Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.traffic import Timing
 from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, Trial
 from xlstm_jax.distributed.forecast.linting import findings
+from xlstm_jax.distributed.forecast.reading import rates_note
 from xlstm_jax.distributed.forecast.report import _array
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table
@@ -120,6 +123,23 @@ def of_a_plan():
 
 
 def of_a_forecast():
+    return forecast_of_a_tpu().table()
+
+
+def of_a_forecast_of_gpus():
+    """With numbers as long as they come: many collectives, on both networks."""
+    found = forecast_of_a_tpu()
+    times = Timing(("NVLink", "network"), 1.5 * 2**30, 0.1234, 0.000567, 0.1239, 0.1228)
+    alone = dataclasses.replace(times, networks=("NVLink",), nic_bytes=0.0)
+    beside = dataclasses.replace(found.collectives[0].overlapped, seconds=0.0000213, product_seconds=0.0)
+    first, *others = (dataclasses.replace(c, overlapped=beside, timing=alone) for c in found.collectives)
+    collectives = (dataclasses.replace(first, timing=times), *others)
+    gpus = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "topology": "h100:32x8", "cycles": None}
+    notes = (GPU_NOTE, rates_note(CHIPS["h100"]))
+    return dataclasses.replace(found, **gpus, collectives=collectives, kernel_seconds=0.0746, notes=notes).table()
+
+
+def forecast_of_a_tpu():
     """One that a TPU may have: names as long as a user's, several arrays in one collective."""
     old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
     gather, scatter, reduce = (dataclasses.replace(c, count=2048, wire_bytes=2.99 * 2**30) for c in old.collectives)
@@ -146,7 +166,7 @@ def of_a_forecast():
         cycles=Cycles(115877905, 115877905, 0, {}, 0),
         roofline=Roofline(0.0627, 0.0218, 1.0607, 1.24e13, 16.6 * 2**30, 10.2 * 2**30),
         exposed_seconds=0.0518,
-    ).table()
+    )
 
 
 def of_lint():
@@ -181,6 +201,7 @@ def of_doctor():
 TABLES = {
     "plan": of_a_plan,
     "forecast": of_a_forecast,
+    "forecast of GPUs": of_a_forecast_of_gpus,
     "lint": of_lint,
     "fit": of_fit,
     "doctor": of_doctor,

@@ -333,7 +333,8 @@ def _plot_time(axes: Any, forecast: Any) -> None:
         axes.text(0.5, 0.5, f"no figures are known for {forecast.device_kind}", ha="center", transform=axes.transAxes)
         return
     bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
-    bars |= {"compiler's cycles": forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
+    runs = "each kernel" if forecast.on_gpus else "compiler's cycles"
+    bars |= {runs: forecast.kernel_seconds or forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
     colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#54a24b"]
     drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
     axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)

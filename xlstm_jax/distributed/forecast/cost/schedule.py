@@ -55,21 +55,16 @@ def _timed_in(kernels: Kernels, found: Sequence[tuple[Site, Collective]], links:
     computation = found[0][0].computation
     times = [kernels.seconds_of(computation, instruction) for instruction in computation.instructions]
     until = list(accumulate(times, initial=Seconds()))
-    alone = [_alone(links, collective) for _, collective in found]
-    flights = [_flight(site, timing) for (site, _), timing in zip(found, alone, strict=True)]
-    ideal = [
-        dataclasses.replace(flight, seconds=timing.bandwidth_s) for flight, timing in zip(flights, alone, strict=True)
-    ]
     run = [seconds.total for seconds in times]
-    waited = zip(waits(run, flights), waits(run, ideal), strict=True)
-    return [
-        _with_times(
-            collective,
-            until[flight.end] - until[flight.start],
-            dataclasses.replace(timing, waited_s=waits_s, waited_by_bandwidth_s=ideal_s),
-        )
-        for (_, collective), flight, timing, (waits_s, ideal_s) in zip(found, flights, alone, waited, strict=True)
+    alone = [_alone(links, collective) for _, collective in found]
+    real = [_flight(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
+    ideal = [_flight(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
+    timings = [
+        dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
+        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(run, ideal), strict=True)
     ]
+    beside = [until[flight.end] - until[flight.start] for flight in real]
+    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
 
 
 def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Collective:
@@ -91,10 +86,10 @@ def _alone(links: Links, collective: Collective) -> Timing:
     )
 
 
-def _flight(site: Site, timing: Timing) -> Flight:
+def _flight(site: Site, timing: Timing, seconds: float) -> Flight:
     start = site.computation.position[site.scheduled.name]
     end = start if site.during is None else start + 1 + len(site.during)
-    return Flight(start, end, timing.networks, timing.seconds)
+    return Flight(start, end, timing.networks, seconds)
 
 
 def waits(run: Sequence[float], flights: Sequence[Flight]) -> list[float]:

@@ -8,7 +8,9 @@
   all-reduce-of-shards   an all-reduce where a reduce-scatter or an all-gather of half the bytes would do
   hoisted-gather         all layers of a loop are gathered at once, in front of it
   kept-gathered          the gathered weights of all layers live from forward to backward
-  exposed-collective     nothing is scheduled beside a collective
+  exposed-collective     nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes
+  small-collectives      GPUs: many collectives take longer to come around than their bytes do
+  hosts-last             GPUs: whole leaves cross hosts, where pieces would do
   replicated-leaf        a large leaf stays whole on every device
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the

@@ -15,7 +15,16 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, T
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
-from xlstm_jax.distributed.forecast.linting.step import Finding, Step, shared_name, size_of, sum_wire_bytes, width_of
+from xlstm_jax.distributed.forecast.linting.gpu_rules import hosts_last, small_collectives, waited_for
+from xlstm_jax.distributed.forecast.linting.step import (
+    Finding,
+    Step,
+    merged,
+    shared_name,
+    size_of,
+    sum_wire_bytes,
+    width_of,
+)
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
@@ -214,26 +223,10 @@ def _replication_cure(row: LeafPlan) -> str:
 def _all_reduces_of_shards(step: Step) -> Iterator[Finding]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
-        yield from _merged(stand_ins, step, _stand_in)
+        yield from merged(stand_ins, step, _stand_in)
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
             yield _whole_gradient(collective, rows)
-
-
-def _merged(
-    collectives: Iterable[Collective], step: Step, finding: Callable[[Step, str, list[Collective]], Finding]
-) -> Iterator[Finding]:
-    """A finding for each kind of collective and what it serves, whatever the number of the module."""
-    found = defaultdict(list)
-    for collective in collectives:
-        served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
-        names = served if any(served) else tuple(dict.fromkeys(collective.modules))
-        alike = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
-        found[alike, collective.kind, collective.stands_for].append((names, collective))
-    for (alike, *_), members in found.items():
-        names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike
-        where = ", ".join(filter(None, names)) or members[0][1].name
-        yield finding(step, where, [collective for _, collective in members])
 
 
 def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
@@ -298,9 +291,12 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
 def _exposed_collectives(step: Step) -> Iterator[Finding]:
     if step.on_cpu:
         return  # nothing is asynchronous there
+    if step.forecast.on_gpus:
+        yield from waited_for(step)
+        return
     exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
     smallest = MIN_EXPOSED_FRACTION * step.forecast.wire_bytes
-    yield from (finding for finding in _merged(exposed, step, _exposed) if finding.bytes >= max(smallest, 1))
+    yield from (finding for finding in merged(exposed, step, _exposed) if finding.bytes >= max(smallest, 1))
 
 
 def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
@@ -334,5 +330,7 @@ RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
     "hoisted-gather": _hoisted_gathers,
     "kept-gathered": _kept_gathered,
     "exposed-collective": _exposed_collectives,
+    "small-collectives": small_collectives,
+    "hosts-last": hosts_last,
     "replicated-leaf": _replicated_leaves,
 }

@@ -3,9 +3,10 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
@@ -13,6 +14,7 @@ from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import path_pattern
 
+FOUND = TypeVar("FOUND", bound="Finding | None")
 _FLOAT = re.compile(r"(?:bf|f)(\d+)")
 
 
@@ -113,3 +115,19 @@ def width_of(dtype: str) -> float:
 def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
     """What each device sends for all of them in a step."""
     return sum(collective.wire_bytes_per_step for collective in collectives)
+
+
+def merged(
+    collectives: Iterable[Collective], step: Step, finding: Callable[[Step, str, list[Collective]], FOUND]
+) -> Iterator[FOUND]:
+    """A finding for each kind of collective and what it serves, whatever the number of the module."""
+    found = defaultdict(list)
+    for collective in collectives:
+        served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
+        names = served if any(served) else tuple(dict.fromkeys(collective.modules))
+        alike = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
+        found[alike, collective.kind, collective.stands_for].append((names, collective))
+    for (alike, *_), members in found.items():
+        names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike
+        where = ", ".join(filter(None, names)) or members[0][1].name
+        yield finding(step, where, [collective for _, collective in members])

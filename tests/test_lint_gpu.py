@@ -1,0 +1,125 @@
+"""The lint's rules about GPUs: each fires on a step that is compiled for them, and its cure, applied, silences it."""
+
+from functools import cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from xlstm_jax.distributed import DeviceMeshManager, abstract_train_state, make_train_step, shard_module_params
+from xlstm_jax.distributed.device_mesh.batches import abstract_batch
+from xlstm_jax.distributed.forecast import CHIPS, Forecast, forecast
+from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
+from xlstm_jax.distributed.forecast.linting.findings import lint
+from xlstm_jax.distributed.forecast.linting.gpu_rules import MORE_AT_ONCE
+from xlstm_jax.distributed.plan.planning import plan_sharding
+
+try:
+    check_compiler("cuda")
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.cuda_plugin
+TOPOLOGY = "h100:2x4"
+STAGED = (("fsdp_host", 2), ("fsdp_device", 4))
+
+
+class Block(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.gelu(nn.Dense(4 * self.width, use_bias=False, name="up", dtype=jnp.bfloat16)(x))
+        return x + nn.Dense(self.width, use_bias=False, name="down", dtype=jnp.bfloat16)(y), None
+
+
+class Model(nn.Module):
+    width: int
+    axis_name: tuple
+    min_weight_size: int
+
+    @nn.compact
+    def __call__(self, x):
+        block = shard_module_params(
+            Block, self.axis_name, self.min_weight_size, gather_dtype=jnp.bfloat16, grad_scatter_dtype=jnp.bfloat16
+        )
+        layers = nn.scan(nn.remat(block), variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return layers(self.width, name="blocks")(x, None)[0]
+
+
+def mean_square(params, apply_fn, batch, rng=None):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, batch).astype(jnp.float32) ** 2)
+
+
+@cache
+def findings(width, tokens, sizes=STAGED, min_weight_size=2**10, options=()):
+    """(findings, forecast) of a step on two hosts of four."""
+    sizes = dict(sizes)
+    model, axes = Model(width, tuple(sizes), min_weight_size), tuple(sizes)
+    batch, mesh = jax.ShapeDtypeStruct((8 * tokens, width), jnp.bfloat16), DeviceMeshManager.create_abstract_mesh(sizes)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, whole_ok=True)
+    step = make_train_step(mean_square, mesh, axes, whole_ok=True)
+    args = (state, abstract_batch(batch, mesh, axes), rng)
+    found = forecast(step, *args, topology=TOPOLOGY, compiler_options=dict(options))
+    return lint(found, plan_sharding(model, sizes, batch)), found
+
+
+def of_rule(found, rule):
+    return [finding for finding in found[0] if finding.rule == rule]
+
+
+WAITING = {"width": 1024, "tokens": 8192}
+BYTES = 2 * 1024 * 4096 * 2  # of the two kernels of a layer in bfloat16
+PASSES = 3 * 4  # forward, again in backward, and the scatter, of 4 layers
+
+
+def test_each_network_carries_its_stage():
+    """The pieces of one GPU in four cross to the other host; the other three quarters stay within."""
+    _, found = findings(**WAITING)
+    assert found.nic_bytes == pytest.approx(PASSES * BYTES / 4 * 1 / 2, rel=1e-3)
+    assert found.nvlink_bytes == pytest.approx(PASSES * BYTES * 3 / 4, rel=1e-3)
+    over = {c.axes: c.timing.networks for c in found.collectives if c.kind != "all-reduce"}
+    assert over == {("fsdp_host",): ("network",), ("fsdp_device",): ("NVLink",)}
+    assert any("Not validated on hardware" in note for note in found.notes)
+
+
+def test_the_time_is_that_of_the_kernels_and_of_what_is_waited_for():
+    _, found = findings(**WAITING)
+    assert found.kernel_seconds >= found.roofline.compute_s > 0
+    assert found.flops.total / CHIPS["h100"].peak_flops["bfloat16"] == pytest.approx(found.roofline.compute_s)
+    assert 0 < found.exposed_bandwidth_seconds < found.exposed_seconds
+    assert found.step_seconds == pytest.approx(found.kernel_seconds + found.exposed_seconds)
+    assert 0 <= found.hidden_fraction <= found.beside_products_fraction <= 1
+    assert Forecast.from_json(found.to_json()) == found
+
+
+def test_more_collectives_under_way_are_waited_for_less():
+    before, after = findings(**WAITING), findings(**WAITING, options=tuple(MORE_AT_ONCE.items()))
+    waiting = of_rule(before, "exposed-collective")
+    assert waiting and all(str(MORE_AT_ONCE) in finding.cure for finding in waiting)
+    assert after[1].exposed_seconds < 0.9 * before[1].exposed_seconds
+    assert {f.rule for f in before[0]} == {"exposed-collective"}  # guard: the step is well made otherwise
+
+
+def test_whole_leaves_that_cross_hosts_do_not_where_the_axis_is_known_to():
+    by_other_names, staged = findings(**WAITING, sizes=(("a", 2), ("b", 4))), findings(**WAITING)
+    last = of_rule(by_other_names, "hosts-last")
+    assert [finding.where for finding in last] == ["blocks/down/kernel", "blocks/up/kernel"]
+    # Two gathers of each kernel cross whole, of which a quarter would do; with the scatters it is half as much more.
+    assert sum(finding.bytes for finding in last) == pytest.approx(2 * 4 * BYTES / 2 * 3 / 4, rel=1e-3)
+    saved = by_other_names[1].nic_bytes - staged[1].nic_bytes
+    assert sum(finding.bytes for finding in last) == pytest.approx(saved * 2 / 3, rel=1e-3)
+    assert "fsdp_host" in last[0].cure and not of_rule(staged, "hosts-last")
+
+
+def test_many_small_collectives_are_fewer_where_small_leaves_stay_whole():
+    split, whole = findings(64, 128), findings(64, 128, min_weight_size=2**20)
+    small = of_rule(split, "small-collectives")
+    assert {finding.where for finding in small} == {"fsdp_host", "fsdp_device"}
+    assert all("min_weight_size" in finding.cure for finding in small)
+    assert not of_rule(whole, "small-collectives")
+    assert whole[1].exposed_seconds < split[1].exposed_seconds / 5
