@@ -120,7 +120,7 @@ WORDS = {
     "flat": "FSDP by hand over one axis of all devices, scattered in float32",
     "ours": "this library, one axis for each dim of the torus; of GPUs one across hosts, one within",
     "options": "with XLA's options that hide collectives",
-    "best options": "with those that hide most for it",
+    "best options": "with those with which it waits least",
     "remat": "activations computed again",
     "no remat": "activations and gathered weights kept",
     "one order": "all leaves gathered in one order of the axes, not rotated",
