@@ -266,9 +266,8 @@ class _Speed:
     """
 
     def __init__(self, job: Job, flops: float) -> None:
-        chip = chip_of(job.mesh.devices.flat[0].device_kind)
-        each_token = flops * job.mesh.size / (job.config.batch_size * job.config.context)
-        self._mfu_per_token = each_token / (job.mesh.size * peak_rate(chip, job.config.dtype)) if chip else None
+        chip, tokens = chip_of(job.mesh.devices.flat[0].device_kind), job.config.batch_size * job.config.context
+        self._mfu_per_token = flops / (tokens * peak_rate(chip, job.config.dtype)) if chip else None
         self._metric = StatefulMetric(Throughput(jax.process_count()), job.mesh)
         self._tokens_per_step = job.config.batch_size * job.config.context // jax.process_count()
         self._start = self._time = time.perf_counter()
