@@ -255,6 +255,14 @@ def compiled(cases: dict[str, Any]) -> dict[str, Any]:
     return {case: found for case, found in cases.items() if "problem" not in found}
 
 
+def drawn(topologies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a picture of several topologies shows: the cases that all of them have, in one order, as plots share it."""
+    there = {topology: compiled(cases) for topology, cases in topologies.items()}
+    first = next(iter(there.values()), {})
+    names = [case for case in first if all(case in cases for cases in there.values())]
+    return {topology: {case: cases[case] for case in names} for topology, cases in there.items()}
+
+
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 
@@ -281,8 +289,10 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 def draw(path: Path, name: str, topologies: dict[str, dict[str, Any]]) -> None:
     """Bytes per device, and bytes sent per step: for each topology."""
-    there = {topology: compiled(cases) for topology, cases in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn(topologies)
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     blocks = {
         what: {topology: partial(draw_one, cases=cases) for topology, cases in there.items()}
         for what, draw_one in {"memory at the peak, GiB": _draw_memory, "sent per step, GiB": _draw_wire}.items()

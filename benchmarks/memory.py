@@ -36,7 +36,7 @@ from rich.console import Console
 
 from benchmarks import forecasts
 from benchmarks.cases import CASES, ON_GPUS, ON_TPUS, SIZES, build, counts, device_shape, names_in_words
-from benchmarks.forecasts import GIB, compiled, installed_versions
+from benchmarks.forecasts import GIB, compiled, drawn, installed_versions
 from benchmarks.limits import persistent_bytes, temporary_bytes
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, clean, number, number_within, panels, ratio
@@ -174,8 +174,10 @@ def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
     """All bytes, and temporaries by phase beside their floor: for each topology."""
-    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn({topology: found["cases"] for topology, found in topologies.items()})
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     floors = {topology: found["limit_bytes"]["temporaries"] / GIB for topology, found in topologies.items()}
     blocks = {
         "all, GiB": {topology: partial(_draw_total, cases=cases) for topology, cases in there.items()},

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from benchmarks import forecasts
 from benchmarks.cases import CASES, ON_GPUS, ON_TPUS, SIZES, counts, limit, names_in_words
-from benchmarks.forecasts import GIB, compiled
+from benchmarks.forecasts import GIB, compiled, drawn
 from benchmarks.limits import crossing_bytes
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, QUIET, STRONG, clean, number, panels, ratio
@@ -212,8 +212,10 @@ def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
     """Bytes by kind beside the limit, and how much is asynchronous: for each topology."""
-    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn({topology: found["cases"] for topology, found in topologies.items()})
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     limits = {topology: found["limit_bytes"]["total"] / GIB for topology, found in topologies.items()}
     blocks = {
         "GiB, and in units of the limit": {
