@@ -4,6 +4,7 @@
 #   make check    ruff, mypy and pyright, in seconds
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
+#   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment, EXTRAS (of setup.cfg) what is installed in it.
 PYTHON ?= python3
@@ -12,7 +13,7 @@ EXTRAS ?= test,dev,models,forecast-gpu
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test check test-targets test-models test-faults clean
+.PHONY: train test check test-targets test-models test-gpu test-faults clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
@@ -31,6 +32,9 @@ test-targets: $(VENV)/installed
 
 test-models: $(VENV)/installed
 	$(VENV)/bin/python -m pytest tests/third_party $(ARGS)
+
+test-gpu: $(VENV)/installed
+	$(VENV)/bin/python -m tests.gpu
 
 test-faults: $(VENV)/installed
 	$(VENV)/bin/python -m pytest tests/faults $(ARGS)

@@ -10,7 +10,7 @@ A case is a line of ``CASES``: whose algorithm it is, the mesh that it runs on, 
   flat         ``baselines.plain_step``: FSDP by hand over one flat axis, gradients scattered in float32
   ours         this library
 
-and the meshes, on a torus of dims (x, y, ...):
+and the meshes, on a torus of dims (x, y, ...), or on GPUs, whose dims are (hosts, GPUs of a host):
 
   flat         one axis of all devices
   staged       one axis for each dim
@@ -34,6 +34,7 @@ from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size, language_model
 from benchmarks.limits import Counts
 from benchmarks.models import BLOCKS, LanguageModel
+from benchmarks.xla_flags import BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
@@ -50,7 +51,7 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.fitting.search import default_meshes
+from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 # The large models; 1.3B with kernels of rank 3 and 4; and one for trying things out, and for tests.
@@ -70,6 +71,7 @@ class Case:
       algorithm: "replicated", "jit", "flat" or "ours".
       mesh: "flat", "staged" or "hybrid".
       tuned: whether it is compiled with ``compiler_options``.
+      xla_options: others that it is compiled with.
       options: of ``language_model``.
       one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
     """
@@ -77,6 +79,7 @@ class Case:
     algorithm: str
     mesh: str = "flat"
     tuned: bool = False
+    xla_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     one_order: bool = False
 
@@ -89,12 +92,14 @@ CASES: dict[str, Case] = {
     "replicated": Case("replicated"),
     "jit": Case("jit", options=REMAT),
     "jit, options": Case("jit", tuned=True, options=REMAT),
+    "jit, best options": Case("jit", xla_options=BEST_FOR_JIT, options=REMAT),
     "jit, no remat": Case("jit"),
     "flat": Case("flat", options=REMAT),
     "flat, no remat": Case("flat"),
     "flat, HSDP": Case("flat", "hybrid", options=REMAT),
     "ours": Case("ours", "staged", options=OURS),
     "ours, options": Case("ours", "staged", tuned=True, options=OURS),
+    "ours, best options": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, one order": Case("ours", "staged", options=OURS, one_order=True),
     "ours, float32": Case("ours", "staged", options=REMAT),
     "ours, chunked head": Case("ours", "staged", options=OURS | {"chunked_head": True}),
@@ -105,13 +110,17 @@ CASES: dict[str, Case] = {
     "ours, ZeRO-1": Case("ours", "hybrid", options=OURS | {"replicas": ZERO_1}),
 }
 
+ON_TPUS = tuple(name for name, case in CASES.items() if not case.xla_options)
+ON_GPUS = ("jit", "jit, best options", "flat", "ours", "ours, best options", "ours, chunked head", "ours, HSDP")
+
 # What the names of cases say, word for word, for those who see a picture and not this file.
 WORDS = {
     "replicated": "everything whole on every device",
     "jit": "jit with shardings",
     "flat": "FSDP by hand over one axis of all devices, scattered in float32",
-    "ours": "this library, one axis for each dim of the torus",
+    "ours": "this library, one axis for each dim of the torus; of GPUs one across hosts, one within",
     "options": "with XLA's options that hide collectives",
+    "best options": "with those with which it waits least",
     "remat": "activations computed again",
     "no remat": "activations and gathered weights kept",
     "one order": "all leaves gathered in one order of the axes, not rotated",
@@ -133,18 +142,18 @@ def names_in_words(names: Iterable[str], words: Mapping[str, str] = WORDS) -> st
 # ------------------------------------------------------------------------------------------------------------- building
 
 
-def mesh_axes(case: Case, shape: Sequence[int]) -> dict[str, int]:
-    """The mesh of a case on a torus of this shape: sizes by axis, outermost first.
+def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[str, int]:
+    """The mesh of a case on a torus of this shape, or on (hosts, GPUs of each): sizes by axis, outermost first.
 
     Raises:
-      ValueError: a torus of one dim has no room for copies.
+      ValueError: a torus of one dim, or one host, has no room for copies.
     """
-    staged, *others = default_meshes(shape)
+    staged, *others = gpu_meshes(*shape) if gpus else default_meshes(shape)
     if case.mesh != "hybrid":
         return others[0] if others and case.mesh == "flat" else staged
     if not others:
         raise ValueError(f"copies along one dim, parameters split over the others: shape={tuple(shape)} has only one.")
-    flat, hybrid = others
+    flat, hybrid, *_ = others
     if case.algorithm != "flat":
         return hybrid
     copies = hybrid[REPLICA_AXIS]
@@ -157,6 +166,7 @@ def build(
     shape: Sequence[int],
     devices: Sequence[jax.Device] | None = None,
     *,
+    gpus: bool = False,
     loop: bool = False,
 ) -> tuple[Any, tuple[PyTree, ...]]:
     """The step of a case and its abstract arguments.
@@ -164,12 +174,13 @@ def build(
     Args:
       size: of the model.
       case: see ``CASES``.
-      shape: of the torus.
+      shape: of the torus, or (hosts, GPUs of each).
       devices: those at hand to run on, as many as the torus has; None: a mesh without devices, to be compiled for a
         topology.
+      gpus: whether the devices are GPUs.
       loop: layers in a Python loop, not in ``nn.scan``.
     """
-    sizes = mesh_axes(case, shape)
+    sizes = mesh_axes(case, shape, gpus=gpus)
     options = {"devices": math.prod(shape), "min_weight_size": threshold(size), **case.options}
     if case.algorithm == "ours":
         options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
@@ -236,7 +247,7 @@ def threshold(size: Size) -> int:
 def options_of(case: Case, device_kind: str) -> dict[str, Any] | None:
     """XLA's options for a case."""
     if not case.tuned:
-        return None
+        return dict(case.xla_options) or None
     from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
     return compiler_options(device_kind)

@@ -38,6 +38,9 @@ from xlstm_jax.distributed import (
     skip_nonfinite,
 )
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.distributed.hardware import chip_of
+from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.metrics import (
     Compose,
     Local,
@@ -189,6 +192,7 @@ class Programs(NamedTuple):
     log_step: Callable[[Local], tuple[dict[str, jax.Array], Local]]
     sync: Callable[[Local], Synced]
     evaluate: Callable[[Any], jax.Array]
+    flops: float  # of the model for one step, on each device; what is computed again does not count
 
 
 def compile_programs(job: Job, run: Run) -> Programs:
@@ -197,9 +201,16 @@ def compile_programs(job: Job, run: Run) -> Programs:
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
     sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
     evaluate = make_evaluate(job)
-    compiled = step.lower(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh)).compile()
+    traced = step.trace(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh))
+    flops = count_flops(traced.jaxpr, mesh.size).by_direction()
     evaluate(run.state).block_until_ready()
-    return Programs(compiled, make_log_step(metric, mesh, axes), jax.jit(sync), evaluate)
+    return Programs(
+        traced.lower().compile(),
+        make_log_step(metric, mesh, axes),
+        jax.jit(sync),
+        evaluate,
+        sum(flops.values()) - flops.get("recompute", 0.0),
+    )
 
 
 def fit(
@@ -214,7 +225,7 @@ def fit(
     with console.status("compiling"):
         programs = compile_programs(job, run)
     state, local = run.state, train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
-    speed, rows, position, saved = _Speed(job), [], int(run.position), False
+    speed, rows, position, saved = _Speed(job, programs.flops), [], int(run.position), False
     with _progress(console) as progress:
         task = progress.add_task(
             "training", total=config.steps, completed=position, loss=math.nan, speed=math.nan, held_out=math.nan
@@ -249,9 +260,14 @@ def fit(
 
 
 class _Speed:
-    """Tokens per second of the interval before the last, which is over: no one waits for the last to end."""
+    """Tokens per second of the interval before the last, which is over: no one waits for the last to end.
 
-    def __init__(self, job: Job) -> None:
+    And "mfu", where the chip's peak is known: the share of it that the model's FLOP take (model FLOPs utilization).
+    """
+
+    def __init__(self, job: Job, flops: float) -> None:
+        chip, tokens = chip_of(job.mesh.devices.flat[0].device_kind), job.config.batch_size * job.config.context
+        self._mfu_per_token = flops / (tokens * peak_rate(chip, job.config.dtype)) if chip else None
         self._metric = StatefulMetric(Throughput(jax.process_count()), job.mesh)
         self._tokens_per_step = job.config.batch_size * job.config.context // jax.process_count()
         self._start = self._time = time.perf_counter()
@@ -265,6 +281,7 @@ class _Speed:
             self._metric.update((self._steps[-1] - self._steps[-2]) * self._tokens_per_step, now - self._time)
             self._metric.sync()
             row["tokens_per_s"] = self._metric.compute()
+            row |= {"mfu": row["tokens_per_s"] * self._mfu_per_token} if self._mfu_per_token else {}
         self._steps, self._time = (*self._steps[-1:], step), now
         return row
 

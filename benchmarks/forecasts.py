@@ -1,7 +1,8 @@
-"""Forecasts of the steps under comparison on TPUs that are not here: compiled once, kept, and read by the benchmarks.
+"""Forecasts of the steps under comparison on TPUs and GPUs that are not here: compiled once, kept, and read.
 
     python -m benchmarks.forecasts                       the large models, v5e:16x16 and v5p:4x4x8; some fifteen minutes
     python -m benchmarks.forecasts --sizes small --topologies v5e:2x4
+    python -m benchmarks.forecasts --topologies h100:32x8 h200:16x8 b200:8x8
     python -m benchmarks.forecasts --redraw              pictures and tables of what is kept; nothing is compiled
 
     size, case, topology --build, compile--> Forecast --summary--> <kept>/<size>_<topology>.json
@@ -31,15 +32,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from benchmarks.cases import CASES, SIZES, Case, build, names_in_words, options_of
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size
-from benchmarks.options import add_forecast_options
+from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import clean, number, panels
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
+from xlstm_jax.distributed.forecast.compiling.compilers import PLUGIN
 from xlstm_jax.distributed.forecast.cost.memory import Memory
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.wording import format_bytes, rich_table
 
 FORMAT = 2  # of what is kept
+GPU_FORMAT = 1  # of what is kept of GPUs besides
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")
 OVERVIEW = ("replicated", "flat, no remat", "flat", "ours")
+GPU_OVERVIEW = ("jit", "jit, best options", "flat", "ours")
 OUT = Path(__file__).parent / "results" / "forecasts"
 GIB = 2**30
 
@@ -81,7 +86,34 @@ def summary(found: Forecast) -> dict[str, Any]:
         "ridge_tokens": roofline.ridge_tokens,
         "compile_seconds": found.compile_seconds,
         "versions": found.versions,
-    }  # fmt: skip
+    } | (of_gpus(found) if found.on_gpus else {})  # fmt: skip
+
+
+def of_gpus(found: Forecast) -> dict[str, Any]:
+    """What is told of GPUs besides: bytes by network, what is hidden by rooflines, collectives in each layer."""
+    sent = found.wire_bytes
+    return {
+        "network_bytes": {"nic": found.nic_bytes, "nvlink": found.nvlink_bytes},
+        "hidden_bytes": {
+            "beside as long": sent * (found.hidden_fraction or 0.0),
+            "beside any": sent * (found.beside_products_fraction or 0.0),
+        },
+        "gpu_seconds": {"kernels": found.kernel_seconds, "exposed by bandwidth": found.exposed_bandwidth_seconds},
+        "collectives_per_layer": per_layer(found.collectives),
+    }
+
+
+def per_layer(collectives: Sequence[Collective]) -> dict[str, int]:
+    """How many collectives each layer executes, forward and backward; what is computed again counts as backward.
+
+    Those of the loop over layers are what executes most often; of a loop that is pipelined, one trip is outside.
+    """
+    most = max((one.count for one in collectives), default=1)
+    ways = {"forward": ("forward",), "backward": ("recompute", "backward")}
+    return {
+        way: sum(one.direction in directions and one.count > most / 2 for one in collectives)
+        for way, directions in ways.items()
+    }
 
 
 def phases(memory: Memory) -> dict[str, int]:
@@ -110,9 +142,17 @@ def collectives(found: Forecast) -> list[dict[str, Any]]:
         | {"instructions": len(members), "executions": sum(one.count for one in members)}
         | {"payload_bytes": sum(one.count * one.payload_bytes for one in members)}
         | {"wire_bytes": sum(one.wire_bytes_per_step for one in members)}
+        | _waits(members)
         for key, members in groups.items()
     ]
     return sorted(rows, key=lambda row: -row["wire_bytes"])
+
+
+def _waits(members: Sequence[Collective]) -> dict[str, float]:
+    """How long the schedule of GPUs waits for collectives, and the bytes that it does not."""
+    waited = [one.count * one.timing.waited_s for one in members if one.timing]
+    hidden = sum(one.wire_bytes_per_step for one in members if one.is_hidden)
+    return {"waited_seconds": sum(waited), "hidden_bytes": hidden} if waited else {}
 
 
 # ----------------------------------------------------------------------------------------------------- compile or reuse
@@ -121,7 +161,7 @@ def collectives(found: Forecast) -> list[dict[str, Any]]:
 def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is kept of a case: ``known``, where that is of the same program, else made by compiling."""
     place = parse_topology(topology)
-    step, args = build(size, case, place.shape)
+    step, args = build(size, case, place.shape, gpus=on_gpus(place))
     options = options_of(case, place.chip.device_kinds[0])
     program = fingerprint(step, args, place, options)
     if known is not None and known["program"] == program:
@@ -141,13 +181,14 @@ def tokens_of(args: tuple[Any, ...]) -> int:
 
 def fingerprint(step: Any, args: tuple[Any, ...], place: Topology, options: dict[str, Any] | None) -> str:
     """The same for what the same compiler would compile to the same program."""
-    text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    told = [FORMAT, place.name, sorted((options or {}).items()), installed_versions(), text]
+    text = step.trace(*args).lower(lowering_platforms=(place.platform,)).as_text()
+    versions = installed_versions(PLUGIN) | {"format": GPU_FORMAT} if on_gpus(place) else installed_versions()
+    told = [FORMAT, place.name, sorted((options or {}).items()), versions, text]
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 
 
-def installed_versions() -> dict[str, str]:
-    """Of what decides about compiled programs; libtpu's where it is installed."""
+def installed_versions(compiler: str = "libtpu") -> dict[str, str]:
+    """Of what decides about compiled programs; the compiler's where it is installed."""
 
     def of(name):
         try:
@@ -155,7 +196,11 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             return "not installed"
 
-    return {name: of(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")}
+    return {name: of(name) for name in ("jax", "jaxlib", compiler, "flax", "optax")}
+
+
+def on_gpus(place: Topology) -> bool:
+    return place.platform == "cuda"
 
 
 def path_of(kept: Path, name: str, topology: str) -> Path:
@@ -173,7 +218,7 @@ def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str
 
     Raises:
       ValueError: an unknown topology.
-      ImportError: libtpu is not installed, or flatbuffers.
+      ImportError: the compiler for the topology is not installed, or flatbuffers.
     """
     kept.mkdir(parents=True, exist_ok=True)
     task = progress.add_task("", total=len(sizes) * len(topologies) * len(cases))
@@ -210,6 +255,14 @@ def compiled(cases: dict[str, Any]) -> dict[str, Any]:
     return {case: found for case, found in cases.items() if "problem" not in found}
 
 
+def drawn(topologies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a picture of several topologies shows: the cases that all of them have, in one order, as plots share it."""
+    there = {topology: compiled(cases) for topology, cases in topologies.items()}
+    first = next(iter(there.values()), {})
+    names = [case for case in first if all(case in cases for cases in there.values())]
+    return {topology: {case: cases[case] for case in names} for topology, cases in there.items()}
+
+
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 
@@ -236,8 +289,10 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 def draw(path: Path, name: str, topologies: dict[str, dict[str, Any]]) -> None:
     """Bytes per device, and bytes sent per step: for each topology."""
-    there = {topology: compiled(cases) for topology, cases in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn(topologies)
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     blocks = {
         what: {topology: partial(draw_one, cases=cases) for topology, cases in there.items()}
         for what, draw_one in {"memory at the peak, GiB": _draw_memory, "sent per step, GiB": _draw_wire}.items()
@@ -274,13 +329,12 @@ def _draw_wire(axes: Any, cases: dict[str, Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    new = argparse.ArgumentParser("forecasts", description="Forecasts of large models on TPUs that are not here.")
+    new = argparse.ArgumentParser("forecasts", description="Forecasts of large models on devices that are not here.")
     options = {
         "sizes": SIZES,
         "models": list(LARGE_SIZES),
         "topologies": TOPOLOGIES,
         "cases": CASES,
-        "chosen": OVERVIEW,
     }
     add_forecast_options(new, **options, out=OUT, kept=OUT)
     return new
@@ -291,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, start = Console(), time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     try:
+        options = complete(options, OVERVIEW, GPU_OVERVIEW)
         found = results(options, console)
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(f"forecasts: error: {error}", highlight=False)
@@ -299,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for topology, cases in topologies.items():
             console.print(table(name, topology, cases))
         if topologies:
-            draw(options.out / f"{name}.png", name, topologies)
+            draw(options.out / f"{name}{options.suffix}.png", name, topologies)
     console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
     return 0
 

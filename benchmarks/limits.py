@@ -272,7 +272,7 @@ def step_bounds(
         )
     options = {"scatter_bytes": scatter_bytes, "reduce_bytes": reduce_bytes}
     wire = wire_bytes(counts, parts, replicas=replicas, **options)
-    crossing = _crossing_bytes(counts, domains, inside, hybrid=replicas > 1, **options)
+    crossing = crossing_bytes(counts, domains, inside, hybrid=replicas > 1, **options)
     return Bounds(
         compute=flops(counts, tokens, sequence, remat=remat) / network.chip.peak_flops["bfloat16"],
         memory=hbm_bytes(counts, parts, tokens) / network.chip.hbm_bandwidth,
@@ -281,8 +281,14 @@ def step_bounds(
     )
 
 
-def _crossing_bytes(
-    counts: Counts, domains: int, inside: int, *, hybrid: bool, scatter_bytes: int, reduce_bytes: int
+def crossing_bytes(
+    counts: Counts,
+    domains: int,
+    inside: int,
+    *,
+    hybrid: bool = False,
+    scatter_bytes: int = BFLOAT16,
+    reduce_bytes: int = BFLOAT16,
 ) -> float:
     """What each device sends to other domains: its part of what the ``inside`` devices of its domain send together."""
     small = SMALL_BYTES * counts.small

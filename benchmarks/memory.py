@@ -1,7 +1,8 @@
-"""What a step takes of each device's memory, by phase: every case, ahead of time for TPUs, beside the least possible.
+"""What a step takes of each device's memory, by phase: every case, compiled for TPUs or GPUs, beside the least.
 
     python -m benchmarks.memory                                  1.3B on three topologies, all cases
     python -m benchmarks.memory --sizes small --topologies v5e:2x4 --cases jit flat ours
+    python -m benchmarks.memory --topologies h100:32x8           GPUs, their cases
     python -m benchmarks.memory --devices --sizes small          also on the accelerators at hand: their own count
 
 For each model it writes ``<out>/<size>.json`` and, with one row of plots for each topology, ``<out>/<size>.png``. Read
@@ -34,10 +35,10 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import forecasts
-from benchmarks.cases import CASES, SIZES, build, counts, device_shape, names_in_words
-from benchmarks.forecasts import GIB, compiled, installed_versions
+from benchmarks.cases import CASES, ON_GPUS, ON_TPUS, SIZES, build, counts, device_shape, names_in_words
+from benchmarks.forecasts import GIB, compiled, drawn, installed_versions
 from benchmarks.limits import persistent_bytes, temporary_bytes
-from benchmarks.options import add_forecast_options
+from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, clean, number, number_within, panels, ratio
 from xlstm_jax.distributed.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
@@ -173,8 +174,10 @@ def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
     """All bytes, and temporaries by phase beside their floor: for each topology."""
-    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn({topology: found["cases"] for topology, found in topologies.items()})
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     floors = {topology: found["limit_bytes"]["temporaries"] / GIB for topology, found in topologies.items()}
     blocks = {
         "all, GiB": {topology: partial(_draw_total, cases=cases) for topology, cases in there.items()},
@@ -227,7 +230,7 @@ def _number(axes: Any, values: Sequence[float], limit: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("memory", description="Bytes per device of a step, by phase, for every case.")
-    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES, "chosen": list(CASES)}
+    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES}
     add_forecast_options(new, **options, out=OUT, kept=forecasts.OUT)
     new.add_argument("--devices", action="store_true", help="also run each case on the accelerators at hand")
     new.add_argument("--measure", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)  # in a process of its own
@@ -240,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _measure(*options.measure)
     console, start = Console(), time.monotonic()
     try:
+        options = complete(options, ON_TPUS, ON_GPUS)
         counted = on_devices(options.sizes, options.cases, console) if options.devices else {}
         found = forecasts.results(options, console)
     except (ValueError, ImportError) as error:
@@ -247,12 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name, topologies in found.items():
         rows = {topology: measured(name, topology, cases) for topology, cases in topologies.items()}
-        write(options.out, name, rows, counted.get(name), console)
+        write(options.out, name, options.suffix, rows, counted.get(name), console)
     console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
     return 0
 
 
-def write(out: Path, name: str, topologies: dict[str, Any], counted: dict[str, Any] | None, console: Console) -> None:
+def write(
+    out: Path, name: str, suffix: str, topologies: dict[str, Any], counted: dict[str, Any] | None, console: Console
+) -> None:
     """Tables on the console, JSON and a picture in the folder."""
     for topology, found in topologies.items():
         console.print(table(name, topology, found))
@@ -261,9 +267,9 @@ def write(out: Path, name: str, topologies: dict[str, Any], counted: dict[str, A
         console.print(devices_table(name, counted))
     out.mkdir(parents=True, exist_ok=True)
     kept = {"topologies": topologies} | ({"devices": counted} if counted else {})
-    (out / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (out / f"{name}{suffix}.json").write_text(json.dumps(kept, indent=1) + "\n")
     if topologies:
-        draw(out / f"{name}.png", name, topologies)
+        draw(out / f"{name}{suffix}.png", name, topologies)
 
 
 def _measure(name: str, case: str) -> int:

@@ -4,6 +4,10 @@ import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from xlstm_jax.distributed.forecast import parse_topology
+
+GPU_TOPOLOGIES = ("h100:32x8", "h200:16x8", "b200:8x8")
+
 
 def positive(text: str) -> int:
     """A positive integer.
@@ -32,22 +36,35 @@ def add_forecast_options(
     models: Sequence[str],
     topologies: Sequence[str],
     cases: Collection[str],
-    chosen: Sequence[str],
     out: Path,
     kept: Path,
 ) -> None:
-    """What every benchmark takes that compares steps compiled for TPUs.
+    """What every benchmark takes that compares steps compiled for TPUs or GPUs.
 
     Args:
       sizes, cases: that there are.
-      models, topologies, chosen: sizes, topologies and cases that are taken by default.
+      models, topologies: sizes and topologies that are taken by default.
       out: where results go by default.
       kept: where forecasts are kept by default.
     """
     default = f"default: {' '.join(models)}"
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=list(models), help=f"models ({default})")
-    parser.add_argument("--topologies", nargs="+", default=list(topologies), help="as v5e:16x16")
-    parser.add_argument("--cases", nargs="+", choices=cases, default=list(chosen), help="see benchmarks/cases.py")
+    parser.add_argument("--topologies", nargs="+", default=list(topologies), help="as v5e:16x16, h100:32x8")
+    parser.add_argument("--cases", nargs="+", choices=cases, help="see benchmarks/cases.py")
     parser.add_argument("--out", type=Path, default=out, help="folder of the JSON files and pictures")
     parser.add_argument("--kept", type=Path, default=kept, help="folder in which forecasts are kept and looked up")
     parser.add_argument("--redraw", action="store_true", help="compile nothing; tables and pictures of what is kept")
+
+
+def complete(options: argparse.Namespace, on_tpus: Sequence[str], on_gpus: Sequence[str]) -> argparse.Namespace:
+    """Options of ``add_forecast_options`` with the cases of their devices, and ``suffix``, of the files of results.
+
+    Raises:
+      ValueError: an unknown topology; TPUs and GPUs at once.
+    """
+    platforms = {parse_topology(topology).platform for topology in options.topologies}
+    if len(platforms) > 1:
+        raise ValueError("--topologies names TPUs and GPUs, whose cases differ; run the one, then the other.")
+    gpus = platforms == {"cuda"}
+    chosen = {"cases": options.cases or list(on_gpus if gpus else on_tpus), "suffix": "_gpus" if gpus else ""}
+    return argparse.Namespace(**vars(options) | chosen)

@@ -1,6 +1,7 @@
-"""What a step sends over the links: every case, compiled for TPUs, beside the least that FSDP must send.
+"""What a step sends over the links: every case, compiled for TPUs or GPUs, beside the least of FSDP.
 
     python -m benchmarks.traffic                                 1.3B on three topologies, all cases
+    python -m benchmarks.traffic --topologies h100:32x8          GPUs, their cases: two networks, what is hidden
     python -m benchmarks.traffic --sizes small --topologies v5e:4x4 --cases jit flat ours --detail ours
 
 For each model it writes ``<out>/<size>.json`` and ``<out>/<size>.png``. All of it is read from the scheduled program
@@ -11,6 +12,9 @@ that each device sends by the ring algorithm, and whether the schedule goes on m
   limit          ``limits.wire_bytes`` in bfloat16: blocks gathered twice, gradients scattered once
   all-reduced    the share of the bytes that all-reduces send: above what small parameters and copies need, they stand
                  in for a gather or a scatter, and send twice its bytes
+  per NIC        of GPUs, what the adapter of each carries to other hosts
+  hidden         of GPUs, the share beside matrix products that take as long by rooflines; beside: beside any
+  waited         of GPUs, how long the schedule waits for collectives, with NCCL's latencies
   busiest axis   what each device sends along the mesh axis with the most; what runs over several axes at once counts
                  in equal parts for each. One flat axis has no parts to tell.
 """
@@ -29,10 +33,11 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import forecasts
-from benchmarks.cases import CASES, SIZES, limit, names_in_words
-from benchmarks.forecasts import GIB, compiled
-from benchmarks.options import add_forecast_options
-from benchmarks.report import ACCENT, clean, number, panels
+from benchmarks.cases import CASES, ON_GPUS, ON_TPUS, SIZES, counts, limit, names_in_words
+from benchmarks.forecasts import GIB, compiled, drawn
+from benchmarks.limits import crossing_bytes
+from benchmarks.options import add_forecast_options, complete
+from benchmarks.report import ACCENT, QUIET, STRONG, clean, number, panels, ratio
 from xlstm_jax.distributed.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
@@ -48,7 +53,9 @@ def measured(name: str, topology: str, cases: dict[str, Any]) -> dict[str, Any]:
     """What of the kept forecasts is about traffic, with ratios: by case, in bytes per device and step."""
     least = limit(SIZES[name], parse_topology(topology).num_devices)
     there = compiled(cases)
-    rows = {case: _of_case(found, there, least.total) for case, found in there.items()}
+    rows = {
+        case: _of_case(found, there, least.total) | _of_gpus(found, name, topology) for case, found in there.items()
+    }
     problems = {case: {"problem": found["problem"]} for case, found in cases.items() if "problem" in found}
     return {"limit_bytes": vars(least) | {"total": least.total}, "cases": rows | problems}
 
@@ -71,6 +78,25 @@ def _of_case(found: dict[str, Any], cases: dict[str, Any], least: float) -> dict
         "collectives": found["collectives"],
         "compiler_options": found["compiler_options"],
         "versions": found["versions"],
+    }
+
+
+def _of_gpus(found: dict[str, Any], name: str, topology: str) -> dict[str, Any]:
+    """Networks, overlap and waiting; nothing of TPUs."""
+    if "network_bytes" not in found:
+        return {}
+    total, nic = found["wire_bytes"]["total"], found["network_bytes"]["nic"]
+    least = crossing_bytes(counts(SIZES[name]), *parse_topology(topology).shape)
+    return {
+        "nic_bytes": nic,
+        "nic_over_the_least": nic / least if least else None,
+        "hidden_share": found["hidden_bytes"]["beside as long"] / total,
+        "beside_share": found["hidden_bytes"]["beside any"] / total,
+        "exposed_seconds": found["seconds"]["exposed"],
+        "exposed_by_bandwidth_seconds": found["gpu_seconds"]["exposed by bandwidth"],
+        "kernel_seconds": found["gpu_seconds"]["kernels"],
+        "collectives_per_layer": found["collectives_per_layer"],
+        "compile_seconds": found["compile_seconds"],
     }
 
 
@@ -132,6 +158,40 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
+def gpu_tables(name: str, topology: str, found: dict[str, Any]) -> tuple[Any, Any]:
+    """What the network between hosts carries, and collectives of each layer; and what is hidden."""
+    there = compiled(found["cases"])
+    networks = [
+        [
+            case,
+            "" if one["nic_over_the_least"] is None else f"{one['nic_over_the_least']:.2f}",
+            format_bytes(one["nic_bytes"]),
+            *(str(number) for number in one["collectives_per_layer"].values()),
+            f"{one['compile_seconds']:.0f} s",
+        ]
+        for case, one in there.items()
+    ]
+    jit = there["jit"]["exposed_seconds"] if "jit" in there else None
+    hidden = [
+        [
+            case,
+            ratio(one["exposed_seconds"], jit),
+            *(f"{one[f'{share}_share']:.0%}" for share in ("hidden", "beside")),
+            *(
+                f"{1e3 * one[part]:,.1f}"
+                for part in ("exposed_seconds", "exposed_by_bandwidth_seconds", "kernel_seconds")
+            ),
+        ]
+        for case, one in there.items()
+    ]
+    where = f"{name} on {topology}"
+    titles = f"{where}: between hosts; collectives in a layer", f"{where}: bytes hidden, and ms waited; by rooflines"
+    return (
+        rich_table(titles[0], ["case", "of least", "per NIC", "forward", "backward", "compiled"], networks),
+        rich_table(titles[1], ["case", "of jit", "hidden", "beside", "waited", "no latency", "kernels"], hidden),
+    )
+
+
 def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> Any:
     """Every kind of collective of one case."""
     rows = [
@@ -152,16 +212,20 @@ def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
     """Bytes by kind beside the limit, and how much is asynchronous: for each topology."""
-    there = {topology: compiled(found["cases"]) for topology, found in topologies.items()}
-    names = list(dict.fromkeys(case for cases in there.values() for case in cases))
+    there = drawn({topology: found["cases"] for topology, found in topologies.items()})
+    names = list(next(iter(there.values())))
+    if not names:
+        return  # no case is there for all topologies; the tables have what there is
     limits = {topology: found["limit_bytes"]["total"] / GIB for topology, found in topologies.items()}
     blocks = {
         "GiB, and in units of the limit": {
             topology: partial(_draw_kinds, cases=cases, least=limits[topology]) for topology, cases in there.items()
         },
-        "how much of it while the schedule goes on, %": {
-            topology: partial(_draw_asynchronous, cases=cases) for topology, cases in there.items()
-        },
+    }
+    on_gpus = all("nic_bytes" in found for cases in there.values() for found in cases.values())
+    more = GPU_PLOTS if on_gpus else {"how much of it while the schedule goes on, %": _draw_asynchronous}
+    blocks |= {
+        what: {topology: partial(one, cases=cases) for topology, cases in there.items()} for what, one in more.items()
     }
     panels(path, f"{name}: what each device sends in a step", names_in_words(names), len(names), blocks)
 
@@ -178,6 +242,31 @@ def _draw_kinds(axes: Any, cases: dict[str, Any], least: float) -> None:
     clean(axes, 1.6 * max(left))
 
 
+def _draw_overlap(axes: Any, cases: dict[str, Any]) -> None:
+    """Of GPUs: hidden by rooflines, beside something shorter, beside no matrix product."""
+    shares = [
+        (100 * found["hidden_share"], 100 * max(found["hidden_share"], found["beside_share"]))
+        for found in cases.values()
+    ]
+    hidden, beside = (np.array(values) for values in zip(*shares, strict=True))
+    axes.barh(list(cases), hidden, color=STRONG, label="beside products as long")
+    axes.barh(list(cases), beside - hidden, left=hidden, color=QUIET, label="beside shorter ones")
+    axes.barh(list(cases), 100 - beside, left=beside, color=ACCENT, alpha=0.35, label="beside none")
+    for place, share in enumerate(hidden):
+        number(axes, place, 100, f"{share:.0f}")
+    clean(axes, 116)
+
+
+def _draw_waiting(axes: Any, cases: dict[str, Any]) -> None:
+    waited = np.array([1e3 * found["exposed_seconds"] for found in cases.values()])
+    by_bytes = np.array([1e3 * found["exposed_by_bandwidth_seconds"] for found in cases.values()])
+    axes.barh(list(cases), by_bytes, color=ACCENT, label="for bytes")
+    axes.barh(list(cases), waited - by_bytes, left=by_bytes, color=QUIET, label="for latency")
+    for place, value in enumerate(waited):
+        number(axes, place, value, f"{value:.3g}")
+    clean(axes, 1.3 * max(waited))
+
+
 def _draw_asynchronous(axes: Any, cases: dict[str, Any]) -> None:
     shares = np.array([100 * found["asynchronous_share"] for found in cases.values()])
     axes.barh(list(cases), shares, color="#5b9bd5", label="asynchronous")
@@ -187,12 +276,18 @@ def _draw_asynchronous(axes: Any, cases: dict[str, Any]) -> None:
     clean(axes, 116)
 
 
+GPU_PLOTS = {
+    "beside matrix products that take as long, %": _draw_overlap,
+    "waited for in a step, ms by rooflines": _draw_waiting,
+}
+
+
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("traffic", description="What a step sends, for every case.")
-    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES, "chosen": list(CASES)}
+    options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES}
     add_forecast_options(new, **options, out=OUT, kept=forecasts.OUT)
     new.add_argument("--detail", nargs="*", choices=CASES, default=[], help="cases whose collectives are listed")
     return new
@@ -202,27 +297,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console, start = Console(), time.monotonic()
     try:
+        options = complete(options, ON_TPUS, ON_GPUS)
         found = forecasts.results(options, console)
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(f"traffic: error: {error}", highlight=False)
         return 2
     for name, topologies in found.items():
         rows = {topology: measured(name, topology, cases) for topology, cases in topologies.items()}
-        write(options.out, name, rows, options.detail, console)
+        write(options.out, name, options.suffix, rows, options.detail, console)
     console.print(f"{options.out}, after {time.monotonic() - start:.0f} s", highlight=False)
     return 0
 
 
-def write(out: Path, name: str, topologies: dict[str, Any], detail: Sequence[str], console: Console) -> None:
+def write(
+    out: Path, name: str, suffix: str, topologies: dict[str, Any], detail: Sequence[str], console: Console
+) -> None:
     """Tables on the console, JSON and a picture in the folder."""
     for topology, found in topologies.items():
         console.print(table(name, topology, found))
+        if any("nic_bytes" in case for case in found["cases"].values()):
+            console.print(*gpu_tables(name, topology, found))
         for case in (case for case in detail if case in compiled(found["cases"])):
             console.print(detail_table(name, topology, case, found["cases"][case]))
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(topologies, indent=1) + "\n")
+    (out / f"{name}{suffix}.json").write_text(json.dumps(topologies, indent=1) + "\n")
     if topologies:
-        draw(out / f"{name}.png", name, topologies)
+        draw(out / f"{name}{suffix}.png", name, topologies)
 
 
 if __name__ == "__main__":

@@ -247,9 +247,17 @@ def conclude(result: Result, console: Console) -> None:
         shown.append(text.decode("utf-8", errors="replace"), style="not dim bold")
         console.print(Panel(shown, title="held-out text, and how the model goes on", title_align="left"))
     console.print(comparison_table(result.held_out_loss, result.baseline))
+    if speeds := [row["tokens_per_s"] for row in result.rows if "tokens_per_s" in row]:
+        console.print(speed_in_words(speeds, [row["mfu"] for row in result.rows if "mfu" in row]), highlight=False)
     console.print(
         f"metrics.csv, metrics.jsonl, loss.png, memory.png and config.json are in {result.out}", highlight=False
     )
+
+
+def speed_in_words(tokens_per_s: Sequence[float], mfu: Sequence[float]) -> str:
+    """The middle interval, and of chips whose peak is known its share."""
+    share = f", {np.median(mfu):.1%} of the chips' peak (MFU)" if mfu else ""
+    return f"{np.median(tokens_per_s):,.0f} tokens/s{share}"
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -9,12 +9,14 @@ from benchmarks import (
     compile_time,
     forecast_accuracy,
     forecasts,
+    gpu_scaling,
     memory,
     report,
     scaling,
     step_time,
     traffic,
     wire_dtypes,
+    xla_options,
 )
 from tests.faults import report as faults
 from tests.test_tables import ROOT, WHY, WIDTHS, assert_shown_in_full, made_once, missing
@@ -58,6 +60,14 @@ def of_traffic(found):
     return Group(all_cases, traffic.detail_table("1.3B", "v5e:16x16", "ours", next(iter(found["cases"].values()))))
 
 
+def of_gpus(found):
+    tables = traffic.gpu_tables("1.3B", "h100:32x8", found | {"cases": failing(found["cases"])})
+    options = failing(kept("options", "1.3B_h100_32x8_jax0.12.0.1")["ours"])
+    waiting = kept("scaling", "1.3B_h100_waiting")["ours, best options"]
+    swept = xla_options.table("1.3B", "h100:32x8", "ours", options)
+    return Group(*tables, *swept, gpu_scaling.table("1.3B", "h100", "ours, best options", waiting))
+
+
 def of_accuracy():
     same = forecast_accuracy.Comparison("Transformer, hybrid", "collectives: all-gather over fsdp", 123456, 123456)
     other = forecast_accuracy.Comparison("xLSTM, FSDP", "bytes at the peak", 12345678901, 12456789012, exact=False)
@@ -73,6 +83,7 @@ def of_training():
 TABLES = {
     "memory": lambda: of_memory(kept("memory")["topologies"]["v5e:16x16"]),
     "traffic": lambda: of_traffic(kept("traffic")["v5e:16x16"]),
+    "gpus": lambda: of_gpus(kept("traffic", "1.3B_gpus")["h100:32x8"]),
     "forecasts": lambda: forecasts.table("1.3B", "v5e:16x16", failing(kept("forecasts", "1.3B_v5e_16x16"))),
     "scaling": lambda: scaling.table("7B", "h100", "strong", kept("scaling", "7B")["chips"]["h100"]["strong"]),
     "step_time": lambda: step_time.table("small", kept("step_time", "small")),

@@ -15,9 +15,10 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from benchmarks import fitting, models, text, train_lm
-from benchmarks.job import _with_folders
+from benchmarks.job import _with_folders, prepare
 from benchmarks.models import LanguageModel, chunkwise_mlstm
-from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed import shard_module_params, unbox
+from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
 from xlstm_jax.distributed.resilience.watchdog import Watchdog
 
 TINY = train_lm.TrainConfig(
@@ -440,3 +441,28 @@ def test_in_float64_the_loss_curves_differ_by_rounding_alone(corpus, tmp_path):
     sharded, replicated = losses("sharded"), losses("replicated", "--replicated")
     assert_allclose(sharded, replicated, rtol=0, atol=1e-9)
     assert replicated[-1] < replicated[0] - 0.1  # guard: it did train
+
+
+def test_flop_are_those_of_the_model_whatever_is_computed_again(corpus, tmp_path):
+    """For each token 2 FLOP of a weight forward and 4 backward, and those of attention: 12 x context x d a layer.
+
+    Of the head it is 2 more: in its own backward pass it makes the logits again, chunk by chunk.
+    """
+    fields = {"model": "transformer", "d_model": 64, "data": (str(corpus),), "out": str(tmp_path / "run")}
+
+    def found(remat):
+        job = prepare(dataclasses.replace(TINY, **fields, remat=remat))
+        run = fitting.begin(job, None)
+        return run, fitting.compile_programs(job, run).flops
+
+    run, flops = found(remat=False)
+    leaves = leaves_with_path(unbox(run.state.params))
+    matrices = sum(leaf.size for path, leaf in leaves if "kernel" in path)  # of the embedding nothing is multiplied
+    attention, head_again = 2 * 12 * 32 * 64, 2 * 64 * 256
+    assert flops == pytest.approx((6 * matrices + attention + head_again) * 32 * 8 / 8, rel=0.02)
+    assert found(remat=True)[1] == flops
+
+
+def test_the_speed_is_that_of_the_middle_interval():
+    assert train_lm.speed_in_words([100.0, 1234.0, 9e9], []) == "1,234 tokens/s"
+    assert train_lm.speed_in_words([1234.0], [0.4, 0.5, 0.9]) == "1,234 tokens/s, 50.0% of the chips' peak (MFU)"

@@ -11,7 +11,6 @@ Not part of the normal suite. All figures are read from compiled programs; the o
 import dataclasses
 import functools
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -20,9 +19,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import baselines, compile_time, limits, memory, traffic
-from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, build, counts, mesh_of, threshold
+from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
 from tests.compiled_cases import compiled
+from tests.compiled_text import instructions
 from xlstm_jax.distributed.forecast import forecast, parse_topology
 from xlstm_jax.distributed.training.state import jitted_init
 
@@ -197,16 +197,9 @@ def test_tracing_takes_at_most_1_3_of_the_model_without_wrapper():
 
 def test_on_one_device_the_compiled_text_is_that_of_the_plain_model():
     """The same instructions, apart from their names and the order of those that do not depend on each other."""
-    plain = instructions(CASES["replicated"])
+    device = jax.devices()[0]
+    plain = instructions(CASES["replicated"], device)
     for options in ({}, {"grad_scatter_dtype": "bfloat16"}, {"reshard_after_forward": True}):
         wrapped = dataclasses.replace(CASES["ours"], options={"remat": False} | options)
-        assert instructions(wrapped) == plain and len(plain) > 1000
-    assert instructions(CASES["ours"]) != plain  # guard: with remat it is another
-
-
-def instructions(case):
-    """The lines of the compiled program without what is only a name, sorted."""
-    step, args = build(SIZES["small"], case, (1,), jax.devices()[:1])
-    text = re.sub(r", metadata=\{[^}]*\}", "", step.lower(*args).compile().as_text())
-    lines = [re.sub(r"%[\w.\-]+", "%", line) for line in text.splitlines() if line.startswith("  ")]
-    return sorted(lines)
+        assert instructions(wrapped, device) == plain and len(plain) > 1000
+    assert instructions(CASES["ours"], device) != plain  # guard: with remat it is another
