@@ -58,6 +58,7 @@ def language_model(
     shard_axes: tuple[str, ...] = (),
     remat: bool | RematPolicy = False,
     chunked_head: bool = False,
+    prefetch: bool = False,
     constrain: Callable[[jax.Array], jax.Array] | None = None,
     min_weight_size: int = 2**18,
     **sharding: Any,
@@ -68,7 +69,7 @@ def language_model(
       size: see ``SIZES``.
       devices: so many sequences are the batch.
       shard_axes: the ``axis_name`` of ``shard_module_params``.
-      remat, constrain: of ``LanguageModel``.
+      remat, prefetch, constrain: of ``LanguageModel``.
       chunked_head: whether the loss is taken chunk by chunk of the vocabulary, or from all logits.
       min_weight_size, **sharding: further options of ``shard_module_params``; gathered in bfloat16 unless they differ.
     """
@@ -83,6 +84,7 @@ def language_model(
         dtype=jnp.bfloat16,
         vocab_size=size.vocab_size,
         constrain=constrain,
+        prefetch=prefetch,
     )
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)
     loss = chunked_next_token_loss if chunked_head else next_token_loss

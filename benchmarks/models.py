@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from xlstm_jax.distributed import scan_layers
 from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses
 from xlstm_jax.distributed.training.losses.lm_head import LMHead
 
@@ -372,7 +373,8 @@ class LanguageModel(nn.Module):
     them, are computed again in the backward pass; with a policy of ``nn.remat``, those that it does not save.
     ``constrain`` is applied to the residual stream, for ``jit`` without ``shard_map``, which must be told how it is
     split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0. With ``decode=True`` it takes ``tokens[b,
-    1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them.
+    1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them. With
+    ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again.
     """
 
     block: str
@@ -386,6 +388,7 @@ class LanguageModel(nn.Module):
     vocab_size: int = VOCAB_SIZE
     constrain: Callable[[jax.Array], jax.Array] | None = None
     decode: bool = False
+    prefetch: bool = False
 
     def __call__(self, tokens, *, train: bool = False):
         x, head = self._hidden_and_head(tokens, train)
@@ -409,6 +412,9 @@ class LanguageModel(nn.Module):
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
         """All layers as one module; the parameters of layer l are index l of every leaf."""
         block = wrap(BLOCKS[self.block])
+        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode
+        if self.prefetch and not self.decode:
+            return scan_layers(block, self.num_layers)(self.num_layers, self.num_heads, *options, name="blocks")
         if self.remat:
             policy = None if self.remat is True else self.remat
             # Within a scan nothing can be merged across iterations.
@@ -419,5 +425,4 @@ class LanguageModel(nn.Module):
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
         )
-        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode
         return layers(self.num_layers, self.num_heads, *options, name="blocks")

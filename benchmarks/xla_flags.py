@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from xlstm_jax.distributed.hardware.xla_options import PIPELINES_BY_MODE
+from xlstm_jax.distributed.hardware.xla_options import PIPELINES_BY_MODE, compiler_options
 
 MIB = 2**20
 
@@ -56,5 +56,5 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # With which a step waits least, by results/options: that of the library, and that of ``jit``, whose flat rings over all
 # GPUs have so much latency that fewer and larger collectives win.
-BEST_FOR_OURS = OPTIONS["8 at once, gathers pipelined"]
+BEST_FOR_OURS = compiler_options("NVIDIA H100 80GB HBM3")
 BEST_FOR_JIT = OPTIONS["8, pipelined, to 128 MiB"]
