@@ -9,7 +9,15 @@ TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
 HELPERS = {path.relative_to(TESTS).with_suffix("").parts[0] for path in FILES}
 # Of the benchmarks, among them the training job; the folders, and what is for them alone.
-OF_BENCHMARKS = ("test_benchmark_*", "test_limits*", "test_train_lm*", "compiled_cases*", "faults/*", "targets/*")
+OF_BENCHMARKS = (
+    "test_benchmark_*",
+    "test_limits*",
+    "test_train_lm*",
+    "compiled_cases*",
+    "faults/*",
+    "gpu/*",
+    "targets/*",
+)
 
 
 def imported(source):

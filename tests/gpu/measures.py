@@ -23,7 +23,7 @@ from benchmarks import memory, step_time
 from benchmarks.cases import CASES, SIZES, build
 from benchmarks.forecasts import forecast_case, installed_versions
 from benchmarks.step_time_variants import MODELS
-from tests.compiled_text import instructions
+from tests.gpu.compiled_text import instructions
 from xlstm_jax.distributed.hardware import chip_of, compiler_options
 
 PLAIN, WRAPPED = "replicated", "ours"

@@ -22,7 +22,7 @@ from benchmarks import baselines, compile_time, limits, memory, traffic
 from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
 from tests.compiled_cases import compiled
-from tests.compiled_text import instructions
+from tests.gpu.compiled_text import instructions
 from xlstm_jax.distributed.forecast import forecast, parse_topology
 from xlstm_jax.distributed.training.state import jitted_init
 
