@@ -71,6 +71,8 @@ from xlstm_jax.distributed.optimizers import (
     clip_by_global_norm,
     elementwise_only,
     global_norm,
+    matrix_dimensions,
+    muon,
     skip_counts,
     skip_nonfinite,
 )
@@ -170,6 +172,8 @@ __all__ = [
     "make_generate",
     "make_log_step",
     "make_train_step",
+    "matrix_dimensions",
+    "muon",
     "nnx_model",
     "partition_specs",
     "plan_sharding",

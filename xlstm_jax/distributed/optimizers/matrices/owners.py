@@ -1,0 +1,112 @@
+"""The way of a group of matrices to their owners and back, inside ``shard_map``.
+
+shards     [M, d, f / n]      stacked from the leaves of the group
+places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros in those left over
+received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a slice comes from
+whole      [p, d, f]
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, MatrixLeaf
+
+OnMatrices = Callable[[jax.Array], jax.Array]
+
+
+def updated_by_owners(
+    fn: OnMatrices, group: MatrixGroup, shards: Mapping[str, jax.Array], wire_dtype: Any
+) -> dict[str, jax.Array]:
+    """``fn`` of the whole matrices of a group, from this device's shards to its shards of the result, by path.
+
+    ``fn`` gets [places, rows, columns], rows <= columns, and returns the like.
+    """
+    stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
+    dtype = stacked.dtype
+    sent = _to_owners(group, _own_part(group, stacked).astype(wire_dtype or dtype))
+    result = fn(_flat(group, sent.astype(dtype)))
+    back = _to_shards(group, _unflat(group, result).astype(wire_dtype or dtype)).astype(dtype)
+    whole = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies) if group.copies else back
+    counts = [leaf.count for leaf in group.leaves]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
+    parts = zip(group.leaves, jnp.split(whole, ends), strict=True)
+    return {leaf.path: _as_leaf(leaf, part) for leaf, part in parts}
+
+
+def _as_stack(leaf: MatrixLeaf, value: jax.Array) -> jax.Array:
+    """[dims of the leaf] -> [count, dims of the shorter side, dims of the longer side]"""
+    ordered = value.transpose(leaf.order)
+    return ordered.reshape(leaf.count, *ordered.shape[len(leaf.stack) :])
+
+
+def _as_leaf(leaf: MatrixLeaf, stacked: jax.Array) -> jax.Array:
+    """The inverse of ``_as_stack``."""
+    inverse = sorted(range(len(leaf.order)), key=lambda dim: leaf.order[dim])
+    return stacked.reshape(*leaf.stack, *stacked.shape[1:]).transpose(inverse)
+
+
+def _own_part(group: MatrixGroup, stacked: jax.Array) -> jax.Array:
+    """Of shards that other devices have too, the part that this one sends."""
+    if group.copies_dim is None:
+        return stacked
+    return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
+
+
+def _to_owners(group: MatrixGroup, shards: jax.Array) -> jax.Array:
+    """[M, ...] -> [places, stored dims]"""
+    places = group.owners * group.per_owner
+    padded = jnp.pad(shards, [(0, places - group.count)] + [(0, 0)] * (shards.ndim - 1))
+    received = collectives.all_to_all(padded.reshape(group.owners, group.per_owner, *shards.shape[1:]), group.axes)
+    return _merged(group, received)
+
+
+def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
+    """The inverse of ``_to_owners``."""
+    received = collectives.all_to_all(_cut(group, whole), group.axes)
+    return received.reshape(-1, *received.shape[2:])[: group.count]
+
+
+def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
+    """[n, p, ...] -> [p, ...]: slices in the places that their senders' index along each axis says."""
+    parts = _parts(group)
+    sliced = received.reshape(*parts, *received.shape[1:])
+    for dim, _ in reversed(group.splits):  # the last one first, which leaves the positions before it as they are
+        count = sliced.ndim - (len(group.form.stored) + 1)  # dims in front
+        sliced = jnp.moveaxis(sliced, count - 1, count + dim)
+        at = count + dim
+        sliced = sliced.reshape(*sliced.shape[:at], -1, *sliced.shape[at + 2 :])
+    return sliced
+
+
+def _cut(group: MatrixGroup, whole: jax.Array) -> jax.Array:
+    """The inverse of ``_merged``."""
+    front = 0
+    for (dim, _), count in zip(group.splits, _parts(group), strict=True):
+        at = front + 1 + dim
+        whole = whole.reshape(*whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :])
+        whole = jnp.moveaxis(whole, at, front)
+        front += 1
+    return whole.reshape(-1, *whole.shape[front:])
+
+
+def _parts(group: MatrixGroup) -> list[int]:
+    """Into how many parts each split dim is cut."""
+    return [collectives.axis_size(axes) for _, axes in group.splits]
+
+
+def _flat(group: MatrixGroup, whole: jax.Array) -> jax.Array:
+    """[p, stored dims] -> [p, rows, columns] without padding."""
+    true = (*group.form.short, *group.form.long)
+    unpadded = whole[(slice(None), *(slice(size) for size in true))]
+    return unpadded.reshape(whole.shape[0], group.form.rows, group.form.columns)
+
+
+def _unflat(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
+    """The inverse of ``_flat``, zeros where there was padding."""
+    true = (*group.form.short, *group.form.long)
+    shaped = matrices.reshape(matrices.shape[0], *true)
+    return jnp.pad(shaped, [(0, 0), *((0, size - own) for size, own in zip(group.form.stored, true, strict=True))])
