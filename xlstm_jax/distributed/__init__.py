@@ -73,6 +73,7 @@ from xlstm_jax.distributed.optimizers import (
     global_norm,
     matrix_dimensions,
     muon,
+    on_whole_matrices,
     skip_counts,
     skip_nonfinite,
 )
@@ -175,6 +176,7 @@ __all__ = [
     "matrix_dimensions",
     "muon",
     "nnx_model",
+    "on_whole_matrices",
     "partition_specs",
     "plan_sharding",
     "reduce_custom",

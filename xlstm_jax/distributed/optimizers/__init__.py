@@ -10,11 +10,13 @@ device, without an error, and leaves that should stay equal on all devices drift
   elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
                         where the two differ
   muon                  Muon, with AdamW for the rest: each device updates whole matrices of its own; anywhere
-  matrix_dimensions     which leaves it takes for matrices, and along which dims
+  on_whole_matrices     the same for any rule of optax that needs a whole matrix
+  matrix_dimensions     which leaves they take for matrices, and along which dims
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
+from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
 from xlstm_jax.distributed.optimizers.matrices.momentum import muon
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
@@ -27,6 +29,7 @@ __all__ = [
     "global_norm",
     "matrix_dimensions",
     "muon",
+    "on_whole_matrices",
     "optimizer_state_shardings",
     "skip_counts",
     "skip_nonfinite",

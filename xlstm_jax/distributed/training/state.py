@@ -22,6 +22,7 @@ from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.matrices.layout import laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.state import (
+    given_state,
     optimizer_layout,
     optimizer_state_shardings,
     stored_state,
@@ -236,7 +237,7 @@ def updated_state(
 ) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
-    tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)
+    tx, opt_state = optax.with_extra_args_support(state.tx), given_state(state.opt_state)
     value = _nan_where_spoiled(loss, state, collections)
     try:
         with laid_out(optimizer_layout(state.params, mesh)):

@@ -10,5 +10,6 @@ What is done element by element (momentum, weight decay, learning rate) stays on
   dimensions   which leaves are matrices, and along which dims: from paths and shapes alone
   groups       which matrices travel together, and which devices own them
   owners       the two all-to-alls
+  hook         any rule of optax
   momentum     Muon, with AdamW for the rest
 """

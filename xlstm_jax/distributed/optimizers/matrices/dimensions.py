@@ -78,9 +78,9 @@ def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
 def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], PyTree]:
     """Says of every leaf whether it is a matrix, and along which dims: what ``muon`` goes by.
 
-    >>> params = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}, "w": jnp.ones((8, 8))}
-    >>> found = matrix_dimensions({"w": None})(params)  # three layers, stacked by nn.scan
-    >>> found["up"]["kernel"], found["norm"]["scale"], found["w"]
+    >>> layers = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}}  # by nn.scan
+    >>> found = matrix_dimensions({"w": None})({"layers": layers, "w": jnp.ones((8, 8))})
+    >>> found["layers"]["up"]["kernel"], found["layers"]["norm"]["scale"], found["w"]
     (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), None, None)
 
     Args:
@@ -165,7 +165,7 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
     The proof is a vector among them that has these dims too: a norm's scale or a bias of two dims.
     """
     parts, most = path.split("/"), 0
-    for depth in range(1, len(parts)):
+    for depth in range(len(parts)):
         within = [(p, s) for p, s in shapes.items() if p.split("/")[:depth] == parts[:depth]]
         for proof, vector in within:
             dims = len(vector) - 1
@@ -202,7 +202,7 @@ def _is_table(path: str) -> bool:
 def _unsettled(path: str, shape: Shape, stacked: int) -> str:
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
-        f"muon: {path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
+        f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
         "inputs, its outputs, or layers. Say so: muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
         f"'{path}': MuonDimensionNumbers({stacked}, {outputs})}})), or None in its place, for AdamW."
     )

@@ -78,6 +78,7 @@ class MatrixGroup:
       leaves: whose matrices they are, in order.
       copies: axes along which devices have equal shards, and share the work.
       copies_dim: the dim that these split further; None where there are none.
+      axes: along which the owners stand, in the order of the mesh, the first being the outermost.
       owners: devices that share the work; ``per_owner`` is the number of places of each.
     """
 
@@ -85,6 +86,7 @@ class MatrixGroup:
     leaves: tuple[MatrixLeaf, ...]
     copies: Axes
     copies_dim: int | None
+    axes: Axes
     owners: int
 
     @property
@@ -110,8 +112,8 @@ class MatrixGroup:
         return tuple(sorted(by_dim.items()))
 
     @property
-    def axes(self) -> Axes:
-        """Along which the owners stand, the first being the outermost."""
+    def split_axes(self) -> Axes:
+        """The axes of all splits, in the order of the dims, and within a dim the outermost first."""
         return tuple(axis for _, axes in self.splits for axis in axes)
 
 
@@ -122,8 +124,13 @@ def matrix_leaf(
     names: Sequence[AxisEntry],
     sizes: Mapping[str, int],
     dtype: str,
+    any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """A leaf with shards of shape ``local`` on a mesh of ``sizes``, as the matrices that it is."""
+    """A leaf with shards of shape ``local`` on a mesh of ``sizes``, as the matrices that it is.
+
+    With ``any_order`` slices may be put together in another order than they lie in, so that leaves that are split over
+    the same axes in different orders have one form: the rule must not depend on the order of rows and columns.
+    """
     ndim = len(local)
     inputs, outputs = normalized(dims, ndim)
     if math.prod(choice.shape[dim] for dim in inputs) > math.prod(choice.shape[dim] for dim in outputs):
@@ -132,6 +139,9 @@ def matrix_leaf(
     spread = [tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in names]
     stored = [size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(local, spread, strict=True)]
     sides = (*inputs, *outputs)
+    if any_order:
+        padded = [dim for dim in sides if stored[dim] != choice.shape[dim]]
+        spread = [axes if dim in padded else _in_order(axes, sizes) for dim, axes in enumerate(spread)]
     form = MatrixForm(
         short=tuple(choice.shape[dim] for dim in inputs),
         long=tuple(choice.shape[dim] for dim in outputs),
@@ -143,19 +153,27 @@ def matrix_leaf(
     return form, MatrixLeaf(choice.path, (*stack, *sides), tuple(local[dim] for dim in stack))
 
 
+def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
+    return tuple(axis for axis in sizes if axis in axes)
+
+
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
     """The groups, those with the most work first, so that there is something to do while the others travel."""
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
-    groups = [_owned(MatrixGroup(form, tuple(found), (), None, 1), sizes) for form, found in by_form.items()]
+    groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     form = group.form
     own = (*form.split_axes, *form.stack_axes)
-    alone = replace(group, owners=math.prod(sizes[axis] for axis in form.split_axes))
+    alone = replace(
+        group,
+        axes=_in_order(form.split_axes, sizes),
+        owners=math.prod(sizes[axis] for axis in form.split_axes),
+    )
     others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in own)
     shared = [_with_copies(alone, others[:n], sizes) for n in range(1, len(others) + 1)]
     small = group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE  # done sooner than sent
@@ -173,4 +191,5 @@ def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> 
     if not fitting:
         return None
     dim = max(fitting, key=lambda dim: local[dim])
-    return replace(group, copies=copies, copies_dim=dim, owners=group.owners * count)
+    axes = _in_order((*group.axes, *copies), sizes)
+    return replace(group, copies=copies, copies_dim=dim, axes=axes, owners=group.owners * count)

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
 
 Values = dict[str, jax.Array]
-OfGroup = Callable[[MatrixGroup, Values], Values]
+OfGroup = Callable[[MatrixGroup, Values, PyTree], tuple[Values, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -63,64 +64,102 @@ def tell_choices(choices: Mapping[str, MatrixChoice]) -> None:
         watched.extend(choices.values())
 
 
-def groups_of(
-    choices: Mapping[str, MatrixChoice],
-    shards: Mapping[str, tuple[tuple[int, ...], Sequence[AxisEntry], str]],
-    sizes: Mapping[str, int],
-) -> list[MatrixGroup]:
-    """The groups of all matrices among the leaves; of each leaf the shape of its shards, its names and its dtype."""
-    found = []
-    for path, (shape, names, dtype) in shards.items():
-        if dims := choices[path].dims:
-            found.append(matrix_leaf(choices[path], dims, shape, names, sizes, dtype))
-    return grouped(found, sizes)
+class Owned(boxes.Sharded):
+    """The box of what owners keep of their matrices: [matrices, ...], split over owners, padded to all places."""
 
 
-def map_groups(fn: OfGroup, tree: PyTree, choices: Mapping[str, MatrixChoice]) -> PyTree:
-    """``fn`` of each group of matrices in a tree, and of its shards by path, wherever it is called.
+def is_owned(leaf: Any) -> bool:
+    """Whether a leaf of a state is kept by owners, and handed to its optimizer as it is stored."""
+    return isinstance(leaf, Owned)
 
-    Inside ``shard_map`` boxes say how leaves are split. Outside, where the layout is known, this enters one of its own.
+
+@dataclass(frozen=True)
+class Place:
+    """Where the leaves of a tree lie at a call, by path: their values here, shapes of shards, names; and the mesh.
+
+    ``mesh`` is None where shards are at hand already: inside ``shard_map``, or on one device.
     """
-    values = {path: boxes.leaf_value(leaf) for path, leaf in boxes.leaves_with_path(tree)}
-    layout = _KNOWN.get()
-    outside = layout and layout.mesh.size > 1 and not collectives.manual_axes()
-    if not (layout and outside and values.keys() <= layout.params.keys()):
-        names = {path: _bound(boxes.leaf_names(leaf)) for path, leaf in boxes.leaves_with_path(tree)}
-        axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
-        bound = dict.fromkeys((*collectives.manual_axes(), *axes))
-        new = _on_device(fn, values, choices, names, {axis: collectives.axis_size([axis]) for axis in bound})
-    else:
-        new = _on_mesh(fn, values, choices, layout)
-    return boxes.map_leaves_with_path(lambda path, leaf: boxes.rebox(leaf, new[path]), tree)
+
+    values: Values
+    shapes: Mapping[str, tuple[int, ...]]
+    names: Mapping[str, Sequence[AxisEntry]]
+    sizes: Mapping[str, int]
+    mesh: Mesh | AbstractMesh | None
+
+    def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
+        """The groups of all matrices among the leaves."""
+        found = []
+        for path, value in self.values.items():
+            if dims := choices[path].dims:
+                where = (self.shapes[path], self.names[path], self.sizes, value.dtype.name, any_order)
+                found.append(matrix_leaf(choices[path], dims, *where))
+        return grouped(found, self.sizes)
+
+
+def place_of(tree: PyTree) -> Place:
+    """Where the leaves of a tree lie: by their boxes inside ``shard_map``, by the layout that was told outside."""
+    leaves = boxes.leaves_with_path(tree)
+    layout = None if collectives.manual_axes() else _KNOWN.get()
+    if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
+        return _on_mesh(layout, {path: boxes.leaf_value(leaf) for path, leaf in leaves})
+    names = {path: _bound(boxes.leaf_names(leaf)) for path, leaf in leaves}
+    axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
+    sizes = {axis: collectives.axis_size([axis]) for axis in dict.fromkeys((*collectives.manual_axes(), *axes))}
+    values = {path: boxes.leaf_value(leaf) for path, leaf in leaves}
+    return Place(values, {path: value.shape for path, value in values.items()}, names, sizes, None)
 
 
 def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
     return [tuple(axis for axis in entry_axes(entry) if collectives.is_bound(axis)) for entry in names]
 
 
-def _on_device(
-    fn: OfGroup,
-    values: Values,
-    choices: Mapping[str, MatrixChoice],
-    names: Mapping[str, Sequence[AxisEntry]],
-    sizes: Mapping[str, int],
-) -> Values:
-    shards = {path: (value.shape, names[path], value.dtype.name) for path, value in values.items()}
-    new = dict(values)
-    for group in groups_of(choices, shards, sizes):
-        new |= fn(group, values)
-    return new
-
-
-def _on_mesh(fn: OfGroup, values: Values, choices: Mapping[str, MatrixChoice], layout: Layout) -> Values:
-    specs = {path: layout.specs[path] for path in values}
-    names = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
-    sizes = dict(layout.mesh.shape)
-
-    def local(shards: Values) -> Values:
-        return _on_device(fn, shards, choices, names, sizes)
-
+def _on_mesh(layout: Layout, values: Values) -> Place:
     padded = {path: boxes.with_padding(layout.params[path], value) for path, value in values.items()}
-    on_mesh = jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
-    new = on_mesh(padded)
-    return {path: value[tuple(slice(size) for size in values[path].shape)] for path, value in new.items()}
+    specs = {path: layout.specs[path] for path in values}
+    shapes = {path: NamedSharding(layout.mesh, specs[path]).shard_shape(padded[path].shape) for path in values}
+    names = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
+    return Place(padded, shapes, names, dict(layout.mesh.shape), layout.mesh)
+
+
+def map_groups(
+    fn: OfGroup,
+    tree: PyTree,
+    choices: Mapping[str, MatrixChoice],
+    state: Mapping[str, PyTree] | None = None,
+    any_order: bool = False,
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """``fn`` of each group of matrices in a tree, its shards by path, and its own state, wherever this is called.
+
+    Inside ``shard_map`` shards are at hand. Outside, where the layout is known, this enters one of its own.
+    """
+    place, state = place_of(tree), state or {}
+    groups = place.groups(choices, any_order)
+
+    def on_device(values: Values, state: Mapping[str, PyTree]) -> tuple[Values, dict[str, PyTree]]:
+        new, new_state = dict(values), {}
+        for name, group in named(groups).items():
+            found, new_state[name] = fn(group, values, state.get(name))
+            new |= found
+        return new, new_state
+
+    if place.mesh is not None:
+        specs = {path: PartitionSpec(*names) for path, names in place.names.items()}
+        kept = partition_specs(dict(state), place.mesh) if state else PartitionSpec()
+        both = {"in_specs": (specs, kept), "out_specs": (specs, kept)}
+        on_device = jax.shard_map(on_device, mesh=place.mesh, check_vma=False, **both)
+    new, new_state = on_device(place.values, state)
+
+    def put_back(path: str, leaf: Any) -> Any:
+        shape = boxes.leaf_value(leaf).shape  # without the padding that was added
+        return boxes.rebox(leaf, new[path][tuple(map(slice, shape))])
+
+    return boxes.map_leaves_with_path(put_back, tree), new_state
+
+
+def named(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
+    """The groups by name, those of one size with a number."""
+    found: dict[str, MatrixGroup] = {}
+    for group in groups:
+        number = sum(other.name == group.name for other in found.values())
+        found[f"{group.name}_{number}" if number else group.name] = group
+    return found

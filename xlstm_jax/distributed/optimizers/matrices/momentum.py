@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,7 +158,8 @@ def _scale_by_muon(rule: _Rule, choices: Choices) -> optax.GradientTransformatio
         mu = optax.tree.update_moment(updates, state.mu, rule.beta, 1)
         count = optax.safe_increment(state.count)
         momentum = _momentum(rule, mu, updates, count)
-        updates = map_groups(lambda group, values: _by_owners(rule, state, group, values), momentum, choices)
+        by_owners = partial(_by_owners, rule, jnp.asarray(state.ns_coeffs))
+        updates, _ = map_groups(by_owners, momentum, choices, any_order=True)
         if rule.adaptive:
             updates = boxes.map_leaves(_scaled_by_dual_norm, updates, momentum)
         return updates, MuonState(count=count, mu=optax.tree.cast(mu, rule.mu_dtype), ns_coeffs=state.ns_coeffs)
@@ -175,12 +177,14 @@ def _momentum(rule: _Rule, mu: PyTree, updates: PyTree, count: jax.Array) -> PyT
     return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
 
 
-def _by_owners(rule: _Rule, state: MuonState, group: MatrixGroup, values: Values) -> Values:
+def _by_owners(
+    rule: _Rule, ns_coeffs: jax.Array, group: MatrixGroup, values: Values, state: None
+) -> tuple[Values, None]:
     def orthogonal(matrices: jax.Array) -> jax.Array:
-        return orthogonalized(matrices, jnp.asarray(state.ns_coeffs), rule.ns_steps, rule.preconditioning, rule.eps)
+        return orthogonalized(matrices, ns_coeffs, rule.ns_steps, rule.preconditioning, rule.eps)
 
     with jax.named_scope(f"muon_{group.name}"):
-        return updated_by_owners(orthogonal, group, values, rule.exchange_dtype)
+        return updated_by_owners(orthogonal, group, values, rule.exchange_dtype), state
 
 
 def _scaled_by_dual_norm(update: Any, momentum: Any) -> Any:

@@ -19,7 +19,7 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 
 
 def updated_by_owners(
-    fn: OnMatrices, group: MatrixGroup, shards: Mapping[str, jax.Array], wire_dtype: Any
+    fn: OnMatrices, group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None
 ) -> dict[str, jax.Array]:
     """``fn`` of the whole matrices of a group, from this device's shards to its shards of the result, by path.
 
@@ -27,9 +27,9 @@ def updated_by_owners(
     """
     stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
     dtype = stacked.dtype
-    sent = _to_owners(group, _own_part(group, stacked).astype(wire_dtype or dtype))
+    sent = _to_owners(group, _own_part(group, stacked).astype(exchange_dtype or dtype))
     result = fn(_flat(group, sent.astype(dtype)))
-    back = _to_shards(group, _unflat(group, result).astype(wire_dtype or dtype)).astype(dtype)
+    back = _to_shards(group, _unflat(group, result).astype(exchange_dtype or dtype)).astype(dtype)
     whole = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies) if group.copies else back
     counts = [leaf.count for leaf in group.leaves]
     ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
@@ -72,8 +72,11 @@ def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     """[n, p, ...] -> [p, ...]: slices in the places that their senders' index along each axis says."""
-    parts = _parts(group)
-    sliced = received.reshape(*parts, *received.shape[1:])
+    sizes = [collectives.axis_size([axis]) for axis in group.axes]
+    by_axis = received.reshape(*sizes, *received.shape[1:])
+    order = [group.axes.index(axis) for axis in group.split_axes]
+    by_axis = by_axis.transpose(*order, *range(len(order), by_axis.ndim))
+    sliced = by_axis.reshape(*_parts(group), *received.shape[1:])
     for dim, _ in reversed(group.splits):  # the last one first, which leaves the positions before it as they are
         count = sliced.ndim - (len(group.form.stored) + 1)  # dims in front
         sliced = jnp.moveaxis(sliced, count - 1, count + dim)
@@ -90,7 +93,11 @@ def _cut(group: MatrixGroup, whole: jax.Array) -> jax.Array:
         whole = whole.reshape(*whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :])
         whole = jnp.moveaxis(whole, at, front)
         front += 1
-    return whole.reshape(-1, *whole.shape[front:])
+    sizes = [collectives.axis_size([axis]) for axis in group.split_axes]
+    by_axis = whole.reshape(*sizes, *whole.shape[front:])
+    order = [group.split_axes.index(axis) for axis in group.axes]
+    by_axis = by_axis.transpose(*order, *range(len(order), by_axis.ndim))
+    return by_axis.reshape(-1, *whole.shape[front:])
 
 
 def _parts(group: MatrixGroup) -> list[int]:
