@@ -1,15 +1,19 @@
 """Which leaves are matrices is decided from paths and shapes, is said, and is refused where nothing tells."""
 
+import io
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
+from rich.console import Console
 
 from tests.models import LanguageModel
-from tests.support import mesh_of, on_mesh
-from xlstm_jax.distributed import matrix_dimensions, muon, shard_params
+from tests.support import Model, data, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import ShardingPlan, matrix_dimensions, muon, plan_sharding, shard_params
 from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices, whole_shapes
 
 
@@ -86,7 +90,7 @@ def test_a_leaf_that_is_labelled_as_a_matrix_and_is_none_is_refused_by_the_optim
     params = {"bias": jnp.ones(8)}
     with pytest.raises(ValueError, match=r"'bias' of shape \(8,\) is labelled as a matrix"):
         muon(0.1, muon_weight_dimension_numbers={"bias": MuonDimensionNumbers()}).init(params)
-    with pytest.raises(TypeError, match="'bias': pass optax.contrib.MuonDimensionNumbers"):
+    with pytest.raises(TypeError, match=r"'bias': pass optax\.contrib\.MuonDimensionNumbers"):
         choose_matrices({"bias": (8,)}, {"bias": (0, 1)})
 
 
@@ -102,3 +106,19 @@ def test_shards_are_judged_by_their_global_shapes():
 
     jax.eval_shape(on_mesh(local, mesh_of(2, 4), False, (P(),), P()), params)
     assert found[0]["mix"]["kernel"] == MuonDimensionNumbers((0,), (1,))
+
+
+def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
+    model = Model(wrap=fsdp)
+    plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.chain(optax.clip(1.0), muon(0.1)))
+    kernels = ("blocks/Dense_0/kernel", "blocks/Dense_1/kernel")
+    six = next(one for one in plan.matrices if one.leaves == kernels)
+    assert str(six) == "6 matrices of 16 x 32, muon: 2 places on each of 4 owners, 25% of them idle"
+    (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")
+    assert none.leaves == ("blocks/LayerNorm_0/scale",) and none.count == 0
+    console = Console(width=140, file=io.StringIO())
+    console.print(plan.table())
+    shown = console.file.getvalue()
+    assert str(six) in shown and "no matrices: a bias is a vector" in shown
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert not plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.adam(0.1)).matrices

@@ -157,5 +157,5 @@ def test_stacks_that_are_split_unevenly_are_refused():
     """Three layers on each of two devices, whose four owners of a matrix they do not fill."""
     tx = on_whole_matrices(shampoo(), {"w": MuonDimensionNumbers(1, 2)})
     params = {"w": Sharded(jnp.ones((6, 8, 8)), ("dp", "fsdp", None))}
-    with pytest.raises(ValueError, match="'w' has 3 matrices on each of 2 parts.*the 4 devices"):
+    with pytest.raises(ValueError, match=r"'w' has 3 matrices on each of 2 parts.*the 4 devices"):
         jax.eval_shape(on_mesh(tx.init, mesh_of(2, 4), False, (P("dp", "fsdp"),), P()), params)

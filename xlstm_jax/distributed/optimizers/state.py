@@ -17,7 +17,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
-from xlstm_jax.distributed.optimizers.matrices.layout import Layout, is_owned
+from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
@@ -85,10 +85,10 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     return boxes.map_leaves_with_path(sharding, opt_state)
 
 
-def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> Layout:
+def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayout:
     """Where the leaves of an optimizer's trees lie that have the shapes of parameters: as ``params``, in boxes."""
     owners = dict(boxes.leaves_with_path(params))
-    return Layout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
+    return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
 
 
 def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -10,6 +10,7 @@
   kept-gathered          the gathered weights of all layers live from forward to backward
   exposed-collective     nothing is scheduled beside a collective
   replicated-leaf        a large leaf stays whole on every device
+  shared-matrix-product  an optimizer multiplies matrices of which devices have shards
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
 number of their module (``block_0``, ``block_1``, ...) are one finding.

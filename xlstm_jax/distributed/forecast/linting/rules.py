@@ -15,6 +15,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, T
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
+from xlstm_jax.distributed.forecast.linting.optimizer_rules import shared_matrix_products
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step, shared_name, size_of, sum_wire_bytes, width_of
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
@@ -335,4 +336,5 @@ RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
     "kept-gathered": _kept_gathered,
     "exposed-collective": _exposed_collectives,
     "replicated-leaf": _replicated_leaves,
+    "shared-matrix-product": shared_matrix_products,
 }

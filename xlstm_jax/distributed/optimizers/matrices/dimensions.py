@@ -235,7 +235,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
         )
 
 
-def resolved(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
+def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     """The choices by path from what ``muon`` is given: a tree or a prefix of one, a function, one value, or None."""
     shapes = whole_shapes(params)
     if given is None:

@@ -14,16 +14,16 @@ from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import axes_entry
 from xlstm_jax.distributed.data_parallel.communication import dtype_name
 from xlstm_jax.distributed.optimizers.checks import check_transform
-from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, resolved
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 from xlstm_jax.distributed.optimizers.matrices.layout import (
     Owned,
     Place,
     Values,
     map_groups,
-    named,
+    named_groups,
     place_of,
-    tell_choices,
+    tell,
 )
 from xlstm_jax.distributed.optimizers.matrices.owners import updated_by_owners
 
@@ -67,15 +67,15 @@ def on_whole_matrices(
     dtype = dtype_name(exchange_dtype, "exchange_dtype")
 
     def init(params: PyTree) -> OnWholeMatricesState:
-        choices = resolved(dimension_numbers, params)
-        tell_choices(choices)
+        choices = choices_of(dimension_numbers, params)
+        tell("on_whole_matrices", params, choices, any_order=False)
         place = place_of(params)
-        groups = named(place.groups(choices, any_order=False))
+        groups = named_groups(place.groups(choices, any_order=False))
         return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
 
     def update(updates: PyTree, state: OnWholeMatricesState, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
-        choices: Mapping[str, MatrixChoice] = resolved(dimension_numbers, updates)
+        choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
         updates, kept = map_groups(partial(_by_owners, tx, dtype), updates, choices, state.of_owners)
         return updates, OnWholeMatricesState(kept)
 

@@ -26,7 +26,7 @@ OfGroup = Callable[[MatrixGroup, Values, PyTree], tuple[Values, PyTree]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """The mesh, and by path the boxed parameters and the specs of what an optimizer keeps of each."""
 
     mesh: Mesh | AbstractMesh
@@ -34,12 +34,12 @@ class Layout:
     specs: Mapping[str, PartitionSpec]
 
 
-_KNOWN: ContextVar[Layout | None] = ContextVar("layout of the parameters that are optimized", default=None)
-_WATCHED: ContextVar[list[MatrixChoice] | None] = ContextVar("choices of matrix optimizers", default=None)
+_KNOWN: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
+_WATCHED: ContextVar[list["Told"] | None] = ContextVar("choices of matrix optimizers", default=None)
 
 
 @contextmanager
-def laid_out(layout: Layout) -> Iterator[None]:
+def laid_out(layout: ParameterLayout) -> Iterator[None]:
     """Optimizers that run within know where their leaves lie."""
     token = _KNOWN.set(layout)
     try:
@@ -48,8 +48,17 @@ def laid_out(layout: Layout) -> Iterator[None]:
         _KNOWN.reset(token)
 
 
+@dataclass(frozen=True)
+class Told:
+    """What an optimizer takes its leaves for: its name, the groups of matrices with their owners, and all choices."""
+
+    rule: str
+    groups: tuple[MatrixGroup, ...]
+    choices: Mapping[str, MatrixChoice]
+
+
 @contextmanager
-def watching_choices() -> Iterator[list[MatrixChoice]]:
+def watching_matrices() -> Iterator[list[Told]]:
     """Collects what matrix optimizers that are initialised within take their leaves for."""
     token = _WATCHED.set(seen := [])
     try:
@@ -58,10 +67,12 @@ def watching_choices() -> Iterator[list[MatrixChoice]]:
         _WATCHED.reset(token)
 
 
-def tell_choices(choices: Mapping[str, MatrixChoice]) -> None:
-    """Hands choices to whoever is watching."""
+def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
+    """Hands what an optimizer decides about parameters to whoever is watching."""
     if (watched := _WATCHED.get()) is not None:
-        watched.extend(choices.values())
+        live = {path: choice for path, choice in choices.items() if choice.dims}
+        kept = boxes.map_leaves_with_path(lambda path, leaf: leaf if path in live else None, params)
+        watched.append(Told(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
 
 
 class Owned(boxes.Sharded):
@@ -113,7 +124,7 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
     return [tuple(axis for axis in entry_axes(entry) if collectives.is_bound(axis)) for entry in names]
 
 
-def _on_mesh(layout: Layout, values: Values) -> Place:
+def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
     padded = {path: boxes.with_padding(layout.params[path], value) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
     shapes = {path: NamedSharding(layout.mesh, specs[path]).shard_shape(padded[path].shape) for path in values}
@@ -137,7 +148,7 @@ def map_groups(
 
     def on_device(values: Values, state: Mapping[str, PyTree]) -> tuple[Values, dict[str, PyTree]]:
         new, new_state = dict(values), {}
-        for name, group in named(groups).items():
+        for name, group in named_groups(groups).items():
             found, new_state[name] = fn(group, values, state.get(name))
             new |= found
         return new, new_state
@@ -156,7 +167,7 @@ def map_groups(
     return boxes.map_leaves_with_path(put_back, tree), new_state
 
 
-def named(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
+def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
     """The groups by name, those of one size with a number."""
     found: dict[str, MatrixGroup] = {}
     for group in groups:

@@ -15,9 +15,9 @@ from optax.contrib import MuonState
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.communication import dtype_name
-from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, normalized, resolved
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
-from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell_choices
+from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
 from xlstm_jax.distributed.optimizers.matrices.owners import updated_by_owners
 
@@ -137,12 +137,12 @@ def muon(
         return optax.partition({MUON: matrices, ADAM: adam}, labels)
 
     def init(params: PyTree) -> PyTree:
-        choices = resolved(muon_weight_dimension_numbers, params)
-        tell_choices(choices)
+        choices = choices_of(muon_weight_dimension_numbers, params)
+        tell(MUON, params, choices, any_order=True)
         return of(choices, params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        choices = resolved(muon_weight_dimension_numbers, updates)
+        choices = choices_of(muon_weight_dimension_numbers, updates)
         return of(choices, updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
