@@ -73,7 +73,7 @@ def on_whole_matrices(
         groups = named_groups(place.groups(choices, any_order=False))
         return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
 
-    def update(updates: PyTree, state: OnWholeMatricesState, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
         updates, kept = map_groups(partial(_by_owners, tx, dtype), updates, choices, state.of_owners)
@@ -112,7 +112,7 @@ def _by_owners(
 ) -> tuple[Values, PyTree]:
     kept = []
 
-    def update(matrices: jax.Array) -> jax.Array:
+    def update(matrices: jax.Array) -> Any:
         new, new_state = jax.vmap(lambda matrix, own: tx.update(matrix, own))(matrices, boxes.unbox(state))
         kept.append(new_state)
         return new

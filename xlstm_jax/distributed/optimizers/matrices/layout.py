@@ -60,7 +60,8 @@ class Told:
 @contextmanager
 def watching_matrices() -> Iterator[list[Told]]:
     """Collects what matrix optimizers that are initialised within take their leaves for."""
-    token = _WATCHED.set(seen := [])
+    seen: list[Told] = []
+    token = _WATCHED.set(seen)
     try:
         yield seen
     finally:
@@ -156,8 +157,8 @@ def map_groups(
     if place.mesh is not None:
         specs = {path: PartitionSpec(*names) for path, names in place.names.items()}
         kept = partition_specs(dict(state), place.mesh) if state else PartitionSpec()
-        both = {"in_specs": (specs, kept), "out_specs": (specs, kept)}
-        on_device = jax.shard_map(on_device, mesh=place.mesh, check_vma=False, **both)
+        spec = (specs, kept)
+        on_device = jax.shard_map(on_device, mesh=place.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     new, new_state = on_device(place.values, state)
 
     def put_back(path: str, leaf: Any) -> Any:

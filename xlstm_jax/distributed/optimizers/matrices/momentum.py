@@ -61,7 +61,7 @@ def muon(
     ns_steps: int = DEFAULT_NS_STEPS,
     beta: ArrayLike = DEFAULT_BETA,
     eps: ArrayLike = DEFAULT_EPS,
-    weight_decay: ArrayLike = 0.0,
+    weight_decay: Any = 0.0,
     weight_decay_mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     mu_dtype: DTypeLike | None = None,
     *,
@@ -71,7 +71,7 @@ def muon(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.999,
     adam_eps_root: ArrayLike = 0.0,
-    adam_weight_decay: ArrayLike = 0.0,
+    adam_weight_decay: Any = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Any = None,
     consistent_rms: ArrayLike | None = None,
@@ -153,10 +153,10 @@ def _scale_by_muon(rule: _Rule, choices: Choices) -> optax.GradientTransformatio
         mu = optax.tree.zeros_like(params, dtype=rule.mu_dtype)
         return MuonState(count=jnp.zeros([], jnp.int32), mu=mu, ns_coeffs=jnp.asarray(rule.ns_coeffs))
 
-    def update(updates: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MuonState]:
         del params
         mu = optax.tree.update_moment(updates, state.mu, rule.beta, 1)
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         momentum = _momentum(rule, mu, updates, count)
         by_owners = partial(_by_owners, rule, jnp.asarray(state.ns_coeffs))
         updates, _ = map_groups(by_owners, momentum, choices, any_order=True)
@@ -225,7 +225,7 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
         if ns_coeffs not in NS_COEFFS:
             raise ValueError(f"muon: there is no preset ns_coeffs={ns_coeffs!r}; there are {', '.join(NS_COEFFS)}.")
         ns_coeffs = NS_COEFFS[ns_coeffs]
-    shape = np.shape(ns_coeffs)
+    shape: Any = np.shape(ns_coeffs)
     if not shape or len(shape) > 2 or shape[-1] != 3:
         raise ValueError(f"muon: ns_coeffs of shape {shape}; pass three numbers, or three for each of ns_steps steps.")
     if len(shape) == 1:

@@ -22,15 +22,18 @@ Products = tuple[jax.Array, jax.Array]  # X and A
 def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning: str, eps: float) -> jax.Array:
     """Newton-Schulz of x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
     coeffs = coeffs.astype(x.dtype)
-    each = [coeffs] * steps if coeffs.ndim == 1 else list(coeffs)
+    each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs
     if order := _NORMS.get(preconditioning):
         x = x / (jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True) + eps)
-    for index, (a, b, c) in enumerate(each):
-        gram = x @ _adjoint(x)
-        if index == 0 and preconditioning in _RESCALED:
-            x, gram = _RESCALED[preconditioning](x, gram, eps)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    if preconditioning in _RESCALED:
+        x, each = _stepped(*_RESCALED[preconditioning](x, x @ _adjoint(x), eps), each[0]), each[1:]
+    # A loop, which is compiled once: written out, it takes a compiler several times as long.
+    return jax.lax.scan(lambda x, abc: (_stepped(x, x @ _adjoint(x), abc), None), x, each)[0]
+
+
+def _stepped(x: jax.Array, gram: jax.Array, abc: jax.Array) -> jax.Array:
+    a, b, c = abc
+    return a * x + (b * gram + c * gram @ gram) @ x
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:

@@ -30,10 +30,11 @@ def updated_by_owners(
     sent = _to_owners(group, _own_part(group, stacked).astype(exchange_dtype or dtype))
     result = fn(_flat(group, sent.astype(dtype)))
     back = _to_shards(group, _unflat(group, result).astype(exchange_dtype or dtype)).astype(dtype)
-    whole = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies) if group.copies else back
+    if group.copies_dim is not None:
+        back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
     counts = [leaf.count for leaf in group.leaves]
     ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
-    parts = zip(group.leaves, jnp.split(whole, ends), strict=True)
+    parts = zip(group.leaves, jnp.split(back, ends), strict=True)
     return {leaf.path: _as_leaf(leaf, part) for leaf, part in parts}
 
 
