@@ -2,6 +2,7 @@
 
     python -m benchmarks.optimizers                                     1.3B on three topologies, all optimizers
     python -m benchmarks.optimizers --size small --topologies v5e:2x4 --cases adamw muon
+    python -m benchmarks.optimizers --losses adamw=runs/a muon=runs/b   the loss curves of training jobs, drawn together
 
   adamw            element by element, no communication: what the others are measured against
   adafactor        factored moments, on global arrays
@@ -28,7 +29,8 @@ from rich.console import Console
 from benchmarks.cases import CASES as STEPS
 from benchmarks.cases import OURS, SIZES, mesh_axes, threshold
 from benchmarks.large_models import Size, language_model
-from benchmarks.report import clean, number, panels
+from benchmarks.report import clean, draw_losses, number, panels
+from benchmarks.train_lm import read_rows
 from xlstm_jax.distributed import matrix_dimensions, muon
 from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
@@ -140,16 +142,25 @@ def _draw(axes: Any, found: dict[str, Any], quantity: str) -> None:
         number(axes, place, value, f"{value:.3g}")
 
 
+def _draw_runs(path: Path, named_folders: Sequence[str]) -> int:
+    folders = dict(one.split("=", 1) for one in named_folders)
+    draw_losses(path, "the training job by optimizer", {name: read_rows(Path(at)) for name, at in folders.items()})
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     new = argparse.ArgumentParser("optimizers", description="What an optimizer costs in a step.")
     new.add_argument("--size", choices=SIZES, default="1.3B", help="of the model (default: 1.3B)")
     new.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="TOPOLOGY", help="as v5e:16x16")
     new.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="optimizers")
     new.add_argument("--out", type=Path, default=OUT, help="folder for figures and picture")
+    new.add_argument("--losses", nargs="+", metavar="NAME=FOLDER", help="draw these runs of the training job instead")
     options = new.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.losses:
+        return _draw_runs(options.out / "losses.png", options.losses)
     console, path = Console(), options.out / f"{options.size}.json"
     topologies = json.loads(path.read_text()) if path.exists() else {}
-    options.out.mkdir(parents=True, exist_ok=True)
     for topology in options.topologies:
         topologies[topology] = topologies.get(topology, {}) | measured(SIZES[options.size], options.cases, topology)
         path.write_text(json.dumps(topologies, indent=1) + "\n")
