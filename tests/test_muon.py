@@ -321,3 +321,13 @@ def test_on_tpus_two_all_to_alls_and_the_work_of_one_share():
     assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * shards
     work = found.flops.by_module()["muon_256x1024"]
     assert work == 2 * newton_schulz_flops(256, 1024, steps=5)  # two whole matrices on each of 8 devices
+
+
+def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
+    """On 8 devices six of 16 x 32 by six, and each of the two others by one: a step takes as long as the largest."""
+    state = first_state(Model(wrap=fsdp), mesh_of(1, 8), muon(RATE))
+    step = make_train_step(mean_loss, mesh_of(1, 8), AXES, whole_ok=True)
+    work = forecast(step, state, data(), jax.random.key(1)).flops.by_module()
+    (name,) = (name for name in work if "muon" in name)
+    assert name == "muon_16x32_8x16_4x16"
+    assert work[name] == newton_schulz_flops(16, 32, steps=5)

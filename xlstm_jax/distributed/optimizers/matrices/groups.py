@@ -80,6 +80,7 @@ class MatrixGroup:
       copies_dim: the dim that these split further; None where there are none.
       axes: along which the owners stand, in the order of the mesh, the first being the outermost.
       owners: devices that share the work; ``per_owner`` is the number of places of each.
+      first: the place of its first matrix.
     """
 
     form: MatrixForm
@@ -88,6 +89,7 @@ class MatrixGroup:
     copies_dim: int | None
     axes: Axes
     owners: int
+    first: int = 0
 
     @property
     def name(self) -> str:
@@ -164,6 +166,28 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
         by_form[form].append(leaf)
     groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
+
+
+def side_by_side(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
+    """The groups in rounds: those of a round that have fewer matrices than owners have different ones.
+
+    The devices that one leaves idle work on the others, so that a round takes as long as its largest matrix does. Only
+    for rules whose owners keep nothing: where a matrix is depends on the other groups.
+    """
+    rounds: list[list[MatrixGroup]] = []
+    for group in groups:
+        fitting = [found for found in rounds if _fits(group, found)]
+        if fitting:
+            last = fitting[0][-1]
+            fitting[0].append(replace(group, first=last.first + last.count))
+        else:
+            rounds.append([group])
+    return rounds
+
+
+def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
+    alike = (group.axes, group.form.stack_axes) == (found[0].axes, found[0].form.stack_axes)
+    return alike and sum(other.count for other in found) + group.count <= group.owners
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:

@@ -1,6 +1,6 @@
 """Any rule of optax that needs whole matrices: it runs on their owners, which keep its state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from xlstm_jax.distributed.optimizers.matrices.layout import (
     place_of,
     tell,
 )
-from xlstm_jax.distributed.optimizers.matrices.owners import updated_by_owners
+from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_owners
 
 
 class OnWholeMatricesState(NamedTuple):
@@ -76,7 +76,7 @@ def on_whole_matrices(
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
-        updates, kept = map_groups(partial(_by_owners, tx, dtype), updates, choices, state.of_owners)
+        updates, kept = map_groups(partial(_of_groups, tx, dtype), updates, choices, state.of_owners)
         return updates, OnWholeMatricesState(kept)
 
     return optax.GradientTransformation(init, update)
@@ -107,16 +107,20 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     return jax.tree.map(boxed, state)
 
 
-def _by_owners(
-    tx: optax.GradientTransformation, exchange_dtype: str | None, group: MatrixGroup, values: Values, state: PyTree
-) -> tuple[Values, PyTree]:
-    kept = []
-
-    def update(matrices: jax.Array) -> Any:
-        new, new_state = jax.vmap(lambda matrix, own: tx.update(matrix, own))(matrices, boxes.unbox(state))
-        kept.append(new_state)
-        return new
-
-    with jax.named_scope(f"whole_{group.name}"):
-        new = updated_by_owners(update, group, values, exchange_dtype)
-    return new, boxes.map_leaves(boxes.rebox, state, kept[0])
+def _of_groups(
+    tx: optax.GradientTransformation,
+    exchange_dtype: str | None,
+    groups: Sequence[MatrixGroup],
+    values: Values,
+    state: Mapping[str, PyTree],
+) -> tuple[Values, dict[str, PyTree]]:
+    new: Values = {}
+    kept = {}
+    update: Any = jax.vmap(tx.update)
+    for name, group in named_groups(groups).items():
+        with jax.named_scope(f"whole_{group.name}"):
+            matrices = to_owners(group, values, exchange_dtype)
+            updates, new_state = update(matrices, boxes.unbox(state[name]))
+            new |= from_owners(group, updates, exchange_dtype)
+        kept[name] = boxes.map_leaves(boxes.rebox, state[name], new_state)
+    return new, kept

@@ -22,7 +22,7 @@ from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
 
 Values = dict[str, jax.Array]
-OfGroup = Callable[[MatrixGroup, Values, PyTree], tuple[Values, PyTree]]
+OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple[Values, dict[str, PyTree]]]
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
 
 
 def map_groups(
-    fn: OfGroup,
+    fn: OfGroups,
     tree: PyTree,
     choices: Mapping[str, MatrixChoice],
     state: Mapping[str, PyTree] | None = None,
     any_order: bool = False,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """``fn`` of each group of matrices in a tree, its shards by path, and its own state, wherever this is called.
+    """``fn`` of the groups of matrices in a tree, the shards by path, and the state by group, wherever this is called.
 
     Inside ``shard_map`` shards are at hand. Outside, where the layout is known, this enters one of its own.
     """
@@ -148,11 +148,8 @@ def map_groups(
     groups = place.groups(choices, any_order)
 
     def on_device(values: Values, state: Mapping[str, PyTree]) -> tuple[Values, dict[str, PyTree]]:
-        new, new_state = dict(values), {}
-        for name, group in named_groups(groups).items():
-            found, new_state[name] = fn(group, values, state.get(name))
-            new |= found
-        return new, new_state
+        new, new_state = fn(groups, values, state)
+        return values | new, new_state
 
     if place.mesh is not None:
         specs = {path: PartitionSpec(*names) for path, names in place.names.items()}

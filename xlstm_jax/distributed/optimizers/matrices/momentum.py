@@ -1,6 +1,6 @@
 """Muon, for leaves that are split: momentum and all else element by element on the shards, Newton-Schulz by owners."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
-from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, side_by_side
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
-from xlstm_jax.distributed.optimizers.matrices.owners import updated_by_owners
+from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, on_own_matrices, to_owners
 
 MUON, ADAM = "muon", "adam"
 DEFAULT_NS_COEFFS = (3.4445, -4.7750, 2.0315)
@@ -178,13 +178,18 @@ def _momentum(rule: _Rule, mu: PyTree, updates: PyTree, count: jax.Array) -> PyT
 
 
 def _by_owners(
-    rule: _Rule, ns_coeffs: jax.Array, group: MatrixGroup, values: Values, state: None
-) -> tuple[Values, None]:
+    rule: _Rule, ns_coeffs: jax.Array, groups: Sequence[MatrixGroup], values: Values, state: Any
+) -> tuple[Values, Any]:
     def orthogonal(matrices: jax.Array) -> jax.Array:
         return orthogonalized(matrices, ns_coeffs, rule.ns_steps, rule.preconditioning, rule.eps)
 
-    with jax.named_scope(f"muon_{group.name}"):
-        return updated_by_owners(orthogonal, group, values, rule.exchange_dtype), state
+    new: Values = {}
+    for together in side_by_side(groups):
+        with jax.named_scope(f"muon_{'_'.join(group.name for group in together)}"):
+            matrices = [to_owners(group, values, rule.exchange_dtype) for group in together]
+            for group, own in zip(together, on_own_matrices(orthogonal, together, matrices), strict=True):
+                new |= from_owners(group, own, rule.exchange_dtype)
+    return new, state
 
 
 def _scaled_by_dual_norm(update: Any, momentum: Any) -> Any:

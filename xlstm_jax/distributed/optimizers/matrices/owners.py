@@ -6,7 +6,8 @@ received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a
 whole      [p, d, f]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,24 +19,40 @@ from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, Matrix
 OnMatrices = Callable[[jax.Array], jax.Array]
 
 
-def updated_by_owners(
-    fn: OnMatrices, group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None
-) -> dict[str, jax.Array]:
-    """``fn`` of the whole matrices of a group, from this device's shards to its shards of the result, by path.
-
-    ``fn`` gets [places, rows, columns], rows <= columns, and returns the like.
-    """
+def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None) -> jax.Array:
+    """The matrices that this device owns, [places, rows, columns] with rows <= columns, from its shards by path."""
     stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
-    dtype = stacked.dtype
-    sent = _to_owners(group, _own_part(group, stacked).astype(exchange_dtype or dtype))
-    result = fn(_flat(group, sent.astype(dtype)))
-    back = _to_shards(group, _unflat(group, result).astype(exchange_dtype or dtype)).astype(dtype)
+    sent = _own_part(group, stacked).astype(exchange_dtype or stacked.dtype)
+    return _flat(group, _to_places(group, sent).astype(stacked.dtype))
+
+
+def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = None) -> dict[str, jax.Array]:
+    """The inverse of ``to_owners``: this device's shards by path."""
+    sent = _unflat(group, matrices).astype(exchange_dtype or matrices.dtype)
+    back = _to_shards(group, sent).astype(matrices.dtype)
     if group.copies_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
     counts = [leaf.count for leaf in group.leaves]
     ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
     parts = zip(group.leaves, jnp.split(back, ends), strict=True)
     return {leaf.path: _as_leaf(leaf, part) for leaf, part in parts}
+
+
+def on_own_matrices(fn: OnMatrices, groups: Sequence[MatrixGroup], matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    """``fn`` of the matrices of each group; of several groups, side by side, each device of the one that it is in."""
+    if len(groups) == 1:
+        return [fn(matrices[0])]
+
+    def of_one(index: int, matrices: Sequence[jax.Array]) -> list[jax.Array]:
+        return [fn(own) if i == index else _nothing_of(own) for i, own in enumerate(matrices)]
+
+    own = collectives.axis_index(groups[0].axes)
+    mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
+    return jax.lax.switch(mine, [partial(of_one, index) for index in range(len(groups) + 1)], matrices)
+
+
+def _nothing_of(matrices: jax.Array) -> jax.Array:
+    return collectives.to_varying(jnp.zeros_like(matrices), sorted(collectives.varying_axes(matrices)))
 
 
 def _as_stack(leaf: MatrixLeaf, value: jax.Array) -> jax.Array:
@@ -57,18 +74,19 @@ def _own_part(group: MatrixGroup, stacked: jax.Array) -> jax.Array:
     return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
 
 
-def _to_owners(group: MatrixGroup, shards: jax.Array) -> jax.Array:
+def _to_places(group: MatrixGroup, shards: jax.Array) -> jax.Array:
     """[M, ...] -> [places, stored dims]"""
     places = group.owners * group.per_owner
-    padded = jnp.pad(shards, [(0, places - group.count)] + [(0, 0)] * (shards.ndim - 1))
+    left_over = (group.first, places - group.first - group.count)
+    padded = jnp.pad(shards, [left_over] + [(0, 0)] * (shards.ndim - 1))
     received = collectives.all_to_all(padded.reshape(group.owners, group.per_owner, *shards.shape[1:]), group.axes)
     return _merged(group, received)
 
 
 def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
-    """The inverse of ``_to_owners``."""
+    """The inverse of ``_to_places``."""
     received = collectives.all_to_all(_cut(group, whole), group.axes)
-    return received.reshape(-1, *received.shape[2:])[: group.count]
+    return received.reshape(-1, *received.shape[2:])[group.first :][: group.count]
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
