@@ -168,7 +168,7 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
 
 
-def side_by_side(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
+def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
     """The groups in rounds: those of a round that have fewer matrices than owners have different ones.
 
     The devices that one leaves idle work on the others, so that a round takes as long as its largest matrix does. Only

@@ -16,7 +16,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
-from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, side_by_side
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
 from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, on_own_matrices, to_owners
@@ -184,7 +184,7 @@ def _by_owners(
         return orthogonalized(matrices, ns_coeffs, rule.ns_steps, rule.preconditioning, rule.eps)
 
     new: Values = {}
-    for together in side_by_side(groups):
+    for together in in_rounds(groups):
         with jax.named_scope(f"muon_{'_'.join(group.name for group in together)}"):
             matrices = [to_owners(group, values, rule.exchange_dtype) for group in together]
             for group, own in zip(together, on_own_matrices(orthogonal, together, matrices), strict=True):
