@@ -34,6 +34,7 @@ from xlstm_jax.distributed import (
     create_train_state,
     make_eval_step,
     make_train_step,
+    muon,
     shard_batch,
     skip_nonfinite,
 )
@@ -61,6 +62,7 @@ FINAL_LR_SHARE = 0.05
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
 ADAM_B2 = 0.95
+ADAMW_RMS = 0.2  # of its updates, over the learning rate
 KEEP_CHECKPOINTS = 3
 SAVE_TIMEOUT_S = 60
 FIRST_SAVE_S = 600.0  # it compiles
@@ -83,8 +85,12 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         config.lr / warm_up, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr * FINAL_LR_SHARE
     )
-    adamw = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
-    return skip_nonfinite(optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), adamw))
+    if config.optimizer == "muon":  # with steps as large as those of AdamW, so that one learning rate serves both
+        decay = {"weight_decay": WEIGHT_DECAY, "adam_weight_decay": WEIGHT_DECAY}
+        tx = muon(schedule, **decay, adam_b2=ADAM_B2, consistent_rms=ADAMW_RMS)
+    else:
+        tx = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
+    return skip_nonfinite(optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx))
 
 
 def byte_losses(

@@ -32,6 +32,7 @@ from xlstm_jax.distributed.processes.together import allgather_text
 
 SIMULATED_DEVICES = 8
 SHARD_AXIS_PREFIX = "fsdp"
+OPTIMIZERS = ("adamw", "muon")
 CHECKPOINTS, METRICS = "steps", "metrics"  # folders below --checkpoint-dir
 
 
@@ -52,6 +53,7 @@ class TrainConfig:
     layers: int = 4
     heads: int = 4
     dropout: float = 0.0
+    optimizer: str = "adamw"
     lr: float = 5e-3
     num_minibatches: int = 1
     dtype: str = "float32"

@@ -54,6 +54,19 @@ def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> N
     FigureCanvasAgg(figure).print_png(path)
 
 
+def draw_losses(path: Path, title: str, runs: Mapping[str, Sequence[Row]]) -> None:
+    """The held-out loss of several runs over steps."""
+    figure, axes = _figure(7.5, 4.5, title)
+    for (name, rows), color in zip(runs.items(), (STRONG, ACCENT, "#f2a65a", "#5b9bd5"), strict=False):
+        points = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
+        axes.plot(
+            *zip(*points, strict=True), color=color, lw=2, marker="o", ms=4, label=f"{name} ({points[-1][1]:.3f})"
+        )
+    axes.set(xlabel="step", ylabel="held-out loss in nats per byte", xlim=(0, None))
+    axes.legend(frameon=False)
+    FigureCanvasAgg(figure).print_png(path)
+
+
 def draw_memory(path: Path, title: str, layouts: Mapping[str, Mapping[str, int]]) -> None:
     """A stacked bar for each layout: the bytes that each kind of state takes on one device."""
     figure, axes = _figure(6.5, 4.5, title)

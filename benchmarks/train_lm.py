@@ -46,7 +46,7 @@ from rich.panel import Panel
 from rich.text import Text as RichText
 
 from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys, place
-from benchmarks.job import METRICS, Job, TrainConfig, parse_mesh, prepare
+from benchmarks.job import METRICS, OPTIMIZERS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS
 from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
@@ -288,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     option("--layers", "number of blocks")
     option("--heads", "heads per block")
     option("--dropout", "share of each block's output that is dropped", float)
+    option("--optimizer", "what trains matrices; all else is trained by AdamW", str, choices=OPTIMIZERS)
     option("--lr", "peak learning rate, after a warm-up and before a cosine decay", float)
     option("--num-minibatches", "parts of a device's batch, one after the other")
     option("--dtype", "dtype of the computation", str, choices=["float32", "bfloat16", "float64"])

@@ -131,6 +131,23 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     return value
 
 
+def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """``all_gather``, the result of which is equal on all devices by its type too."""
+    axes = spread_axes(axes)
+    tracked = bool(axes) and is_tracked(axes[0])
+    to = "invarying" if tracked else "varying"
+    return lax.all_gather(to_varying(value, axes), axes, axis=dim, tiled=True, to=to) if axes else value
+
+
+def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sends ``value[i]`` to device i, and returns what all have sent to this one: [n, ...] -> [n, ...] over n devices.
+
+    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost.
+    """
+    axes = spread_axes(axes)
+    return lax.all_to_all(to_varying(value, axes), axes, 0, 0, tiled=True) if axes else value
+
+
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
 

@@ -9,9 +9,15 @@ device, without an error, and leaves that should stay equal on all devices drift
   clip_by_global_norm   optax's clipping with that norm
   elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
                         where the two differ
+  muon                  Muon, with AdamW for the rest: each device updates whole matrices of its own; anywhere
+  on_whole_matrices     the same for any rule of optax that needs a whole matrix
+  matrix_dimensions     which leaves they take for matrices, and along which dims
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
+from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
+from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
+from xlstm_jax.distributed.optimizers.matrices.momentum import muon
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.shard_guard import elementwise_only
@@ -21,6 +27,9 @@ __all__ = [
     "clip_by_global_norm",
     "elementwise_only",
     "global_norm",
+    "matrix_dimensions",
+    "muon",
+    "on_whole_matrices",
     "optimizer_state_shardings",
     "skip_counts",
     "skip_nonfinite",

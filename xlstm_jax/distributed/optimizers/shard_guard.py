@@ -203,12 +203,14 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
     params = boxes.unbox(tree)
+    small = dict(boxes.leaves_with_path(jax.eval_shape(tx.init, boxes.unbox(_small_tree(tree, 0)[0]))))
     by_path = dict(boxes.leaves_with_path(params))
     shapes = {leaf.shape for leaf in by_path.values()}
     for path, leaf in boxes.leaves_with_path(jax.eval_shape(tx.init, params)):
         owner = owner_of_state(path, by_path)
         allowed = shapes if owner is None else {owner.shape}
-        if leaf.size > 1 and leaf.shape not in allowed:
+        constant = path in small and leaf.shape == small[path].shape  # coefficients, say, whatever the parameters
+        if leaf.size > 1 and leaf.shape not in allowed and not constant:
             return f"its state '{path}' has the shape {leaf.shape}, and not that of its parameter, which it needs whole"
     return None
 

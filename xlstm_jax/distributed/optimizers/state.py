@@ -17,6 +17,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
@@ -54,6 +55,11 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     return boxes.map_leaves_with_path(stored, opt_state)
 
 
+def given_state(opt_state: PyTree) -> PyTree:
+    """An optimizer's state as it is given to it: without boxes and padding, but for what owners keep of matrices."""
+    return boxes.map_leaves(lambda leaf: leaf if is_owned(leaf) else boxes.true_value(leaf), opt_state)
+
+
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """The shardings of an optimizer's state: each leaf is split like the parameter that it belongs to.
 
@@ -79,7 +85,15 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     return boxes.map_leaves_with_path(sharding, opt_state)
 
 
+def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+    """Where the leaves of an optimizer's trees lie that have the shapes of parameters: as ``params``, in boxes."""
+    owners = dict(boxes.leaves_with_path(params))
+    return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
+
+
 def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    if is_owned(leaf):
+        return placement.leaf_spec(leaf, mesh)
     if owner is None or not boxes.leaf_axes(owner):
         return PartitionSpec()
     shape = np.shape(boxes.leaf_value(leaf))

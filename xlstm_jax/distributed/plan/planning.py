@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,8 +36,16 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, owner_of_state, stored_state, trainable
+from xlstm_jax.distributed.optimizers.matrices.layout import laid_out, watching_matrices
+from xlstm_jax.distributed.optimizers.state import (
+    optimizer_layout,
+    optimizer_state_shardings,
+    owner_of_state,
+    stored_state,
+    trainable,
+)
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_axes
 
@@ -92,10 +101,11 @@ def plan_sharding(
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
-    of_params, beside = _optimizer_rows(tx, params, mesh)
+    with watching_matrices() as told:
+        of_params, beside = _optimizer_rows(tx, params, mesh)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
     rows += [_other_row(name, *found, sizes) for name in variables for found in leaves_with_path(variables[name])]
-    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside))
+    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(told))
 
 
 def _planned_init(model: Model, mesh: AbstractMesh, rng: PyTree, inputs: PyTree, kwargs: dict[str, Any]) -> PyTree:
@@ -224,6 +234,11 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _opt_state(tx: optax.GradientTransformation, mesh: AbstractMesh, params: PyTree) -> PyTree:
+    with laid_out(optimizer_layout(params, mesh)):
+        return stored_state(tx.init(trainable(params)), params)
+
+
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh
 ) -> tuple[Mapping[str, ByteCount], list[LeafPlan]]:
@@ -232,7 +247,7 @@ def _optimizer_rows(
     beside: list[LeafPlan] = []
     if tx is None:
         return of_params, beside
-    opt_state = jax.eval_shape(lambda params: stored_state(tx.init(trainable(params)), params), params)
+    opt_state = jax.eval_shape(partial(_opt_state, tx, mesh), params)
     shardings = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
     paths = {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 
 from xlstm_jax.distributed.data_parallel.decisions.reasons import reason_from_json
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
 from xlstm_jax.wording import format_bytes, format_fraction
 
@@ -57,6 +58,7 @@ class ShardingPlan:
       axis_sizes: the mesh: axes, outermost first, with their sizes.
       assumed: the wrapper that the plan assumes around a model which has none; "" where the model has its own.
       rows: the parameters in the order of their tree, then other collections, then what the optimizer keeps beside.
+      matrices: what an optimizer that needs whole matrices takes for such, and who owns them; see ``muon``.
 
     >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
     >>> plan.parameters, [row.path for row in plan.replicated]
@@ -66,6 +68,7 @@ class ShardingPlan:
     axis_sizes: Mapping[str, int]
     assumed: str
     rows: tuple[LeafPlan, ...]
+    matrices: tuple[MatrixPlan, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -183,6 +186,7 @@ class ShardingPlan:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
         head |= {"totals": _totals(self)}
+        head |= {"matrices": [vars(plan) for plan in self.matrices]} if self.matrices else {}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(_leaf_json(row) for row in self.rows)
         modules = ",\n".join(f"    {json.dumps(leaf)}: {json.dumps(m)}" for leaf, m in _gathered_with(self).items())
@@ -205,7 +209,8 @@ class ShardingPlan:
             )
         module_of = data.get("gathered_with", {})
         rows = tuple(_leaf_from_json(path, leaf, module_of.get(path)) for path, leaf in data["leaves"].items())
-        plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows)
+        matrices = tuple(MatrixPlan.from_json(fields) for fields in data.get("matrices", ()))
+        plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows, matrices=matrices)
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
                 f"the plan's totals are {data['totals']}, but its leaves add up to {totals}: it was edited."

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.matrix_plan import matrices_table
 from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
 
 KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
@@ -40,7 +41,7 @@ def plan_table(plan: Any) -> Any:
     lines = _lines(plan.rows)
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     first, *more = [_leaves_table(plan, lines), *([_whole_table(whole)] if whole and plan.devices > 1 else [])]
-    return Group(first, Text(_summary(plan)), *more)
+    return Group(first, Text(_summary(plan)), *more, *([matrices_table(plan.matrices)] if plan.matrices else []))
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:

@@ -19,8 +19,16 @@ from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.matrices.layout import laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings, stored_state, trainable, with_trainable
+from xlstm_jax.distributed.optimizers.state import (
+    given_state,
+    optimizer_layout,
+    optimizer_state_shardings,
+    stored_state,
+    trainable,
+    with_trainable,
+)
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
 from xlstm_jax.distributed.training.checking.collections import check_kept
 from xlstm_jax.distributed.training.checking.whole_params import (
@@ -173,7 +181,9 @@ def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Me
     def init(params: PyTree) -> PyTree:
         # In buffers of their own: a step donates each once, and some optimizers keep the parameters themselves. And
         # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
-        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), tx.init(trainable(params))), params)
+        with laid_out(optimizer_layout(params, mesh)):
+            state = tx.init(trainable(params))
+        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), state), params)
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
     return jax.jit(init, out_shardings=out)(params)
@@ -227,10 +237,11 @@ def updated_state(
 ) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
-    tx, opt_state = optax.with_extra_args_support(state.tx), boxes.map_leaves(boxes.true_value, state.opt_state)
+    tx, opt_state = optax.with_extra_args_support(state.tx), given_state(state.opt_state)
     value = _nan_where_spoiled(loss, state, collections)
     try:
-        updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
+        with laid_out(optimizer_layout(state.params, mesh)):
+            updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
     except Exception:  # whatever an optimizer raises that is given the state of another
         if reason := why_not_its_state(tx, opt_state, params):
             raise ValueError(reason) from None

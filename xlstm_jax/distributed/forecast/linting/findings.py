@@ -12,6 +12,7 @@
   small-collectives      GPUs: many collectives take longer to come around than their bytes do
   hosts-last             GPUs: whole leaves cross hosts, where pieces would do
   replicated-leaf        a large leaf stays whole on every device
+  shared-matrix-product  an optimizer multiplies matrices of which devices have shards
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
 number of their module (``block_0``, ``block_1``, ...) are one finding.

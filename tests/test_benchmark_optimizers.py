@@ -1,0 +1,51 @@
+"""The benchmark of optimizers in small: what it takes off, its table, and its pictures."""
+
+import io
+import json
+
+import jax
+import pytest
+from rich.console import Console
+
+from benchmarks import optimizers
+
+FIGURES = {"wire_bytes": 100.0, "flops": 1e12, "temporary_bytes": 2**30, "compile_seconds": 10.0, "all_to_alls": 0}
+FOUND = {
+    "adamw": FIGURES,
+    "muon, optax": FIGURES | {"wire_bytes": 2100.0, "flops": 3e12},
+    "muon": FIGURES | {"wire_bytes": 120.0, "flops": 1.2e12, "all_to_alls": 6},
+    "adafactor": {"problem": "it does not fit"},
+}
+
+
+def test_what_is_compared_is_on_top_of_adamw():
+    assert optimizers.more_than_adamw(FOUND, "wire_bytes") == {"adamw": 0.0, "muon, optax": 2000.0, "muon": 20.0}
+    assert optimizers.more_than_adamw(FOUND, "temporary_bytes")["muon"] == 2**30
+
+
+def test_ratios_come_first_and_a_problem_is_shown(tmp_path):
+    console = Console(width=140, file=io.StringIO())
+    console.print(optimizers.table("v5e:2x4", FOUND))
+    shown = console.file.getvalue()
+    assert "1/100" in shown and "1/10 " in shown and "it does not fit" in shown and "20.0%" in shown
+    optimizers.draw(tmp_path / "one.png", "small", {"v5e:2x4": FOUND})
+    assert (tmp_path / "one.png").stat().st_size > 5_000
+
+
+def test_runs_of_the_job_are_drawn_together(tmp_path):
+    for name, loss in {"adamw": 2.0, "muon": 1.5}.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "held_out_loss": loss - step / 100} for step in (10, 20)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = [f"{name}={tmp_path / name}" for name in ("adamw", "muon")]
+    assert optimizers.main(["--losses", *losses, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "losses.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("case", optimizers.CASES)
+def test_every_optimizer_takes_the_model(case):
+    tx = optimizers.CASES[case]()
+    params = {"layers": {"norm": {"scale": jax.ShapeDtypeStruct((2, 8), "float32")}}}
+    params["layers"]["up"] = {"kernel": jax.ShapeDtypeStruct((2, 8, 16), "float32")}
+    _, state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+    assert jax.tree.leaves(state)

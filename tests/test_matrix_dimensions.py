@@ -1,0 +1,124 @@
+"""Which leaves are matrices is decided from paths and shapes, is said, and is refused where nothing tells."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from rich.console import Console
+
+from tests.models import LanguageModel
+from tests.support import Model, data, fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import ShardingPlan, matrix_dimensions, muon, plan_sharding, shard_params
+from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices, whole_shapes
+
+
+def shapes_of(model, *inputs):
+    return whole_shapes(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
+
+
+def chosen(shapes, overrides=None):
+    """By path (count, rows, columns), or the reason why a leaf is no matrix."""
+    choices = choose_matrices(shapes, overrides)
+    return {path: (c.count, *c.matrix) if c.dims else c.reason for path, c in choices.items()}
+
+
+def test_a_language_model_whose_layers_are_stacked():
+    shapes = shapes_of(LanguageModel("transformer", dim=32, num_layers=3, num_heads=2), jnp.ones((2, 8), jnp.int32))
+    assert chosen(shapes) == {
+        "blocks/attention_norm/scale": "a scale is a vector",
+        "blocks/mlp_norm/scale": "a scale is a vector",
+        "blocks/attention_out/kernel": (3, 32, 32),
+        "blocks/query_key_value/kernel": (3, 32, 96),
+        "blocks/up/kernel": (3, 32, 192),
+        "blocks/down/kernel": (3, 96, 32),
+        "embed/embedding": "a table that is looked up",
+        "final_norm/scale": "a scale is a vector",
+        "head/kernel": "the output layer: 256 outputs, as 'embed/embedding' has rows",
+    }
+
+
+class Vision(nn.Module):
+    """A convolution and Flax's own attention, both with biases."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3, 3), name="conv")(x).reshape(x.shape[0], -1, 8)
+        return nn.Dense(5, name="logits")(nn.MultiHeadDotProductAttention(2, name="attention")(x))
+
+
+def test_attention_and_convolutions_have_as_outputs_what_their_biases_have():
+    found = chosen(shapes_of(Vision(), jnp.ones((1, 4, 4, 3))))
+    assert found["conv/kernel"] == (1, 27, 8)  # 3 x 3 taps of 3 features
+    assert found["attention/query/kernel"] == (1, 8, 8)  # 8 features, to 2 heads of 4
+    assert found["attention/query/bias"] == "a bias is a vector"
+    assert found["logits/kernel"] == (1, 8, 5)
+
+
+UNSETTLED = {"blocks/up/kernel": (3, 8, 32)}
+
+
+def test_a_kernel_of_three_dims_that_nothing_explains_is_refused():
+    with pytest.raises(ValueError, match=r"'blocks/up/kernel' of shape \(3, 8, 32\) has 3 dims and no bias.*Say so"):
+        choose_matrices(UNSETTLED)
+
+
+@pytest.mark.parametrize("dims, found", [(MuonDimensionNumbers(-2, -1), (3, 8, 32)), (None, "given for '*/up/*'")])
+def test_what_is_said_of_a_pattern_of_paths_decides(dims, found):
+    assert chosen(UNSETTLED, {"*/up/*": dims}) == {"blocks/up/kernel": found}
+
+
+@pytest.mark.parametrize(
+    "overrides, rule",
+    [
+        ({"head/*": None}, r"'head/\*' fits none of the 1 leaves, as 'blocks/up/kernel'"),
+        ({"*": MuonDimensionNumbers(1, 3)}, r"'blocks/up/kernel' of shape \(3, 8, 32\) is labelled as a matrix with"),
+        ({"*": MuonDimensionNumbers(1, 1)}, r"inputs along \(1,\) and outputs along \(1,\).*none twice"),
+    ],
+    ids=["no-leaf", "no-dim", "twice"],
+)
+def test_labels_that_fit_no_leaf_are_refused(overrides, rule):
+    with pytest.raises(ValueError, match=rule):
+        choose_matrices(UNSETTLED, overrides)
+
+
+def test_a_leaf_that_is_labelled_as_a_matrix_and_is_none_is_refused_by_the_optimizer():
+    params = {"bias": jnp.ones(8)}
+    with pytest.raises(ValueError, match=r"'bias' of shape \(8,\) is labelled as a matrix"):
+        muon(0.1, muon_weight_dimension_numbers={"bias": MuonDimensionNumbers()}).init(params)
+    with pytest.raises(TypeError, match=r"'bias': pass optax\.contrib\.MuonDimensionNumbers"):
+        choose_matrices({"bias": (8,)}, {"bias": (0, 1)})
+
+
+def test_shards_are_judged_by_their_global_shapes():
+    """On each device the kernel has as many rows as the stacked scale has layers, and still is one matrix."""
+    params = {"norm": {"scale": jnp.ones((4, 8))}, "mix": {"kernel": jnp.ones((16, 8))}}
+    found = []
+
+    def local(params):
+        shards = shard_params(params, "fsdp", min_weight_size=100)
+        found.append(matrix_dimensions()(shards))
+        return shards["norm"]["scale"]
+
+    jax.eval_shape(on_mesh(local, mesh_of(2, 4), False, (P(),), P()), params)
+    assert found[0]["mix"]["kernel"] == MuonDimensionNumbers((0,), (1,))
+
+
+def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
+    model = Model(wrap=fsdp)
+    plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.chain(optax.clip(1.0), muon(0.1)))
+    kernels = ("blocks/Dense_0/kernel", "blocks/Dense_1/kernel")
+    six = next(one for one in plan.matrices if one.leaves == kernels)
+    assert str(six) == "6 matrices of 16 x 32, muon: 2 places on each of 4 owners, 25% of them idle"
+    (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")
+    assert none.leaves == ("blocks/LayerNorm_0/scale",) and none.count == 0
+    console = Console(width=140, file=io.StringIO())
+    console.print(plan.table())
+    shown = console.file.getvalue()
+    assert str(six) in shown and "no matrices: a bias is a vector" in shown
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert not plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.adam(0.1)).matrices

@@ -1,0 +1,333 @@
+"""Muon on shards is ``optax.contrib.muon`` on one device, for every mesh and in every place where it may run."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from tests.support import AXES, Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    Checkpointer,
+    Replicas,
+    abstract_train_state,
+    create_train_state,
+    elementwise_only,
+    make_train_step,
+    matrix_dimensions,
+    muon,
+    partition_specs,
+    shard_module_params,
+    skip_nonfinite,
+    unbox,
+)
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, map_leaves, true_value
+from xlstm_jax.distributed.forecast import Workload, forecast
+from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
+
+STEPS = 10
+RATE = 0.02
+TOLERANCE = 1e-5  # of float32: some 80 roundings of a leaf's largest entry
+
+
+class Odd(nn.Module):
+    """Kernels of 8 x 9 and 9 x 7 that no axis divides but along dim 0 of the first, and one of three dims."""
+
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(self.wrap(nn.Dense)(9, name="first")(x))
+        x = self.wrap(nn.DenseGeneral)((7, 2), name="heads", bias_init=nn.initializers.normal(0.1))(x)
+        return self.wrap(nn.DenseGeneral)(4, axis=(-2, -1), name="out")(nn.tanh(x))
+
+
+def started(model):
+    return jax.jit(model.init)(jax.random.key(0), data()["x"])["params"]
+
+
+def optax_muon(params, **options):
+    return optax.contrib.muon(RATE, muon_weight_dimension_numbers=matrix_dimensions()(params), **options)
+
+
+def step_on_one_device(model, tx):
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(mean_loss)(params, model.apply, data()), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@cache
+def reference(model, **options):
+    """Parameters and state after ten steps of optax's own on one device, with the same leaves taken for matrices."""
+    params = started(model)
+    tx = optax_muon(params, **options)
+    state, step = tx.init(params), step_on_one_device(model, tx)
+    for _ in range(STEPS):
+        params, state = step(params, state)
+    return params, state
+
+
+def first_state(model, mesh, tx):
+    return create_train_state(model, tx, mesh, jax.random.key(0), data()["x"], batch_axes=AXES, whole_ok=True)
+
+
+def trained(model, mesh, tx, steps=STEPS, **options):
+    state = first_state(model, mesh, tx)
+    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True, **options)
+    for _ in range(steps):
+        state, _ = step(state, data(), jax.random.key(1))
+    return state
+
+
+ZERO_1 = Replicas("dp", shard_optimizer_state=True)
+CASES = {
+    "fsdp-8": (Model(wrap=fsdp), (1, 8), {}, {}),
+    "accumulation-no-vma": (Model(wrap=fsdp), (4, 2), {}, {"num_minibatches": 2, "check_vma": False}),
+    "loop": (Model(wrap=fsdp, scan=False), (2, 4), {}, {}),
+    "zero-1": (Model(wrap=lambda cls: fsdp(cls, replicas=ZERO_1)), (2, 4), {}, {}),
+    "padded-heads": (Odd(wrap=lambda cls: fsdp(cls, uneven="pad")), (2, 4), {}, {}),
+    "one-device-options": (
+        Model(wrap=fsdp),
+        (1, 1),
+        {"ns_coeffs": "dion", "nesterov": False, "adaptive": True, "consistent_rms": 0.2, "weight_decay": 0.1},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_are_those_of_one_device(name):
+    model, mesh, of_muon, of_step = CASES[name]
+    got = trained(model, mesh_of(*mesh), muon(RATE, **of_muon), **of_step)
+    want, _ = reference(model.clone(wrap=plain), **of_muon)
+    assert_same_params(map_leaves(true_value, got.params), want, TOLERANCE)
+
+
+def test_which_leaves_are_matrices_is_not_what_optax_says():
+    """Guard: its default takes stacked kernels for no matrices, and stacked biases for one."""
+    params = started(Model())
+    theirs, ours = (
+        tx.init(params).inner_states["muon"].inner_state[0].mu["blocks"]["Dense_0"]
+        for tx in (optax.contrib.muon(RATE), muon(RATE))
+    )
+    assert theirs["kernel"] == ours["bias"] == optax.MaskedNode()
+    assert theirs["bias"].shape == (3, 32) and ours["kernel"].shape == (3, 16, 32)
+
+
+# ----------------------------------------------------------------------------------------- updates of given gradients
+
+SHAPES = {
+    "up": ((3, 16, 32), (None, None, "fsdp")),
+    "down": ((3, 32, 16), (None, "fsdp", None)),
+    "layers": ((8, 6, 4), ("fsdp", None, None)),  # split along the layers themselves
+    "both": ((16, 32), ("dp", "fsdp")),
+    "pair": ((16, 32), (None, ("fsdp", "dp"))),
+    "whole": ((4, 4), (None, None)),
+}
+DIMS = {name: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1) for name, (shape, _) in SHAPES.items()}
+
+
+def random_tree(seed, shapes=SHAPES):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {name: jax.random.normal(key, shape) for (name, (shape, _)), key in zip(shapes.items(), keys, strict=True)}
+
+
+def boxed(tree, shapes=SHAPES):
+    return {name: Sharded(value, shapes[name][1]) if any(shapes[name][1]) else value for name, value in tree.items()}
+
+
+def two_updates(tx, params, grads):
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: p + u, params, updates)
+    return params
+
+
+def inside(tx, check_vma, shapes=SHAPES, dp=2, fsdp_size=4):
+    params, grads = boxed(random_tree(0, shapes), shapes), boxed(random_tree(1, shapes), shapes)
+    mesh = mesh_of(dp, fsdp_size)
+    specs = partition_specs(params, mesh)
+    run = on_mesh(lambda p, g: two_updates(tx, p, g), mesh, check_vma, (specs, specs), specs)
+    return unbox(run(params, grads)), run.lower(params, grads)
+
+
+def on_one_device(shapes=SHAPES, **options):
+    dims = {name: DIMS[name] for name in shapes}
+    tx = optax.contrib.muon(RATE, muon_weight_dimension_numbers=dims, **options)
+    return jax.jit(lambda p, g: two_updates(tx, p, g))(random_tree(0, shapes), random_tree(1, shapes))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
+def test_inside_shard_map_however_leaves_are_split(check_vma):
+    tx = muon(RATE, muon_weight_dimension_numbers=DIMS)
+    got, _ = inside(elementwise_only(tx) if check_vma else tx, check_vma)
+    assert_same_params(got, on_one_device(), TOLERANCE)
+
+
+LARGE = {"kernel": ((4, 256, 256), (None, None, "fsdp"))}  # as many values as are split by default
+
+
+def test_copies_share_the_work_where_that_makes_it_less():
+    tx = muon(RATE, muon_weight_dimension_numbers={"kernel": DIMS["up"]})
+    dims = {"kernel": DIMS["up"]}
+    one = optax.contrib.muon(RATE, muon_weight_dimension_numbers=dims)
+    want = jax.jit(lambda p, g: two_updates(one, p, g))(random_tree(0, LARGE), random_tree(1, LARGE))
+    got, lowered = inside(tx, True, LARGE, dp=4, fsdp_size=2)
+    assert_same_params(got, want, TOLERANCE)
+    of_each = re.findall(r"dot_general.*-> tensor<((?:\d+x)?)256x256xf32>", lowered.as_text())
+    assert set(of_each) == {""}  # one of the four on a device; along fsdp alone it would be "2x"
+
+
+def test_the_guard_still_refuses_optax_s_own():
+    with pytest.raises(ValueError, match=r"'partition.*scale_by_muon.*' is wrong on shards"):
+        inside(elementwise_only(optax.contrib.muon(RATE)), False, {"both": SHAPES["both"]})
+
+
+@pytest.mark.parametrize("exchange_dtype, differ", [("bfloat16", True), ("float32", False)])
+def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
+    """To 8 bits of mantissa before and behind: 2**-8 of each entry, and what Newton-Schulz makes of the first."""
+    shapes = {name: SHAPES[name] for name in ("up", "down")}
+    dims = {name: DIMS[name] for name in shapes}
+    tx = muon(RATE, muon_weight_dimension_numbers=dims, exchange_dtype=exchange_dtype)
+    got, lowered = inside(tx, True, shapes)
+    want, start = on_one_device(shapes), random_tree(0, shapes)
+    for name in shapes:
+        moved = np.linalg.norm(want[name] - start[name])
+        off = np.linalg.norm(got[name] - want[name]) / moved
+        assert off < 1e-2
+        assert (off > 1e-4) == differ
+    assert ("all_to_all" in lowered.as_text()) and ("xbf16" in lowered.as_text()) == differ
+
+
+# --------------------------------------------------------------------------------------------------- in the ready step
+
+
+def test_a_step_has_two_all_to_alls_for_each_form_and_none_between():
+    """Kernels of 16 x 32 and 32 x 16 are one form; 8 x 16 and 16 x 4 are others."""
+    mesh = mesh_of(2, 4)
+    state = first_state(Model(wrap=fsdp), mesh, muon(RATE))
+    jaxpr = make_train_step(mean_loss, mesh, AXES, whole_ok=True).trace(state, data(), jax.random.key(1)).jaxpr
+    names = [eqn.primitive.name for _, eqn in equations(jaxpr)]
+    assert names.count("all_to_all") == 2 * 3
+    assert "all_to_all" not in [eqn.primitive.name for _, eqn in equations(step_jaxpr(optax.adamw(RATE)))]  # guard
+
+
+def step_jaxpr(tx):
+    mesh = mesh_of(2, 4)
+    state = first_state(Model(wrap=fsdp), mesh, tx)
+    return make_train_step(mean_loss, mesh, AXES, whole_ok=True).trace(state, data(), jax.random.key(1)).jaxpr
+
+
+def test_state_is_that_of_optax_and_goes_to_and_from_it(tmp_path):
+    mesh, model = mesh_of(2, 4), Model(wrap=fsdp)
+    state = first_state(model, mesh, muon(RATE))
+    state = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    theirs = optax_muon(started(Model()))
+    assert jax.tree.structure(unbox(state.opt_state)) == jax.tree.structure(theirs.init(started(Model())))
+    moments = state.opt_state.inner_states["muon"].inner_state[0].mu
+    assert moments["blocks"]["Dense_0"]["kernel"].sharding.spec == P(None, None, "fsdp")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        x = data()["x"]
+        target = abstract_train_state(model, theirs, mesh_of(1, 8), jax.random.key(0), x, batch_axes=AXES)
+        restored = checkpointer.restore(target)
+    jax.tree.map(np.testing.assert_array_equal, unbox(restored.opt_state), unbox(state.opt_state))
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    mesh = mesh_of(2, 4)
+    tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), muon(RATE)))
+    state = first_state(Model(wrap=fsdp), mesh, tx)
+    before = jax.tree.map(np.asarray, unbox(state.params))
+    bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
+    state, metrics = make_train_step(mean_loss, mesh, AXES, whole_ok=True)(state, bad, jax.random.key(1))
+    assert metrics["skipped_steps"] == 1
+    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), before)
+
+
+# ------------------------------------------------------------------------------------------------------- its arguments
+
+
+@pytest.mark.parametrize("options", [{"preconditioning": p} for p in ("spectral", "aol", "schatten")], ids=str)
+def test_on_one_device_options_are_those_of_optax(options):
+    shapes = {name: SHAPES[name] for name in ("up", "down")}
+    tx = muon(RATE, muon_weight_dimension_numbers={name: DIMS[name] for name in shapes}, **options)
+    got = jax.jit(lambda p, g: two_updates(tx, p, g))(random_tree(0, shapes), random_tree(1, shapes))
+    assert_same_params(got, on_one_device(shapes, **options), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options, rule",
+    [
+        ({"preconditioning": "qr"}, "preconditioning='qr'; there are frobenius, spectral"),
+        ({"ns_coeffs": "fast"}, "no preset ns_coeffs='fast'; there are standard, dion"),
+        ({"ns_coeffs": (1.0, 2.0)}, r"ns_coeffs of shape \(2,\); pass three"),
+        ({"ns_coeffs": "dion", "ns_steps": 3}, "for 5 steps, more than ns_steps=3"),
+        ({"exchange_dtype": "int8"}, "exchange_dtype=int8"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(options, rule):
+    with pytest.raises(ValueError, match=rule):
+        muon(RATE, **options)
+
+
+# -------------------------------------------------------------------------------------------------- compiled for TPUs
+
+
+class Layers(nn.Module):
+    """Eight layers of two matrices of one form, 256 x 1024."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = shard_module_params(Layer, axis_name=("fsdp_x", "fsdp_y"), min_weight_size=2**15)
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)(name="layers")(x)[0]
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(1024, use_bias=False, name="up")(nn.RMSNorm(name="norm")(x)))
+        return x + nn.Dense(256, use_bias=False, name="down")(h), None
+
+
+def square(params, apply_fn, x, rng):
+    del rng
+    return jnp.mean(apply_fn({"params": params}, x) ** 2)
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_on_tpus_two_all_to_alls_and_the_work_of_one_share():
+    x, sizes = jax.ShapeDtypeStruct((64, 256), jnp.float32), {"fsdp_x": 2, "fsdp_y": 4}
+    workload = Workload(Layers(), muon(RATE, exchange_dtype="bfloat16"), x, square)
+    step, args = workload.build_step(sizes)
+    found = forecast(step, *args, topology="v5e:2x4")
+    exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
+    ours = [c for c in found.collectives if "muon" in c.op_name]
+    assert [c.count for c in exchanges] == [1, 1] and ours == exchanges  # and none within Newton-Schulz
+    shards = 16 * 256 * 1024 * 2 / 8  # bytes of a device's shards of all 16 matrices, in bfloat16
+    assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * shards
+    work = found.flops.by_module()["muon_256x1024"]
+    assert work == 2 * newton_schulz_flops(256, 1024, steps=5)  # two whole matrices on each of 8 devices
+
+
+def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
+    """On 8 devices six of 16 x 32 by six, and each of the two others by one: a step takes as long as the largest."""
+    state = first_state(Model(wrap=fsdp), mesh_of(1, 8), muon(RATE))
+    step = make_train_step(mean_loss, mesh_of(1, 8), AXES, whole_ok=True)
+    work = forecast(step, state, data(), jax.random.key(1)).flops.by_module()
+    (name,) = (name for name in work if "muon" in name)
+    assert name == "muon_16x32_8x16_4x16"
+    assert work[name] == newton_schulz_flops(16, 32, steps=5)

@@ -1,0 +1,161 @@
+"""Rules that need whole matrices run on their owners, and do what they do on one device."""
+
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from tests.support import AXES, Model, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    Checkpointer,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+    on_whole_matrices,
+    skip_nonfinite,
+)
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_value, map_leaves
+
+RATE, BETA, EPS = 0.02, 0.9, 1e-6
+
+
+class SoapState(NamedTuple):
+    """Means of the Gram matrices of rows and columns, and Adam's second moment in their eigenbasis."""
+
+    rows: jax.Array
+    columns: jax.Array
+    second: jax.Array
+
+
+def soap():
+    """SOAP for one matrix, without a first moment: Adam in the eigenbasis of Shampoo's preconditioners."""
+
+    def init(matrix):
+        rows, columns = matrix.shape
+        return SoapState(jnp.zeros((rows, rows)), jnp.zeros((columns, columns)), jnp.zeros_like(matrix))
+
+    def update(grad, state, params=None):
+        del params
+        rows = BETA * state.rows + (1 - BETA) * grad @ grad.T
+        columns = BETA * state.columns + (1 - BETA) * grad.T @ grad
+        u, v = jnp.linalg.eigh(rows)[1], jnp.linalg.eigh(columns)[1]
+        turned = u.T @ grad @ v
+        second = BETA * state.second + (1 - BETA) * turned**2
+        return u @ (turned / (jnp.sqrt(second) + EPS)) @ v.T, SoapState(rows, columns, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def shampoo():
+    """Shampoo for one matrix: the gradient between inverse fourth roots, of Gram matrices far from singular."""
+
+    def init(matrix):
+        return jnp.eye(matrix.shape[0]), jnp.eye(matrix.shape[1])
+
+    def update(grad, state, params=None):
+        del params
+        grams = state[0] + grad @ grad.T, state[1] + grad.T @ grad
+        left, right = (_inverse_fourth_root(gram) for gram in grams)
+        return left @ grad @ right, grams
+
+    return optax.GradientTransformation(init, update)
+
+
+def _inverse_fourth_root(gram):
+    values, vectors = jnp.linalg.eigh(gram)
+    return (vectors * values**-0.25) @ vectors.T
+
+
+def transform(rule):
+    return optax.chain(on_whole_matrices(rule()), optax.scale(-RATE))
+
+
+def trained(mesh, tx, wrap=fsdp, steps=3):
+    x = data()["x"]
+    state = create_train_state(Model(wrap=wrap), tx, mesh, jax.random.key(0), x, batch_axes=AXES, whole_ok=True)
+    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True)
+    for _ in range(steps):
+        state, _ = step(state, data(), jax.random.key(1))
+    return state
+
+
+def by_hand(rule, steps=3):
+    """The same on one device: every matrix by itself, and its transpose where it has more rows than columns."""
+    inner, model = rule(), Model()
+    params = jax.jit(model.init)(jax.random.key(0), data()["x"])["params"]
+    states = {}
+
+    def of_matrix(name, grad):
+        turned = grad.T if grad.shape[0] > grad.shape[1] else grad
+        update, states[name] = inner.update(turned, states.get(name) or inner.init(turned))
+        return update.T if grad.shape[0] > grad.shape[1] else update
+
+    def of_leaf(path, grad):
+        name = jax.tree_util.keystr(path)
+        if "kernel" not in name:
+            return grad
+        if grad.ndim == 2:
+            return of_matrix(name, grad)
+        return jnp.stack([of_matrix(f"{name}{layer}", one) for layer, one in enumerate(grad)])
+
+    for _ in range(steps):
+        grads = jax.jit(jax.grad(mean_loss), static_argnums=1)(params, model.apply, data())
+        updates = jax.tree_util.tree_map_with_path(of_leaf, grads)
+        params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
+    return params
+
+
+@cache
+def three_steps_of_shampoo():
+    return trained(mesh_of(2, 4), skip_nonfinite(transform(shampoo)))
+
+
+def test_shampoo_is_that_of_each_matrix_on_one_device():
+    got, want = whole(three_steps_of_shampoo()), by_hand(shampoo)
+    assert_same_params(got, want, 1e-4)  # eigenvectors of Gram matrices: ten times their rounding
+    plainly = whole(trained(mesh_of(1, 1), optax.sgd(RATE), wrap=plain))  # guard: it does something else
+    assert np.abs(plainly["Dense_0"]["kernel"] - want["Dense_0"]["kernel"]).max() > 1e-3
+
+
+def whole(state):
+    return map_leaves(leaf_value, state.params)
+
+
+def test_soap_trains_on_shards():
+    """Of a Gram matrix that is near to singular no basis is unique, so that only the loss can be compared."""
+    mesh = mesh_of(2, 4)
+    states = [trained(mesh, transform(soap), steps=steps) for steps in (0, 8)]
+    first, last = (float(mean_loss(whole(state), Model().apply, data())) for state in states)
+    assert last < 0.7 * first
+
+
+def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
+    """Six kernels of 16 x 32 on four devices: two places on each, of which two are left over, and are not saved."""
+    state = three_steps_of_shampoo()
+    left, _ = state.opt_state.inner_state[0].of_owners["16x32"]
+    assert left.names == ("fsdp", None, None) and left.value.shape == (8, 16, 16) and left.true_sizes[0] == 6
+    assert left.value.sharding.spec == P("fsdp")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        model, x, tx = Model(wrap=fsdp), data()["x"], skip_nonfinite(transform(shampoo))
+        on_eight = {"batch_axes": AXES, "whole_ok": True}
+        restored = checkpointer.restore(
+            abstract_train_state(model, tx, mesh_of(1, 8), jax.random.key(0), x, **on_eight)
+        )
+    of_other, _ = restored.opt_state.inner_state[0].of_owners["16x32"]
+    np.testing.assert_array_equal(np.asarray(of_other.value)[:6], np.asarray(left.value)[:6])
+    assert len(of_other.value.sharding.device_set) == 8
+
+
+def test_stacks_that_are_split_unevenly_are_refused():
+    """Three layers on each of two devices, whose four owners of a matrix they do not fill."""
+    tx = on_whole_matrices(shampoo(), {"w": MuonDimensionNumbers(1, 2)})
+    params = {"w": Sharded(jnp.ones((6, 8, 8)), ("dp", "fsdp", None))}
+    with pytest.raises(ValueError, match=r"'w' has 3 matrices on each of 2 parts.*the 4 devices"):
+        jax.eval_shape(on_mesh(tx.init, mesh_of(2, 4), False, (P("dp", "fsdp"),), P()), params)

@@ -1,0 +1,33 @@
+"""The lint's rules about optimizers: what a compiler makes of a rule that needs whole matrices, of which it has shards.
+
+``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared among
+devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix.
+"""
+
+import re
+from collections.abc import Iterator
+
+from xlstm_jax.distributed.forecast.linting.step import Finding, Step, sum_wire_bytes
+from xlstm_jax.wording import format_bytes, format_fraction
+
+MIN_SHARED_BYTES = 2**20
+_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
+
+
+def shared_matrix_products(step: Step) -> Iterator[Finding]:
+    """Collectives that serve matrix products outside of ``shard_map``."""
+    found = [c for c in step.forecast.collectives if "shard_map" not in c.op_name and _PRODUCT.search(c.op_name)]
+    sent = sum_wire_bytes(found)
+    if sent < MIN_SHARED_BYTES:
+        return
+    fraction = format_fraction(sent / step.forecast.wire_bytes)
+    yield Finding(
+        "shared-matrix-product",
+        "the optimizer",
+        f"multiplies matrices of which each device has shards: {sum(c.count for c in found)} collectives within its "
+        f"matrix products, {format_bytes(sent)} per device, {fraction} of the step's traffic, and work that devices "
+        "do more than once.",
+        "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs "
+        "whole matrices: each device then updates whole ones of its own.",
+        round(sent),
+    )

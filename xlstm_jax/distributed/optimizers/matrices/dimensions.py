@@ -1,0 +1,257 @@
+"""Which leaves are matrices of a linear map: one pure function of paths and shapes.
+
+  kernel     2048 x 8192            a matrix
+  kernel     24 x 2048 x 8192       24 of them, where the module's norms or biases have a dim of 24 in front too
+  kernel     2048 x 16 x 128        one of 2048 x (16 x 128), where its bias is 16 x 128: outputs are what has a bias
+  embedding                         a table that is looked up, and so no linear map
+  outputs as many as its rows       the output layer, where its module stands beside that of the embedding
+  fewer than two dims               vectors
+
+What this does not settle is refused: a kernel of three dims and more with neither bias nor norms beside it.
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from optax.contrib import MuonDimensionNumbers
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.axes import entry_axes, size_if_bound
+from xlstm_jax.wording import kind_of, listed
+
+# What Flax names by these is a vector in a model that is not stacked, and a table.
+_VECTORS = ("bias", "scale")
+_TABLE = "embed"
+_KERNEL = "kernel"
+
+Shape = tuple[int, ...]
+Overrides = Mapping[str, MuonDimensionNumbers | None]
+
+
+@dataclass(frozen=True)
+class MatrixChoice:
+    """What a leaf is taken for.
+
+    Attributes:
+      path: of the leaf.
+      shape: global, without padding.
+      dims: which dims the matrix has, those left over counting matrices; None where it is none.
+      reason: why, in words.
+    """
+
+    path: str
+    shape: Shape
+    dims: MuonDimensionNumbers | None
+    reason: str
+
+    @property
+    def matrix(self) -> Shape:
+        """Rows and columns of each matrix; () where there is none."""
+        return tuple(math.prod(self.shape[dim] for dim in dims) for dims in self._axes)
+
+    @property
+    def count(self) -> int:
+        """How many matrices; 0 where there is none."""
+        return math.prod(self.shape) // math.prod(self.matrix) if self.dims else 0
+
+    @property
+    def _axes(self) -> tuple[Shape, ...]:
+        return normalized(self.dims, len(self.shape)) if self.dims else ()
+
+
+def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
+    """Dims of the inputs and of the outputs as tuples of numbers that are not negative.
+
+    >>> normalized(optax.contrib.MuonDimensionNumbers(-3, (-2, -1)), 3)
+    ((0,), (1, 2))
+    """
+    each = ((dim,) if isinstance(dim, int) else tuple(dim) for dim in dims)
+    inputs, outputs = (tuple(dim % ndim if -ndim <= dim < ndim else dim for dim in side) for side in each)
+    return inputs, outputs
+
+
+def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], PyTree]:
+    """Says of every leaf whether it is a matrix, and along which dims: what ``muon`` goes by.
+
+    >>> layers = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}}  # by nn.scan
+    >>> found = matrix_dimensions({"w": None})({"layers": layers, "w": jnp.ones((8, 8))})
+    >>> found["layers"]["up"]["kernel"], found["layers"]["norm"]["scale"], found["w"]
+    (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), None, None)
+
+    Args:
+      overrides: by path, or by a pattern of paths as ``*/query/kernel``, the dims of a leaf's matrix, or None for a
+        leaf that is none. The first pattern that fits a leaf decides.
+    Returns:
+      A function of the parameters, boxed or not, whole or shards, that returns a tree with an
+      ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims that it does not name count matrices.
+    Raises:
+      ValueError: (the function) a pattern fits no leaf; dims are none of the leaf's; or nothing tells which dims of a
+        kernel are its inputs. Names the leaf, its shape and the cure.
+    """
+
+    def dimensions(params: PyTree) -> PyTree:
+        chosen = choose_matrices(whole_shapes(params), overrides)
+        return boxes.map_leaves_with_path(lambda path, leaf: chosen[path].dims, params)
+
+    return dimensions
+
+
+def whole_shapes(tree: PyTree) -> dict[str, Shape]:
+    """Global shapes by path, without padding; also of shards inside ``shard_map``."""
+
+    def shape(leaf: Any) -> Shape:
+        counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in boxes.leaf_names(leaf)]
+        sizes = zip(boxes.leaf_value(leaf).shape, counts, boxes.true_sizes(leaf), strict=True)
+        return tuple(size * count if true is None else true for size, count, true in sizes)
+
+    return {path: shape(leaf) for path, leaf in boxes.leaves_with_path(tree)}
+
+
+def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
+    """What each leaf is taken for, by path; see ``matrix_dimensions``."""
+    overrides = _checked(overrides or {}, shapes)
+
+    def choice(path: str, shape: Shape) -> MatrixChoice:
+        given = [pattern for pattern in overrides if fnmatch.fnmatchcase(path, pattern)]
+        if given:
+            dims = overrides[given[0]]
+            return MatrixChoice(path, shape, dims, f"given for {given[0]!r}")
+        return MatrixChoice(path, shape, *_by_rule(path, shape, shapes))
+
+    return {path: choice(path, shape) for path, shape in shapes.items()}
+
+
+def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[MuonDimensionNumbers | None, str]:
+    name, ndim = _name(path), len(shape)
+    if name in _VECTORS:
+        return None, f"a {name} is a vector"
+    if _is_table(path):
+        return None, "a table that is looked up"
+    stacked = _stacked_dims(path, shapes)
+    own = shape[stacked:]
+    if min(map(len, (own, [size for size in own if size > 1]))) < 2:
+        return None, "a vector"
+    bias = shapes.get(_beside(path, "bias"), ())[stacked:]
+    outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
+    if len(own) > 2 and name != _KERNEL:
+        return None, f"of {len(own)} dims, and named {name!r}: nothing says which are inputs"
+    if len(own) > 2 and not bias:
+        raise ValueError(_unsettled(path, shape, stacked))
+    split = ndim - outputs
+    if table := _vocabulary(path, math.prod(shape[split:]), shapes):
+        return None, f"the output layer: {math.prod(shape[split:])} outputs, as {table!r} has rows"
+    return MuonDimensionNumbers(tuple(range(stacked, split)), tuple(range(split, ndim))), _why(stacked, outputs, own)
+
+
+def _vocabulary(path: str, outputs: int, shapes: Mapping[str, Shape]) -> str | None:
+    """The table of as many rows as a matrix has outputs, in a module beside that of the matrix."""
+    tables = [found for found in shapes if _is_table(found) and len(shapes[found]) == 2]
+    return next((t for t in tables if shapes[t][0] == outputs and _around(t) == _around(path)), None)
+
+
+def _why(stacked: int, outputs: int, own: Shape) -> str:
+    why = "a matrix" if len(own) == 2 else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
+    return f"{why}, one for each layer" if stacked else why
+
+
+def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
+    """How many dims in front of a leaf count layers: those that all leaves of a module around it have in common.
+
+    The proof is a vector among them that has these dims too: a norm's scale or a bias of two dims.
+    """
+    parts, most = path.split("/"), 0
+    for depth in range(len(parts)):
+        within = [(p, s) for p, s in shapes.items() if p.split("/")[:depth] == parts[:depth]]
+        for proof, vector in within:
+            dims = len(vector) - 1
+            if _proves(proof, vector, shapes) and all(shape[:dims] == vector[:dims] for _, shape in within):
+                most = max(most, dims)
+    return most
+
+
+def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a leaf is a vector for each layer. The bias of a kernel with several output dims is none: 16 x 128."""
+    if _name(path) not in _VECTORS or len(shape) < 2:
+        return False
+    kernel = shapes.get(_beside(path, _KERNEL))
+    return kernel is None or kernel[: len(shape) - 1] == shape[:-1]
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _around(path: str) -> list[str]:
+    """The names above the module of a leaf."""
+    return path.split("/")[:-2]
+
+
+def _beside(path: str, name: str) -> str:
+    return f"{path.rpartition('/')[0]}/{name}".lstrip("/")
+
+
+def _is_table(path: str) -> bool:
+    return _TABLE in _name(path).lower()
+
+
+def _unsettled(path: str, shape: Shape, stacked: int) -> str:
+    outputs = tuple(range(stacked + 1, len(shape)))
+    return (
+        f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
+        "inputs, its outputs, or layers. Say so: muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
+        f"'{path}': MuonDimensionNumbers({stacked}, {outputs})}})), or None in its place, for AdamW."
+    )
+
+
+def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
+    for pattern, dims in overrides.items():
+        fitting = fnmatch.filter(shapes, pattern)
+        if not fitting:
+            raise ValueError(
+                f"matrix_dimensions: {pattern!r} fits none of the {len(shapes)} leaves, as {listed(list(shapes)[:3])}."
+            )
+        for path in fitting:
+            check_dims(path, shapes[path], dims)
+    return overrides
+
+
+def check_dims(path: str, shape: Shape, dims: Any) -> None:
+    """Raises where ``dims`` are no dims of a matrix in a leaf: a ``TypeError``, or a ``ValueError`` with the leaf."""
+    if dims is None:
+        return
+    if not isinstance(dims, MuonDimensionNumbers):
+        raise TypeError(f"{path!r}: pass optax.contrib.MuonDimensionNumbers(inputs, outputs), not {kind_of(dims)}.")
+    inputs, outputs = normalized(dims, len(shape))
+    both = (*inputs, *outputs)
+    if not (inputs and outputs) or len(set(both)) < len(both) or not set(both) <= set(range(len(shape))):
+        raise ValueError(
+            f"{path!r} of shape {shape} is labelled as a matrix with inputs along {inputs} and outputs along "
+            f"{outputs}, and has the dims {tuple(range(len(shape)))}: name at least one for each, and none twice."
+        )
+
+
+def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
+    """The choices by path from what ``muon`` is given: a tree or a prefix of one, a function, one value, or None."""
+    shapes = whole_shapes(params)
+    if given is None:
+        return choose_matrices(shapes)
+    tree = given(params) if callable(given) else given
+    found, _ = boxes.flatten_with_path(_each_leaf(tree, params), (MuonDimensionNumbers, type(None)))
+    choices = {}
+    for path, dims in ((path, dims) for path, dims in found if path in shapes):
+        check_dims(path, shapes[path], dims)
+        choices[path] = MatrixChoice(path, shapes[path], dims, "as given")
+    return choices
+
+
+def _each_leaf(tree: PyTree, params: PyTree) -> PyTree:
+    """Dims for each leaf from dims for each leaf or subtree."""
+    prefix, treedef = boxes.flatten_with_path(tree, (MuonDimensionNumbers, type(None)))
+    below: Sequence[Any] = treedef.flatten_up_to(params)
+    each = [boxes.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
+    return jax.tree.unflatten(treedef, each)

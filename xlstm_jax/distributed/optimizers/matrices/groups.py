@@ -1,0 +1,219 @@
+"""Which matrices travel together, and which devices own them: decided from shapes and axes alone.
+
+Matrices of one form, turned so that the shorter side comes first, are a group: it is stacked, sent by one all-to-all,
+updated as one batch, and sent back. With M matrices in a group and D devices every device owns ceil(M / D) places;
+places that are left over hold zeros.
+
+Devices are those along the axes that split the matrices. Along other axes every device has the same shards; the fewest
+of these axes are taken in that make each device's part of the work the smallest, so that with fewer matrices than
+devices they are owned along a part of the mesh and the rest of it does the same work.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from optax.contrib import MuonDimensionNumbers
+
+from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, normalized
+
+Axes = tuple[str, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """What matrices have in common that travel together. Dims are in the order: those of the shorter side, the others.
+
+    Attributes:
+      short, long: sizes of the dims of each side; true ones, without padding.
+      stored: sizes of all these dims with padding.
+      splits: (dim, axes) for each dim that is split.
+      stack_axes: axes that split the matrices of a stack; along them devices have other matrices.
+      dtype: of the values.
+    """
+
+    short: Shape
+    long: Shape
+    stored: Shape
+    splits: tuple[tuple[int, Axes], ...]
+    stack_axes: Axes
+    dtype: str
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.short)
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.long)
+
+    @property
+    def split_axes(self) -> Axes:
+        return tuple(axis for _, axes in self.splits for axis in axes)
+
+
+@dataclass(frozen=True)
+class MatrixLeaf:
+    """A leaf of a group: ``order`` has the leaf's dims as stack, shorter side, longer side; ``stack`` sizes here."""
+
+    path: str
+    order: tuple[int, ...]
+    stack: Shape
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.stack)
+
+
+@dataclass(frozen=True)
+class MatrixGroup:
+    """Matrices that travel together, and who owns them.
+
+    Attributes:
+      form: of each matrix.
+      leaves: whose matrices they are, in order.
+      copies: axes along which devices have equal shards, and share the work.
+      copies_dim: the dim that these split further; None where there are none.
+      axes: along which the owners stand, in the order of the mesh, the first being the outermost.
+      owners: devices that share the work; ``per_owner`` is the number of places of each.
+      first: the place of its first matrix.
+    """
+
+    form: MatrixForm
+    leaves: tuple[MatrixLeaf, ...]
+    copies: Axes
+    copies_dim: int | None
+    axes: Axes
+    owners: int
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.form.rows}x{self.form.columns}"
+
+    @property
+    def count(self) -> int:
+        """How many matrices, of which all these devices have shards."""
+        return sum(leaf.count for leaf in self.leaves)
+
+    @property
+    def per_owner(self) -> int:
+        return -(-self.count // self.owners)
+
+    @property
+    def splits(self) -> tuple[tuple[int, Axes], ...]:
+        """(dim, axes) of what travels, the shared copies included, the innermost."""
+        if self.copies_dim is None:
+            return self.form.splits
+        by_dim = dict(self.form.splits)
+        by_dim[self.copies_dim] = (*by_dim.get(self.copies_dim, ()), *self.copies)
+        return tuple(sorted(by_dim.items()))
+
+    @property
+    def split_axes(self) -> Axes:
+        """The axes of all splits, in the order of the dims, and within a dim the outermost first."""
+        return tuple(axis for _, axes in self.splits for axis in axes)
+
+
+def matrix_leaf(
+    choice: MatrixChoice,
+    dims: MuonDimensionNumbers,
+    local: Shape,
+    names: Sequence[AxisEntry],
+    sizes: Mapping[str, int],
+    dtype: str,
+    any_order: bool,
+) -> tuple[MatrixForm, MatrixLeaf]:
+    """A leaf with shards of shape ``local`` on a mesh of ``sizes``, as the matrices that it is.
+
+    With ``any_order`` slices may be put together in another order than they lie in, so that leaves that are split over
+    the same axes in different orders have one form: the rule must not depend on the order of rows and columns.
+    """
+    ndim = len(local)
+    inputs, outputs = normalized(dims, ndim)
+    if math.prod(choice.shape[dim] for dim in inputs) > math.prod(choice.shape[dim] for dim in outputs):
+        inputs, outputs = outputs, inputs
+    stack = tuple(dim for dim in range(ndim) if dim not in (*inputs, *outputs))
+    spread = [tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in names]
+    stored = [size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(local, spread, strict=True)]
+    sides = (*inputs, *outputs)
+    if any_order:
+        padded = [dim for dim in sides if stored[dim] != choice.shape[dim]]
+        spread = [axes if dim in padded else _in_order(axes, sizes) for dim, axes in enumerate(spread)]
+    form = MatrixForm(
+        short=tuple(choice.shape[dim] for dim in inputs),
+        long=tuple(choice.shape[dim] for dim in outputs),
+        stored=tuple(stored[dim] for dim in sides),
+        splits=tuple((i, spread[dim]) for i, dim in enumerate(sides) if spread[dim]),
+        stack_axes=tuple(axis for dim in stack for axis in spread[dim]),
+        dtype=dtype,
+    )
+    return form, MatrixLeaf(choice.path, (*stack, *sides), tuple(local[dim] for dim in stack))
+
+
+def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
+    return tuple(axis for axis in sizes if axis in axes)
+
+
+def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
+    """The groups, those with the most work first, so that there is something to do while the others travel."""
+    by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
+    for form, leaf in leaves:
+        by_form[form].append(leaf)
+    groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
+    return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
+
+
+def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
+    """The groups in rounds: those of a round that have fewer matrices than owners have different ones.
+
+    The devices that one leaves idle work on the others, so that a round takes as long as its largest matrix does. Only
+    for rules whose owners keep nothing: where a matrix is depends on the other groups.
+    """
+    rounds: list[list[MatrixGroup]] = []
+    for group in groups:
+        fitting = [found for found in rounds if _fits(group, found)]
+        if fitting:
+            last = fitting[0][-1]
+            fitting[0].append(replace(group, first=last.first + last.count))
+        else:
+            rounds.append([group])
+    return rounds
+
+
+def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
+    alike = (group.axes, group.form.stack_axes) == (found[0].axes, found[0].form.stack_axes)
+    return alike and sum(other.count for other in found) + group.count <= group.owners
+
+
+def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
+    form = group.form
+    own = (*form.split_axes, *form.stack_axes)
+    alone = replace(
+        group,
+        axes=_in_order(form.split_axes, sizes),
+        owners=math.prod(sizes[axis] for axis in form.split_axes),
+    )
+    others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in own)
+    shared = [_with_copies(alone, others[:n], sizes) for n in range(1, len(others) + 1)]
+    small = group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE  # done sooner than sent
+    candidates = [alone] if small else [alone, *(found for found in shared if found is not None)]
+    return min(candidates, key=lambda found: (found.per_owner, found.owners))
+
+
+def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
+    """The group with these axes among its owners', if their devices divide a dim of the shards."""
+    count, by_dim = math.prod(sizes[axis] for axis in copies), dict(group.form.splits)
+    local = [
+        size // math.prod(sizes[axis] for axis in by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored)
+    ]
+    fitting = [dim for dim, size in enumerate(local) if size % count == 0]
+    if not fitting:
+        return None
+    dim = max(fitting, key=lambda dim: local[dim])
+    axes = _in_order((*group.axes, *copies), sizes)
+    return replace(group, copies=copies, copies_dim=dim, axes=axes, owners=group.owners * count)

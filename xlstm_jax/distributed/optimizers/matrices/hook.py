@@ -1,0 +1,126 @@
+"""Any rule of optax that needs whole matrices: it runs on their owners, which keep its state."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel.axes import axes_entry
+from xlstm_jax.distributed.data_parallel.communication import dtype_name
+from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
+from xlstm_jax.distributed.optimizers.matrices.layout import (
+    Owned,
+    Place,
+    Values,
+    map_groups,
+    named_groups,
+    place_of,
+    tell,
+)
+from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_owners
+
+
+class OnWholeMatricesState(NamedTuple):
+    """By group of matrices the state of the inner rule, each leaf with a dim of matrices in front."""
+
+    of_owners: dict[str, PyTree]
+
+
+def on_whole_matrices(
+    tx: optax.GradientTransformation,
+    dimension_numbers: Any = None,
+    *,
+    exchange_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformation:
+    """Runs an optax rule for one matrix on every matrix of a tree, each whole on the device that owns it.
+
+    For rules that look across a matrix and keep what is not of its shape: Shampoo, SOAP, projections. Every matrix
+    comes as an array of two dims, no more rows than columns (its transpose otherwise), and has a state of its own,
+    which its owner keeps. Leaves that are no matrices pass through as they are.
+
+    >>> tx = optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-1.0))
+    >>> params = {"kernel": jnp.full((2, 3, 4), 2.0), "norm": {"scale": jnp.ones((2, 3))}}  # two layers
+    >>> updates, _ = tx.update(params, tx.init(params))
+    >>> updates["kernel"][0, 0, 0], updates["norm"]["scale"][0, 0]  # 12 entries of 2, the norm of which is 48 ** 0.5
+    (Array(-0.28867513, dtype=float32), Array(-1., dtype=float32))
+
+    Args:
+      tx: a rule of one matrix. It is initialised on zeros, and gets no parameters: put weight decay behind this.
+      dimension_numbers: which leaves are matrices; as for ``muon``.
+      exchange_dtype: in which updates travel; as for ``muon``.
+    Returns:
+      The transform, for ``make_train_step``, inside ``shard_map`` on boxed trees, or on one device.
+    Raises:
+      ValueError: (in ``init`` and ``update``) what ``matrix_dimensions`` raises; or layers that are split over devices
+        are no multiple of those that share each, so that no state of theirs can be split evenly.
+      TypeError: ``tx`` is no transform, or ``exchange_dtype`` no dtype.
+    """
+    check_transform(tx, "on_whole_matrices")
+    dtype = dtype_name(exchange_dtype, "exchange_dtype")
+
+    def init(params: PyTree) -> OnWholeMatricesState:
+        choices = choices_of(dimension_numbers, params)
+        tell("on_whole_matrices", params, choices, any_order=False)
+        place = place_of(params)
+        groups = named_groups(place.groups(choices, any_order=False))
+        return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
+        updates, kept = map_groups(partial(_of_groups, tx, dtype), updates, choices, state.of_owners)
+        return updates, OnWholeMatricesState(kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
+    """The state of all matrices of a group at its start: of this device's inside ``shard_map``, else of all."""
+    axes = (*group.form.stack_axes, *group.axes)
+    stacks = 1
+    for axis in group.form.stack_axes:
+        stacks *= place.sizes[axis]
+    left_over = group.per_owner * group.owners - group.count
+    if left_over and stacks > 1:
+        raise ValueError(
+            f"on_whole_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of the "
+            f"mesh, which the {group.owners} devices of a part do not divide. Split the leaf along another dim."
+        )
+    places = group.per_owner * (1 if place.mesh is None else group.owners * stacks)
+    zeros = jnp.zeros((places, group.form.rows, group.form.columns), group.form.dtype)
+    state = jax.vmap(tx.init)(collectives.to_varying(zeros, axes) if place.mesh is None and axes else zeros)
+
+    def boxed(leaf: jax.Array) -> Any:
+        sizes = (group.count, *[None] * (leaf.ndim - 1)) if left_over else ()
+        return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), true_sizes=sizes) if axes else leaf
+
+    if place.mesh is None and axes:
+        state = collectives.to_varying(state, axes)
+    return jax.tree.map(boxed, state)
+
+
+def _of_groups(
+    tx: optax.GradientTransformation,
+    exchange_dtype: str | None,
+    groups: Sequence[MatrixGroup],
+    values: Values,
+    state: Mapping[str, PyTree],
+) -> tuple[Values, dict[str, PyTree]]:
+    new: Values = {}
+    kept = {}
+    update: Any = jax.vmap(tx.update)
+    for name, group in named_groups(groups).items():
+        with jax.named_scope(f"whole_{group.name}"):
+            matrices = to_owners(group, values, exchange_dtype)
+            updates, new_state = update(matrices, boxes.unbox(state[name]))
+            new |= from_owners(group, updates, exchange_dtype)
+        kept[name] = boxes.map_leaves(boxes.rebox, state[name], new_state)
+    return new, kept

@@ -1,0 +1,80 @@
+"""What a plan says of optimizers that need whole matrices: which there are, who owns them, why others are none."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from xlstm_jax.distributed.optimizers.matrices.layout import Told
+from xlstm_jax.wording import listed, path_pattern, rich_table
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """Matrices of one form, or leaves that are none for one reason.
+
+    Attributes:
+      rule: of the optimizer, as "muon".
+      leaves: paths.
+      count: how many matrices; 0 where the leaves are none.
+      rows, columns: of each, rows being the shorter side; 0 where the leaves are none.
+      owners: devices that share the work, each with ``per_owner`` places; the other devices do the same work again.
+      reason: why the leaves are no matrices, "" where they are.
+
+    >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
+    24 matrices of 2048 x 8192, muon: 2 places on each of 16 owners, 25% of them idle
+    """
+
+    rule: str
+    leaves: tuple[str, ...]
+    count: int
+    rows: int
+    columns: int
+    owners: int
+    per_owner: int
+    reason: str
+
+    @property
+    def idle_fraction(self) -> float:
+        """Of the owners' places those that hold no matrix, and cost as much as the others: 0 to 1."""
+        return 1 - self.count / (self.owners * self.per_owner) if self.count else 0.0
+
+    def __str__(self) -> str:
+        if not self.count:
+            return f"no matrices: {self.reason}"
+        what = f"{self.count} matrices" if self.count > 1 else "1 matrix"
+        places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
+        idle = f", {self.idle_fraction:.0%} of them idle" if self.idle_fraction else ""
+        return f"{what} of {self.rows} x {self.columns}, {self.rule}: {places} on each of {self.owners} owners{idle}"
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "MatrixPlan":
+        return cls(**{**fields, "leaves": tuple(fields["leaves"])})
+
+
+def matrix_plans(told: Iterable[Told]) -> tuple[MatrixPlan, ...]:
+    """Of each optimizer the forms of its matrices, those with the most work first, and what it takes for none."""
+    plans = []
+    for one in told:
+        for group in one.groups:
+            leaves = tuple(leaf.path for leaf in group.leaves)
+            # All that there are: where layers are split over devices, a group has those of one part of the mesh.
+            parts = sum(one.choices[path].count for path in leaves) // group.count
+            size = (group.form.rows, group.form.columns)
+            plans.append(
+                MatrixPlan(one.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
+            )
+        by_reason = defaultdict(list)
+        for path, choice in one.choices.items():
+            if not choice.dims:
+                by_reason[choice.reason].append(path)
+        plans += [MatrixPlan(one.rule, tuple(paths), 0, 0, 0, 0, 0, why) for why, paths in by_reason.items()]
+    return tuple(plans)
+
+
+def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
+    """A line for each form of matrices, and for each reason of leaves that are none."""
+    rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
+    return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
