@@ -263,6 +263,7 @@ ERRORS = {
     "plan --mesh fsdp=8 --diff nowhere.json": ("training", "No such file", "plan ... --json > nowhere.json`"),
     "forecast --topology v9:2x2": ("training", "topology='v9:2x2'", "For 256 chips"),
     "forecast --mesh fsdp=8 --minibatches 0": ("training", "'0' is no positive number", "--help"),
+    "forecast --mesh fsdp=8 --compiler-options all": ("training", "'all'", "auto"),
     "forecast --mesh fsdp=8 --minibatches 3": ("training", "num_minibatches=3", "16"),
     "lint --mesh fsdp=8 --rules exposed": ("training", "no rule 'exposed'", "exposed-collective"),
     "fit --budget 3": ("training", "required: --topology", "--help"),
@@ -455,6 +456,8 @@ def test_a_forecast_for_gpus_lays_one_axis_across_hosts(command):
     found = Forecast.from_json(out)
     assert (code, found.platform, found.topology) == (0, "gpu", "h200:2x4") and found.fits
     assert found.axis_sizes == {"fsdp_host": 2, "fsdp_device": 4} and found.wire_bytes > 0
+    _, out, _ = command("forecast --topology h200:2x4 --json --compiler-options auto")
+    assert Forecast.from_json(out).collectives != found.collectives
 
 
 @NEEDS_LIBTPU

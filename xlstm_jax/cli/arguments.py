@@ -155,6 +155,13 @@ def _add_minibatches(command: Parser) -> None:
     )
 
 
+def _add_compiler_options(command: Parser) -> None:
+    command.add_argument(
+        "--compiler-options", choices=("auto",), metavar="auto",
+        help="compile with the options that hide collectives on the topology's chip; by default without any",
+    )  # fmt: skip
+
+
 def _add_cache(command: Parser) -> None:
     command.add_argument(
         "--no-cache", action="store_true",
@@ -183,6 +190,7 @@ def _add_forecast(commands: Commands) -> None:
     command = _add(commands, "forecast", text, "it does not fit")
     _add_training(command, topology="without it, simulated CPU devices: collectives alone")
     _add_minibatches(command)
+    _add_compiler_options(command)
     _add_cache(command)
     command.add_argument("--out", metavar="picture.png", help="draw memory and time")
 
@@ -206,6 +214,7 @@ def _add_lint(commands: Commands) -> None:
     command = _add(commands, "lint", text, "there are findings")
     _add_training(command, topology="without it, simulated CPU devices, whose schedule is another")
     _add_minibatches(command)
+    _add_compiler_options(command)
     _add_cache(command)
     command.add_argument(
         "--rules", type=lambda text: text.split(","), metavar="name,...", help="those that count; by default all"

@@ -150,7 +150,8 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[s
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
     cache = _cache(args)
-    compiled = forecast(step, *abstract, topology=args.topology, tokens=workload.tokens, cache=cache or False)
+    options: dict[str, Any] = {"tokens": workload.tokens, "compiler_options": args.compiler_options}
+    compiled = forecast(step, *abstract, topology=args.topology, cache=cache or False, **options)
     return compiled, _plan(workload, mesh), _kept(cache) if args.topology else []
 
 
