@@ -34,7 +34,7 @@ from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size, language_model
 from benchmarks.limits import Counts
 from benchmarks.models import BLOCKS, LanguageModel
-from benchmarks.xla_flags import BEST_FOR_JIT, BEST_FOR_OURS, at_once
+from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
     "ours": Case("ours", "staged", options=OURS),
     "ours, options": Case("ours", "staged", tuned=True, options=OURS),
     "ours, best options": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS),
-    "ours, ahead": Case("ours", "staged", xla_options=at_once(8), options=OURS | {"prefetch": True}),
+    "ours, ahead": Case("ours", "staged", xla_options=BEST_AHEAD, options=OURS | {"prefetch": True}),
     "ours, one order": Case("ours", "staged", options=OURS, one_order=True),
     "ours, float32": Case("ours", "staged", options=REMAT),
     "ours, chunked head": Case("ours", "staged", options=OURS | {"chunked_head": True}),

@@ -7,21 +7,15 @@ nothing else is said. Times are those of rooflines and of NCCL's own latencies; 
 hold is marked so, with the figure, and strictly: the day it holds, the mark must go.
 """
 
-import functools
-import os
-from pathlib import Path
-
 import pytest
 
-from benchmarks import memory, traffic
-from tests.compiled_cases import compiled
 from tests.support import NEEDS_CUDA_PLUGIN
 
 pytestmark = [pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]
 
 H100 = "h100:32x8"
 TOPOLOGIES = (H100, "h200:16x8", "b200:8x8")
-OURS, JIT = "ours, best options", "jit, best options"
+OURS, AHEAD, JIT = "ours, best options", "ours, ahead", "jit, best options"
 EVERY = [(size, topology) for size in ("1.3B", "7B") for topology in TOPOLOGIES]
 of_every = pytest.mark.parametrize("size, topology", EVERY)
 
@@ -43,20 +37,6 @@ of_hidden = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """``found(size, topology, case, ...)``: (of memory, of traffic), each case compiled once."""
-    kept = Path(os.environ.get("KEPT") or tmp_path_factory.mktemp("kept"))
-
-    @functools.cache
-    def of(size, topology, *cases):
-        there = compiled(kept, size, topology, cases)
-        chosen = {case: there[case] for case in cases}
-        return tuple(module.measured(size, topology, chosen)["cases"] for module in (memory, traffic))
-
-    return of
 
 
 # -------------------------------------------------------------------------------------------------------------- traffic
@@ -106,6 +86,16 @@ def test_the_share_hidden_is_1_8_of_that_of_jit(found, size, topology):
 def test_by_bandwidth_alone_waiting_takes_at_most_half_too(found):
     _, sent = found("1.3B", H100, OURS, JIT)
     assert sent[OURS]["exposed_by_bandwidth_seconds"] <= 0.5 * sent[JIT]["exposed_by_bandwidth_seconds"]
+
+
+@pytest.mark.parametrize("topology, hidden", [(H100, 0.87), ("h100:8x8", 0.90), ("b200:8x8", 0.83)])
+def test_with_layers_gathered_ahead_it_waits_half_as_long_by_bandwidth_alone(found, topology, hidden):
+    """A quarter as long with latency; of the bytes nearly all have products beside them that take as long."""
+    _, sent = found("1.3B", topology, AHEAD, JIT)
+    assert sent[AHEAD]["exposed_by_bandwidth_seconds"] <= 0.5 * sent[JIT]["exposed_by_bandwidth_seconds"]
+    assert sent[AHEAD]["exposed_seconds"] <= 0.25 * sent[JIT]["exposed_seconds"]
+    assert sent[AHEAD]["hidden_share"] >= hidden
+    assert sent[AHEAD]["wire_bytes"] <= 1.005 * sent[JIT]["wire_bytes"]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -9,19 +9,15 @@ Not part of the normal suite. All figures are read from compiled programs; the o
 """
 
 import dataclasses
-import functools
-import os
-from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import baselines, compile_time, limits, memory, traffic
+from benchmarks import baselines, compile_time, limits, traffic
 from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
-from tests.compiled_cases import compiled
 from tests.gpu.compiled_text import instructions
 from xlstm_jax.distributed.forecast import forecast, parse_topology
 from xlstm_jax.distributed.training.state import jitted_init
@@ -41,20 +37,6 @@ of_smaller = pytest.mark.parametrize("size, topology", SMALLER)
 def by_chip(topology, **values):
     """The value for the topology's chip."""
     return values[topology.split(":")[0]]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """``found(size, topology, case)``: (of memory, of traffic), each case compiled once."""
-    kept = Path(os.environ.get("KEPT") or tmp_path_factory.mktemp("kept"))
-
-    @functools.cache
-    def of(size, topology, *cases):
-        there = compiled(kept, size, topology, cases)
-        chosen = {case: there[case] for case in cases}
-        return tuple(module.measured(size, topology, chosen)["cases"] for module in (memory, traffic))
-
-    return of
 
 
 # -------------------------------------------------------------------------------------------------------------- traffic

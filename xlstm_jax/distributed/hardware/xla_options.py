@@ -24,6 +24,9 @@ from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
+APART = (
+    2**20
+)  # bytes up to which GPUs combine scatters; by default the last ones of a step are combined, and waited for
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
 
@@ -35,8 +38,8 @@ def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, A
 
     Args:
       device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
-      pipelined: whether the compiler begins gathers in loops a layer ahead. False: with ``scan_layers(prefetch=True)``,
-        which does so itself.
+      pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which does so
+        itself, and scatters a layer later.
     Returns:
       A new dict, which the caller may change; {} for a CPU, on which nothing is asynchronous.
     Raises:
@@ -45,9 +48,8 @@ def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, A
     if device_kind == CPU:
         return {}
     if device_kind.startswith(GPUS):
-        return {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE} | (
-            _gpu_pipelining() if pipelined else {}
-        )
+        at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE}
+        return at_once | (_gpu_pipelining() if pipelined else {"xla_gpu_reduce_scatter_combine_threshold_bytes": APART})
     chip = chip_of(device_kind)
     if chip is None or chip.xla_options is None:
         kinds = sorted(kind for chip in CHIPS.values() if chip.xla_options for kind in chip.device_kinds)
