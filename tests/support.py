@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import flax.linen as nn
@@ -30,6 +31,7 @@ def _lacks_cuda_plugin() -> str:
     return ""
 
 
+NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 NEEDS_CUDA_PLUGIN = pytest.mark.skipif(bool(_lacks_cuda_plugin()), reason=_lacks_cuda_plugin())
 
 

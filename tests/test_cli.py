@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import pytest
 
 import xlstm_jax
-from tests.support import NEEDS_CUDA_PLUGIN
+from tests.support import NEEDS_CUDA_PLUGIN, NEEDS_LIBTPU
 from tests.test_planner import Job
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
@@ -42,7 +41,6 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = Path(sys.executable).parent / "xlstm-jax"
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
 ENVIRONMENT["TERM"] = "xterm"
-NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 TRAINING = """
 from functools import partial

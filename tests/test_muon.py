@@ -2,7 +2,6 @@
 
 import re
 from functools import cache
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,20 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from tests.support import AXES, Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of, on_mesh, plain
+from tests.support import (
+    AXES,
+    NEEDS_CUDA_PLUGIN,
+    NEEDS_LIBTPU,
+    Model,
+    assert_same_params,
+    data,
+    equations,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    on_mesh,
+    plain,
+)
 from xlstm_jax.distributed import (
     Checkpointer,
     Replicas,
@@ -283,15 +295,17 @@ def test_bad_arguments_are_refused(options, rule):
         muon(RATE, **options)
 
 
-# -------------------------------------------------------------------------------------------------- compiled for TPUs
+# ----------------------------------------------------------------------------------------- compiled for TPUs and GPUs
 
 
 class Layers(nn.Module):
     """Eight layers of two matrices of one form, 256 x 1024."""
 
+    axis_name: tuple[str, ...]
+
     @nn.compact
     def __call__(self, x):
-        block = shard_module_params(Layer, axis_name=("fsdp_x", "fsdp_y"), min_weight_size=2**15)
+        block = shard_module_params(Layer, axis_name=self.axis_name, min_weight_size=2**15)
         return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)(name="layers")(x)[0]
 
 
@@ -307,13 +321,18 @@ def square(params, apply_fn, x, rng):
     return jnp.mean(apply_fn({"params": params}, x) ** 2)
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_on_tpus_two_all_to_alls_and_the_work_of_one_share():
-    x, sizes = jax.ShapeDtypeStruct((64, 256), jnp.float32), {"fsdp_x": 2, "fsdp_y": 4}
-    workload = Workload(Layers(), muon(RATE, exchange_dtype="bfloat16"), x, square)
+@pytest.mark.parametrize(
+    "topology, axes",
+    [
+        pytest.param("v5e:2x4", ("fsdp_x", "fsdp_y"), marks=[pytest.mark.libtpu, NEEDS_LIBTPU]),
+        pytest.param("h100:2x4", ("fsdp_host", "fsdp_device"), marks=[pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]),
+    ],
+)
+def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, axes):
+    x, sizes = jax.ShapeDtypeStruct((64, 256), jnp.float32), dict(zip(axes, (2, 4), strict=True))
+    workload = Workload(Layers(axes), muon(RATE, exchange_dtype="bfloat16"), x, square)
     step, args = workload.build_step(sizes)
-    found = forecast(step, *args, topology="v5e:2x4")
+    found = forecast(step, *args, topology=topology)
     exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
     ours = [c for c in found.collectives if "muon" in c.op_name]
     assert [c.count for c in exchanges] == [1, 1] and ours == exchanges  # and none within Newton-Schulz
