@@ -28,7 +28,7 @@ from xlstm_jax.distributed.hardware.slices import parse_topology
 
 def devices_of(name, slices):
     several = {"num_slices": slices} if slices > 1 else {}
-    devices = topologies.get_topology_desc(platform="tpu", **parse_topology(name).description(), **several).devices
+    devices = topologies.get_topology_desc(**parse_topology(name).description(), **several).devices
     return [*devices[::-2], *devices[-2::-2]]
 
 def described(devices):

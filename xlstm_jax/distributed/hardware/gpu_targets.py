@@ -54,6 +54,7 @@ _TARGETS = {
 def target_config(chip: Chip) -> str:
     """The description of a GPU that ``get_topology_desc(platform="cuda", target_config=...)`` takes.
 
+    >>> from xlstm_jax.distributed.hardware import CHIPS
     >>> "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in target_config(CHIPS["h100"])
     True
     """
