@@ -52,6 +52,7 @@ from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 # The large models; 1.3B with kernels of rank 3 and 4; and one for trying things out, and for tests.
@@ -251,8 +252,6 @@ def options_of(case: Case, device_kind: str) -> dict[str, Any] | None:
     """XLA's options for a case."""
     if not case.tuned:
         return dict(case.xla_options) or None
-    from xlstm_jax.distributed.hardware.xla_options import compiler_options
-
     return compiler_options(device_kind)
 
 

@@ -22,6 +22,7 @@ from benchmarks import forecasts
 from benchmarks.cases import CASES, SIZES, names_in_words
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, LETTERS, PAGE_DPI, PAGE_WIDTH, QUIET, STRONG, save
+from xlstm_jax.distributed.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "scaling"
@@ -55,8 +56,7 @@ def rows_of(results: dict[str, dict[str, Any]], cases: Sequence[str]) -> dict[st
 
 
 def gpus_of(topology: str) -> int:
-    hosts, gpus = topology.split(":")[1].split("x")
-    return int(hosts) * int(gpus)
+    return parse_topology(topology).num_devices
 
 
 def table(name: str, chip: str, case: str, rows: dict[int, Any]) -> Any:

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from benchmarks.cases import CASES as STEPS
 from benchmarks.cases import OURS, SIZES, mesh_axes, threshold
+from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import Size, language_model
 from benchmarks.report import clean, draw_losses, number, panels
 from benchmarks.train_lm import read_rows
@@ -70,7 +71,7 @@ def _per_tree(build: Callable[[Any], optax.GradientTransformation]) -> optax.Gra
 def compiled(size: Size, case: str, topology: str) -> Forecast:
     """The step of a model with one optimizer, compiled for a topology."""
     parsed = parse_topology(topology)
-    sizes = mesh_axes(STEPS["ours"], parsed.shape)
+    sizes = mesh_axes(STEPS["ours"], parsed.shape, gpus=on_gpus(parsed))
     options = {"devices": parsed.num_devices, "min_weight_size": threshold(size), **OURS, "shard_axes": tuple(sizes)}
     workload = dataclasses.replace(language_model(size, **options), tx=CASES[case]())
     step, args = workload.build_step(sizes)

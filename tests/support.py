@@ -32,7 +32,8 @@ def _lacks_cuda_plugin() -> str:
 
 
 NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
-NEEDS_CUDA_PLUGIN = pytest.mark.skipif(bool(_lacks_cuda_plugin()), reason=_lacks_cuda_plugin())
+_CUDA_PLUGIN_PROBLEM = _lacks_cuda_plugin()
+NEEDS_CUDA_PLUGIN = pytest.mark.skipif(bool(_CUDA_PLUGIN_PROBLEM), reason=_CUDA_PLUGIN_PROBLEM)
 
 
 @cache

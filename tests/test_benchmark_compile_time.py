@@ -1,7 +1,6 @@
 """The compile-time benchmark in small: what it times is what it says, and its command shows it."""
 
 import json
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from benchmarks import compile_time
 from benchmarks.cases import SIZES, in_a_loop
 from benchmarks.large_models import Size, language_model
+from tests.support import NEEDS_LIBTPU
 
 SMALL = ["--size", "small", "--layers", "2", "--chips", "8", "--rounds", "2"]
 
@@ -62,7 +62,7 @@ def test_tracing_alone(tmp_path, capsys):
 
 
 @pytest.mark.libtpu
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@NEEDS_LIBTPU
 def test_one_compilation_is_told_and_drawn(tmp_path, capsys):
     found = {"tracing": [], "compiling": []}
     point = {"layers": 2, "chips": 8, "loop": False}

@@ -1,7 +1,6 @@
 """The memory benchmark in small: bytes of compiled steps agree with the formulas, and the command shows them."""
 
 import json
-from importlib.util import find_spec
 
 import jax
 import pytest
@@ -10,11 +9,11 @@ from benchmarks import limits, memory
 from benchmarks.cases import SIZES, counts
 from benchmarks.forecasts import phases
 from tests.compiled_cases import compiled, kept_folder
+from tests.support import NEEDS_LIBTPU
 from xlstm_jax.distributed.forecast.cost.memory import Memory, Moment
 
 SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
 DEVICES, TOKENS = 16, 2048
-needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.libtpu
-@needs_libtpu
+@NEEDS_LIBTPU
 def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_flat_algorithm(kept):
     found = memory.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))
     ours, flat = (found["cases"][case] for case in ("ours", "flat"))
@@ -39,7 +38,7 @@ def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_fl
 
 
 @pytest.mark.libtpu
-@needs_libtpu
+@NEEDS_LIBTPU
 def test_no_phase_has_more_in_use_than_there_is(kept):
     for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
         live = found["live_temporary_bytes"]
@@ -64,7 +63,7 @@ def test_phases_are_told_by_direction_and_place():
 
 
 @pytest.mark.libtpu
-@needs_libtpu
+@NEEDS_LIBTPU
 def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert memory.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0

@@ -1,20 +1,20 @@
 """The traffic benchmark in small: what compiled steps send is, byte for byte, what the formulas say of them."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 
 from benchmarks import forecasts, limits, traffic
 from benchmarks.cases import SIZES, counts
 from tests.compiled_cases import NoProgress, compiled, kept_folder
+from tests.support import NEEDS_LIBTPU
 
 SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
 DEVICES = 16
 COUNTS = counts(SIZES[SIZE])
 pytestmark = [
     pytest.mark.libtpu,
-    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed"),
+    NEEDS_LIBTPU,
 ]
 
 

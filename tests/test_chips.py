@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import jax
 import numpy as np
 import pytest
 
+from tests.support import NEEDS_LIBTPU
 from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
@@ -168,7 +168,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.libtpu
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@NEEDS_LIBTPU
 def test_libtpu_knows_the_slices_and_names_the_chips_alike():
     names = ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v6e:1x1", "v6e:8x8", "v4:2x2x1", "v4:4x4x4", "v4:16x16x16"]
     names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]

@@ -1,6 +1,7 @@
 """Where the leaves of a boxed tree lie on a mesh: specs, shardings, bytes."""
 
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.boxes import (
     leaf_axes,
     leaf_names,
@@ -31,6 +32,12 @@ def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     while axes and not axes[-1]:
         axes.pop()
     return PartitionSpec(*map(axes_entry, axes))
+
+
+def stored_shape(leaf: Any) -> tuple[int, ...]:
+    """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
+    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf_names(leaf)]
+    return tuple(map(operator.mul, leaf_value(leaf).shape, counts))
 
 
 def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from xlstm_jax.distributed.forecast.compiling.compile import GPU_NOTE, Compiled
+from xlstm_jax.distributed.forecast.compiling.compile import Compiled
 from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
@@ -19,6 +19,10 @@ from xlstm_jax.distributed.hardware.slices import Topology
 CPU_NOTE = (
     "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
     "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
+)
+GPU_NOTE = (
+    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
+    "time matrix products on (nothing is autotuned); times are rooflines of published rates."
 )
 
 

@@ -94,15 +94,15 @@ class Links:
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
         """What the adapter of each GPU carries to other hosts, where each sends so many bytes; TPUs have none."""
-        if NETWORK not in self.networks(axes):
+        if self.chip.torus_axes:
             return 0.0
-        return sent / self._ring(axes).per_host
+        ring = self._ring(axes)
+        return sent / ring.per_host if NETWORK in ring.networks else 0.0
 
     def latency_seconds(self, axes: Sequence[str], kind: str) -> float:
         """What a collective of GPUs takes beside the time of its bytes; of TPUs it is not known and left out."""
-        if not self.networks(axes):
+        if self.chip.torus_axes or not (ring := self._ring(axes)).networks:
             return 0.0
-        ring = self._ring(axes)
         over_network = ring.hosts - 1
         over_nvlink = ring.devices - 1 - over_network
         if kind in SENT_AT_ONCE:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +14,7 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 
@@ -81,9 +80,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 def _whole_leaf(leaf: Any) -> Any:
     """The leaf's box around its global shape, abstract."""
-    value = boxes.leaf_value(leaf)
-    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in boxes.leaf_names(leaf)]
-    return boxes.rebox(leaf, jax.ShapeDtypeStruct(tuple(map(operator.mul, value.shape, counts)), value.dtype))
+    return boxes.rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), boxes.leaf_value(leaf).dtype))
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:

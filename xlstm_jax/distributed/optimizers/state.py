@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
-from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned
+from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
@@ -53,6 +54,12 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
         return boxes.rebox(owner, boxes.with_padding(owner, leaf))
 
     return boxes.map_leaves_with_path(stored, opt_state)
+
+
+def initial_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """What an optimizer begins with, which is told where the parameters lie."""
+    with laid_out(optimizer_layout(params, mesh)):
+        return tx.init(trainable(params))
 
 
 def given_state(opt_state: PyTree) -> PyTree:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,13 +35,12 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.matrices.layout import laid_out, watching_matrices
+from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
 from xlstm_jax.distributed.optimizers.state import (
-    optimizer_layout,
+    initial_state,
     optimizer_state_shardings,
     owner_of_state,
     stored_state,
-    trainable,
 )
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
@@ -234,11 +232,6 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _opt_state(tx: optax.GradientTransformation, mesh: AbstractMesh, params: PyTree) -> PyTree:
-    with laid_out(optimizer_layout(params, mesh)):
-        return stored_state(tx.init(trainable(params)), params)
-
-
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh
 ) -> tuple[Mapping[str, ByteCount], list[LeafPlan]]:
@@ -247,7 +240,7 @@ def _optimizer_rows(
     beside: list[LeafPlan] = []
     if tx is None:
         return of_params, beside
-    opt_state = jax.eval_shape(partial(_opt_state, tx, mesh), params)
+    opt_state = jax.eval_shape(lambda params: stored_state(initial_state(tx, params, mesh), params), params)
     shardings = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
     paths = {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):

@@ -23,6 +23,7 @@ from xlstm_jax.distributed.optimizers.matrices.layout import laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.state import (
     given_state,
+    initial_state,
     optimizer_layout,
     optimizer_state_shardings,
     stored_state,
@@ -181,9 +182,7 @@ def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Me
     def init(params: PyTree) -> PyTree:
         # In buffers of their own: a step donates each once, and some optimizers keep the parameters themselves. And
         # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
-        with laid_out(optimizer_layout(params, mesh)):
-            state = tx.init(trainable(params))
-        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), state), params)
+        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, mesh)), params)
 
     out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
     return jax.jit(init, out_shardings=out)(params)

@@ -35,10 +35,6 @@ from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 
 COMPILE_TIMEOUT_S = 1800.0
 JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
-GPU_NOTE = (
-    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
-    "time matrix products on (nothing is autotuned); times are rooflines of published rates."
-)
 TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
 EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')

@@ -26,9 +26,7 @@ IN_TWO_STAGES = (
 def waited_for(step: Step) -> Iterator[Finding]:
     """Collectives for whose bytes a step waits, the same kind for the same leaves together."""
     waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
-    for finding in merged(waited, step, _waited):
-        if finding is not None:
-            yield finding
+    yield from filter(None, merged(waited, step, _waited))
 
 
 def _waited(step: Step, where: str, members: list[Collective]) -> Finding | None:

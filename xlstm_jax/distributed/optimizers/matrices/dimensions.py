@@ -21,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
 # What Flax names by these is a vector in a model that is not stacked, and a table.
@@ -105,9 +105,8 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
     def shape(leaf: Any) -> Shape:
-        counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in boxes.leaf_names(leaf)]
-        sizes = zip(boxes.leaf_value(leaf).shape, counts, boxes.true_sizes(leaf), strict=True)
-        return tuple(size * count if true is None else true for size, count, true in sizes)
+        sizes = zip(stored_shape(leaf), boxes.true_sizes(leaf), strict=True)
+        return tuple(size if true is None else true for size, true in sizes)
 
     return {path: shape(leaf) for path, leaf in boxes.leaves_with_path(tree)}
 

@@ -1,5 +1,6 @@
 """Any rule of optax that needs whole matrices: it runs on their owners, which keep its state."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,9 +86,7 @@ def on_whole_matrices(
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
     """The state of all matrices of a group at its start: of this device's inside ``shard_map``, else of all."""
     axes = (*group.form.stack_axes, *group.axes)
-    stacks = 1
-    for axis in group.form.stack_axes:
-        stacks *= place.sizes[axis]
+    stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
     left_over = group.per_owner * group.owners - group.count
     if left_over and stacks > 1:
         raise ValueError(
@@ -96,7 +95,7 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
         )
     places = group.per_owner * (1 if place.mesh is None else group.owners * stacks)
     zeros = jnp.zeros((places, group.form.rows, group.form.columns), group.form.dtype)
-    state = jax.vmap(tx.init)(collectives.to_varying(zeros, axes) if place.mesh is None and axes else zeros)
+    state = jax.vmap(tx.init)(zeros)
 
     def boxed(leaf: jax.Array) -> Any:
         sizes = (group.count, *[None] * (leaf.ndim - 1)) if left_over else ()

@@ -6,7 +6,7 @@ optimizer runs on whole arrays, as on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.gather_array import meanwhile
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
@@ -38,14 +39,9 @@ _KNOWN: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameter
 _WATCHED: ContextVar[list["Told"] | None] = ContextVar("choices of matrix optimizers", default=None)
 
 
-@contextmanager
-def laid_out(layout: ParameterLayout) -> Iterator[None]:
+def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
     """Optimizers that run within know where their leaves lie."""
-    token = _KNOWN.set(layout)
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
+    return meanwhile(_KNOWN, layout)
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,8 @@ class Told:
 def watching_matrices() -> Iterator[list[Told]]:
     """Collects what matrix optimizers that are initialised within take their leaves for."""
     seen: list[Told] = []
-    token = _WATCHED.set(seen)
-    try:
+    with meanwhile(_WATCHED, seen):
         yield seen
-    finally:
-        _WATCHED.reset(token)
 
 
 def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
