@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import abstract_batch
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_value, map_leaves, rebox
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_value, rebox
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.forecast import Workload
 
 

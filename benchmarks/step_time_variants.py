@@ -21,7 +21,8 @@ from benchmarks.cases import REPLICA_AXIS, Case, device_shape, mesh_axes, mesh_o
 from benchmarks.large_models import Size, language_model
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import Replicas
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path, map_leaves, rebox
+from xlstm_jax.distributed.data_parallel.boxes import leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import Workload
 
 REMAT = {"remat": True}

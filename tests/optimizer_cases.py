@@ -16,7 +16,7 @@ import optax
 from optax import contrib
 
 from tests.support import FLOAT32_ROUNDING
-from xlstm_jax.distributed.data_parallel.boxes import path_string
+from xlstm_jax.distributed.data_parallel.trees import path_string
 
 RIGHT = "right"
 

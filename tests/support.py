@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
-from xlstm_jax.distributed.data_parallel.boxes import path_string
+from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 
 AXES = ("dp", "fsdp")

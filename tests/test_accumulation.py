@@ -11,7 +11,8 @@ from flax import linen as nn
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3

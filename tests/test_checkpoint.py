@@ -24,7 +24,8 @@ from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 
 TX = optax.adamw(1e-2)

@@ -35,7 +35,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 BATCH = data()
 X = BATCH["x"]

@@ -32,7 +32,8 @@ from xlstm_jax.distributed import (
     shard_module_params,
     shard_modules,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaves_with_path, map_leaves, true_value
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_value
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, 24)

@@ -18,7 +18,8 @@ from xlstm_jax.distributed import (
     make_train_step,
     shard_module_params,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()

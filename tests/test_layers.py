@@ -99,7 +99,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
     source = path.read_text()
     if path.stem != "collectives":
         assert not re.search(COLLECTIVE, source)
-    if path.stem != "boxes":
+    if path.stem != "trees":
         assert "is_leaf=" not in source
     if "cli" not in path.parts:
         assert not any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(ast.parse(source)))

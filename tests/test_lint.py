@@ -25,7 +25,8 @@ from xlstm_jax.distributed import (
     shard_module_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, map_leaves, rebox
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import LintError, lint, raise_if, table

@@ -12,7 +12,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, Block, Model, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (16, 16))

@@ -55,15 +55,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import (
-    is_box,
-    is_padded,
-    leaf_names,
-    leaf_value,
-    leaves_with_path,
-    map_leaves,
-    true_value,
-)
+from xlstm_jax.distributed.data_parallel.boxes import is_box, is_padded, leaf_names, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import forecast, lint
 
 KEY, BATCH = jax.random.key(0), data()

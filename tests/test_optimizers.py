@@ -22,7 +22,8 @@ from xlstm_jax.distributed import (
     shardings,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, map_leaves, rebox
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, rebox
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
 
 STEPS = 4
 MESHES = [(2, 4), (4, 2), (8, 1), (1, 8)]

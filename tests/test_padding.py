@@ -20,7 +20,8 @@ from xlstm_jax.distributed import (
     plan_sharding,
     shard_module_params,
 )
-from xlstm_jax.distributed.data_parallel.boxes import is_padded, leaf_value, leaves_with_path, map_leaves, true_value
+from xlstm_jax.distributed.data_parallel.boxes import is_padded, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.state import abstract_train_state
 
 FEATURES, WIDTH, CLASSES = 5, 7, 3

@@ -17,7 +17,8 @@ import pytest
 
 from tests.support import FLOAT32_ROUNDING, Model, assert_same_params, data, fsdp, mean_loss
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 
 MESHES = {
     "8": {"fsdp": 8},

@@ -31,7 +31,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value
 from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Indivisible,
     Largest,
@@ -41,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     TooSmall,
     Unwrapped,
 )
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding

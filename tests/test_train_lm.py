@@ -18,7 +18,7 @@ from benchmarks import fitting, models, text, train_lm
 from benchmarks.job import _with_folders, prepare
 from benchmarks.models import LanguageModel, chunkwise_mlstm
 from xlstm_jax.distributed import shard_module_params, unbox
-from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.resilience.watchdog import Watchdog
 
 TINY = train_lm.TrainConfig(

@@ -20,7 +20,8 @@ from xlstm_jax.distributed import (
     on_whole_matrices,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_value, map_leaves
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_value
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
 
 RATE, BETA, EPS = 0.02, 0.9, 1e-6
 

@@ -21,8 +21,6 @@ The words of the library, each with one meaning:
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
-from xlstm_jax.distributed.data_parallel.boxes import box_like, unbox
-from xlstm_jax.distributed.data_parallel.communication import Replicas
 from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_layers
@@ -31,10 +29,12 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_modu
 from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.fronts.renaming import rename_leaves
-from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
-from xlstm_jax.distributed.data_parallel.gather_array import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
+from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 
 __all__ = [
     "NnxModel",

@@ -1,15 +1,15 @@
-"""Boxed trees: which mesh axes split which dim of a parameter, and how its shards travel.
+"""Boxes: which mesh axes split which dim of a parameter, and how its shards travel.
 
 A parameter that is split over mesh axes is a leaf in a box, ``nn.Partitioned(value, names)``. ``names`` has an entry
 for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
-Everything that must know about boxes asks here: one function walks trees with boxes as leaves (``map_leaves``), one
-reads a leaf's axes. Which dim is split, ``shard_choice`` decides. A box that is read in ``shard_map`` gathers itself.
+Everything that must know about boxes asks here; ``trees`` walks trees with boxes as leaves. Which dim is split,
+``shard_choice`` decides. A box that is read in ``shard_map`` gathers itself.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,11 +21,19 @@ from flax.core import meta
 from jax.core import Tracer
 from typing_extensions import TypeIs
 
-from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.communication import DEFAULT_COMMUNICATION, Communication, value_dtype
-from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, ReadAsArray, gather_dims, whole_value
+from xlstm_jax.distributed.data_parallel.gathering.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    value_dtype,
+)
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
+    GATHER_SCOPE,
+    ReadAsArray,
+    gather_dims,
+    whole_value,
+)
 
 
 class Box(Protocol):
@@ -232,84 +240,9 @@ def rebox(leaf: Any, value: Any) -> Any:
     return leaf.replace_boxed(value) if is_box(leaf) else value
 
 
-def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """``jax.tree.map`` where a box is one leaf; ``rest`` has a box or a bare value for each."""
-    return jax.tree.map(fn, tree, *rest, is_leaf=is_box)
-
-
-def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Like ``map_leaves``; ``fn`` gets the leaf's path, as in ``blocks/mlp/kernel``, before the leaf."""
-
-    def with_path(path: tuple[Any, ...], *leaves: Any) -> Any:
-        return fn(path_string(path), *leaves)
-
-    return jax.tree_util.tree_map_with_path(with_path, tree, *rest, is_leaf=is_box)
-
-
-def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """All leaves with their paths, a box being one leaf, in the order of the tree."""
-    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]]
-
-
-def map_nodes(fn: Callable[[Any], Any], tree: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
-    """The tree with ``fn`` applied to what ``is_node`` is true of, a box or a dict, say, and to all other leaves."""
-    return jax.tree.map(fn, tree, is_leaf=lambda node: is_box(node) or is_node(node))
-
-
-def flatten_with_path(tree: PyTree, leaf_type: type[Any] | tuple[type[Any], ...]) -> tuple[list[tuple[str, Any]], Any]:
-    """All leaves with their paths, an instance of ``leaf_type`` being one leaf, and the structure to put them back."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, leaf_type))
-    return [(path_string(path), leaf) for path, leaf in found], treedef
-
-
-def path_string(path: tuple[Any, ...]) -> str:
-    """A key path as people write it: ``blocks/mlp/kernel``; ``.`` for a tree that is one leaf."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "."
-
-
-def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses shards, or constrains their sharding).
-
-    >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
-    (16, 32)
-    """
-    return map_leaves(leaf_value, tree)
-
-
 def is_differentiable(leaf: Any) -> bool:
     """Whether a leaf takes a gradient: real or complex floats do; integers, bools and PRNG keys do not."""
     return jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
-
-
-def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """The leaves that take a gradient (a box being one leaf), and a function that puts others in their positions.
-
-    Returns:
-      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the positions of the list
-      and ``rest(leaf)`` in those of the other leaves, which by default stay as they are.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
-    takes = [is_differentiable(leaf) for leaf in leaves]
-
-    def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
-        new = iter(new_leaves)
-        merged = [next(new) if take else rest(leaf) for take, leaf in zip(takes, leaves, strict=True)]
-        return jax.tree.unflatten(treedef, merged)
-
-    return [leaf for take, leaf in zip(takes, leaves, strict=True) if take], put_back
-
-
-def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
-    """Puts the boxes of ``boxed`` around the values of ``tree``: the inverse of ``unbox``, after a restore, say.
-
-    >>> box_like({"w": jnp.zeros((16, 32))}, {"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].names
-    (None, 'fsdp')
-
-    Args:
-      tree: bare values.
-      boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
-    """
-    return map_leaves(rebox, boxed, tree)
 
 
 def box_dim(

@@ -11,14 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes, size_if_bound
-from xlstm_jax.distributed.data_parallel.boxes import (
-    leaf_axes,
-    leaf_names,
-    leaf_value,
-    leaves_with_path,
-    map_leaves_with_path,
-)
-from xlstm_jax.distributed.data_parallel.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_names, leaf_value
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 
 
 def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:

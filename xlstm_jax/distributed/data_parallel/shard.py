@@ -10,15 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import (
-    DEFAULT_COMMUNICATION,
-    Communication,
-    Replicas,
-    is_prng_key,
-    value_dtype,
-)
 from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.decisions.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
@@ -28,6 +21,13 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
     balanced_orders,
     choose_shard_dim,
     padded_size,
+)
+from xlstm_jax.distributed.data_parallel.gathering.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    Replicas,
+    is_prng_key,
+    value_dtype,
 )
 
 
@@ -126,14 +126,14 @@ def box_params(
         value, true_size = _padded(boxes.leaf_value(leaf), dim, count)
         return boxes.box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
 
-    return boxes.map_leaves_with_path(box, params)
+    return trees.map_leaves_with_path(box, params)
 
 
 def _decisions(
     params: PyTree, axis_sizes: dict[str, int], rule: ShardRule
 ) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
     """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
-    leaves = dict(boxes.leaves_with_path(params))
+    leaves = dict(trees.leaves_with_path(params))
     choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
     sizes = [boxes.leaf_bytes(leaves[path]) for path in split]
@@ -173,7 +173,7 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
         names = boxes.leaf_names(boxed)
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, *map(str, dtypes)))
 
-    return boxes.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
+    return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
 
 
 def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -> jax.Array:
@@ -224,7 +224,7 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
         is_new = boxes.leaf_axes(leaf) != boxes.leaf_axes(old) or not boxes.unit_depth(old)
         return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, boxes.Sharded) and is_new else leaf
 
-    return boxes.map_leaves_with_path(mark, variables, before)
+    return trees.map_leaves_with_path(mark, variables, before)
 
 
 def is_gathered_here(path: str, leaf: Any) -> bool:

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import Model, PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.training.state import abstract_train_state

@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.wording import kind_of
 
 
@@ -38,8 +38,8 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
     Under ``check_vma=True`` it says over which axes a value differs between devices: for a gradient, those along which
     its parameter does. Else the parameter drifts apart, and JAX's error names neither leaf nor cause.
     """
-    of_params = dict(boxes.leaves_with_path(params))  # nothing where the optimizer was given no parameters
-    for path, leaf in boxes.leaves_with_path(grads):
+    of_params = dict(trees.leaves_with_path(params))  # nothing where the optimizer was given no parameters
+    for path, leaf in trees.leaves_with_path(grads):
         if boxes.is_differentiable(leaf) and path in of_params:
             split = collectives.varying_axes(boxes.leaf_value(of_params[path])).union(boxes.leaf_axes(leaf))
             if stray := sorted(collectives.varying_axes(boxes.leaf_value(leaf)) - split):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_max_norm, not_averaged
 
 AxesOfEach = tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ def global_norm(tree: PyTree) -> jax.Array:
         differs between devices along an axis that its box does not name. Both name the leaf.
     """
     by_axes: dict[frozenset[str], Any] = {}
-    for path, leaf in boxes.leaves_with_path(tree):
+    for path, leaf in trees.leaves_with_path(tree):
         if boxes.is_differentiable(leaf):
             axes = _axes_of_values(path, leaf)
             value = boxes.leaf_value(leaf)
@@ -106,7 +106,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)
-        live, put_back = boxes.split_differentiable(updates)
+        live, put_back = trees.split_differentiable(updates)
         clipped = jax.tree.map(lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm), live)
         return put_back(clipped), state
 

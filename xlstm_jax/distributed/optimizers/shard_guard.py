@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 from xlstm_jax.distributed.optimizers.state import owner_of_state
@@ -57,12 +57,12 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     verdicts: dict[str, str | None] = {}
 
     def check(tree: PyTree) -> None:
-        leaves = boxes.leaves_with_path(tree)
+        leaves = trees.leaves_with_path(tree)
         key = str([(path, boxes.leaf_names(leaf), jax.typeof(boxes.leaf_value(leaf))) for path, leaf in leaves])
         if key not in verdicts:
             # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
             with ThreadPoolExecutor(1) as pool:
-                verdicts[key] = pool.submit(_verdict, tx, boxes.map_leaves(_whole_leaf, tree)).result()
+                verdicts[key] = pool.submit(_verdict, tx, trees.map_leaves(_whole_leaf, tree)).result()
         if verdicts[key]:
             raise ValueError(verdicts[key])
 
@@ -85,7 +85,7 @@ def _whole_leaf(leaf: Any) -> Any:
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Why the transform must not run on shards of this tree, as an error message; None if it may."""
-    reason = _why_wrong(tx, tree) if any(boxes.leaf_axes(leaf) for _, leaf in boxes.leaves_with_path(tree)) else None
+    reason = _why_wrong(tx, tree) if any(boxes.leaf_axes(leaf) for _, leaf in trees.leaves_with_path(tree)) else None
     if reason is None:
         return None
     guilty = _name(next((link for link in _links(tx) if _why_wrong(link, tree)), tx))
@@ -97,7 +97,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    cuts = max(sum(map(bool, boxes.leaf_names(leaf))) for _, leaf in boxes.leaves_with_path(tree))
+    cuts = max(sum(map(bool, boxes.leaf_names(leaf))) for _, leaf in trees.leaves_with_path(tree))
     try:
         differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
         return next(differences, None) or _factored_state(tx, tree)
@@ -111,7 +111,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     Returns the tree, boxed, and that dim for each leaf: the ``cut``-th of its split dims, or the last, or None.
     """
     rng = np.random.default_rng(0)
-    live, put_back = boxes.split_differentiable(tree)
+    live, put_back = trees.split_differentiable(tree)
     split_dims = [[dim for dim, entry in enumerate(boxes.leaf_names(leaf)) if entry] for leaf in live]
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
@@ -135,7 +135,7 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
         grads = (_stacked(grad, cut) for grad in _probe_gradients(params, dims))
         return _updates(tx, _stacked(params, cut), grads, axis_name)
 
-    paths = [path for path, _ in boxes.leaves_with_path(params)]
+    paths = [path for path, _ in trees.leaves_with_path(params)]
     for step, (want, got) in enumerate(zip(run([None] * len(dims), None), run(dims, _PROBE_AXIS), strict=True)):
         want = _stacked(jax.tree.map(lambda copies: copies[0], want), dims)
         for path, w, g in zip(paths, jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
@@ -199,11 +199,11 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
-    params = boxes.unbox(tree)
-    small = dict(boxes.leaves_with_path(jax.eval_shape(tx.init, boxes.unbox(_small_tree(tree, 0)[0]))))
-    by_path = dict(boxes.leaves_with_path(params))
+    params = trees.unbox(tree)
+    small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))
+    by_path = dict(trees.leaves_with_path(params))
     shapes = {leaf.shape for leaf in by_path.values()}
-    for path, leaf in boxes.leaves_with_path(jax.eval_shape(tx.init, params)):
+    for path, leaf in trees.leaves_with_path(jax.eval_shape(tx.init, params)):
         owner = owner_of_state(path, by_path)
         allowed = shapes if owner is None else {owner.shape}
         constant = path in small and leaf.shape == small[path].shape  # coefficients, say, whatever the parameters

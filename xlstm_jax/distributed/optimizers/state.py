@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement
+from xlstm_jax.distributed.data_parallel import boxes, placement, trees
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
@@ -33,19 +33,19 @@ def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
 
 def trainable(tree: PyTree) -> PyTree:
     """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
-    return boxes.map_leaves(lambda leaf: boxes.true_value(leaf) if boxes.is_differentiable(leaf) else None, tree)
+    return trees.map_leaves(lambda leaf: boxes.true_value(leaf) if boxes.is_differentiable(leaf) else None, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
     """The inverse of ``trainable``: ``values`` in the boxes of ``tree``, whose other leaves stay."""
-    live, put_back = boxes.split_differentiable(tree)
+    live, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
     return put_back([boxes.rebox(p, boxes.with_padding(p, value)) for p, value in zip(live, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     """An optimizer's state as it is stored: a leaf of a padded parameter's true shape is padded and boxed like it."""
-    by_path = dict(boxes.leaves_with_path(params))
+    by_path = dict(trees.leaves_with_path(params))
 
     def stored(path: str, leaf: Any) -> Any:
         owner = owner_of_state(path, by_path)
@@ -53,7 +53,7 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
             return leaf
         return boxes.rebox(owner, boxes.with_padding(owner, leaf))
 
-    return boxes.map_leaves_with_path(stored, opt_state)
+    return trees.map_leaves_with_path(stored, opt_state)
 
 
 def initial_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -64,7 +64,7 @@ def initial_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh |
 
 def given_state(opt_state: PyTree) -> PyTree:
     """An optimizer's state as it is given to it: without boxes and padding, but for what owners keep of matrices."""
-    return boxes.map_leaves(lambda leaf: leaf if is_owned(leaf) else boxes.true_value(leaf), opt_state)
+    return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else boxes.true_value(leaf), opt_state)
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -84,17 +84,17 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     Returns:
       A ``NamedSharding`` for every leaf of ``opt_state``.
     """
-    by_path = dict(boxes.leaves_with_path(params))
+    by_path = dict(trees.leaves_with_path(params))
 
     def sharding(path: str, leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
 
-    return boxes.map_leaves_with_path(sharding, opt_state)
+    return trees.map_leaves_with_path(sharding, opt_state)
 
 
 def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayout:
     """Where the leaves of an optimizer's trees lie that have the shapes of parameters: as ``params``, in boxes."""
-    owners = dict(boxes.leaves_with_path(params))
+    owners = dict(trees.leaves_with_path(params))
     return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
 
 

@@ -17,11 +17,9 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     leaf_axes,
     leaf_names,
     leaf_value,
-    leaves_with_path,
     true_shape,
     unit_depth,
 )
-from xlstm_jax.distributed.data_parallel.communication import sent_bytes, value_dtype
 from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     BoxedByModel,
@@ -32,8 +30,10 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
+from xlstm_jax.distributed.data_parallel.gathering.communication import sent_bytes, value_dtype
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
 from xlstm_jax.distributed.optimizers.state import (

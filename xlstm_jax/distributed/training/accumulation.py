@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.checking.arguments import check_batch
 from xlstm_jax.distributed.training.checking.collections import readable, updated_collections
@@ -121,7 +121,7 @@ def accumulate_gradients(
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
     found = (loss, reported if fold_aux is None else carry) if has_aux else loss
-    return (found, grads, *(boxes.box_like(boxes.unbox(updated), collections) for updated in kept))
+    return (found, grads, *(trees.box_like(trees.unbox(updated), collections) for updated in kept))
 
 
 class _OfMinibatch(NamedTuple):

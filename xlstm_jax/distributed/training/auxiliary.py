@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import collectives, trees
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 
@@ -33,7 +33,7 @@ class Auxiliary(struct.PyTreeNode):
         Raises:
           TypeError: a leaf that is an integer or no number at all; names it.
         """
-        leaves, treedef = boxes.flatten_with_path(aux, Cell)
+        leaves, treedef = trees.flatten_with_path(aux, Cell)
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
         means = [_as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)]
         return cls(means, [leaf for _, leaf in leaves if isinstance(leaf, Cell)], treedef, is_cell)

@@ -19,11 +19,11 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.gather_array import inside_loss
+from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import inside_loss
 from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
@@ -119,7 +119,7 @@ def local_result(
     has_collections: bool = False,
 ) -> LocalResult:
     """Differentiates the loss function on this device, and checks what it returns."""
-    live, put_back = boxes.split_differentiable(params)
+    live, put_back = trees.split_differentiable(params)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss():
@@ -165,7 +165,7 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     def no_gradient(leaf: Any) -> Any:
         return boxes.rebox(leaf, np.zeros(np.shape(boxes.leaf_value(leaf)), jax.dtypes.float0))
 
-    return boxes.split_differentiable(params)[1](sync_gradients(grads, axes), rest=no_gradient)
+    return trees.split_differentiable(params)[1](sync_gradients(grads, axes), rest=no_gradient)
 
 
 def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement
+from xlstm_jax.distributed.data_parallel import boxes, placement, trees
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
@@ -223,7 +223,7 @@ def abstract_train_state(
         opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
         collections=placement.shardings(state.collections, mesh),
     )
-    return boxes.map_leaves(with_sharding, state, of_state)
+    return trees.map_leaves(with_sharding, state, of_state)
 
 
 def updated_state(
@@ -262,8 +262,8 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
     """
     if not (collections and skip_counts(state.opt_state)):
         return loss
-    floats, _ = boxes.split_differentiable(collections_of(state))
-    new_floats, _ = boxes.split_differentiable(collections)
+    floats, _ = trees.split_differentiable(collections_of(state))
+    new_floats, _ = trees.split_differentiable(collections)
     pairs = [(boxes.leaf_value(old), boxes.leaf_value(new)) for old, new in zip(floats, new_floats, strict=True)]
     spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
     return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)

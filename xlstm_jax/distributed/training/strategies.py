@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.gather import gather_params
-from xlstm_jax.distributed.data_parallel.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.gradients import varying_leaves
 
 
@@ -31,14 +31,14 @@ class ReduceEach:
 
         Both lists have an entry for each leaf that takes a gradient.
         """
-        return _as_gradients_of(boxes.split_differentiable(params)[0], mean_grads)
+        return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 
 
 class ReduceOnce(ReduceEach):
     """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        for path, leaf in boxes.leaves_with_path(params):
+        for path, leaf in trees.leaves_with_path(params):
             says = isinstance(leaf, boxes.Sharded | boxes.BoxedVariable)
             if boxes.is_box(leaf) and not says and set(boxes.leaf_axes(leaf)) & set(axes):
                 raise ValueError(
@@ -48,7 +48,7 @@ class ReduceOnce(ReduceEach):
         return gather_params(params, axes)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        live = varying_leaves(boxes.split_differentiable(params)[0], axes)
+        live = varying_leaves(trees.split_differentiable(params)[0], axes)
         weights, transpose = jax.vjp(lambda live: gather_params(live, axes), [_gathered_wide(leaf) for leaf in live])
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
         return _as_gradients_of(live, grads)
@@ -58,15 +58,15 @@ class ReduceReplicasOnce(ReduceEach):
     """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        if not any(map(boxes.copied_axes, boxes.split_differentiable(params)[0])):
+        if not any(map(boxes.copied_axes, trees.split_differentiable(params)[0])):
             raise ValueError(
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
             )
-        return boxes.map_leaves(lambda leaf: boxes.with_communication(leaf, replicas=None), params)
+        return trees.map_leaves(lambda leaf: boxes.with_communication(leaf, replicas=None), params)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        copies = [boxes.leaf_communication(leaf).replicas for leaf in boxes.split_differentiable(params)[0]]
+        copies = [boxes.leaf_communication(leaf).replicas for leaf in trees.split_differentiable(params)[0]]
         values = [boxes.leaf_value(grad) for grad in mean_grads]
         means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return super().gradients(means, params, axes)

@@ -17,18 +17,11 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import (
-    is_box,
-    leaf_axes,
-    leaf_value,
-    leaves_with_path,
-    map_leaves_with_path,
-    true_value,
-)
-from xlstm_jax.distributed.data_parallel.communication import Replicas
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, true_value
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
-from xlstm_jax.distributed.data_parallel.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gather_array import path_in_model, whole_value
+from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.gathering.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import path_in_model, whole_value
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
     box_params,
@@ -37,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.shard import (
     plan_params,
     with_unit,
 )
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 
 
 class Unit(NamedTuple):

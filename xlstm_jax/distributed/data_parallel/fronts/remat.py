@@ -34,7 +34,7 @@ import numpy as np
 from jax.extend.core.primitives import mul_p
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import flatten_with_path
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 
 Policy = Callable[..., Any]
 

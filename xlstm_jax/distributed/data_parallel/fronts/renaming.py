@@ -6,7 +6,7 @@ from typing import Any
 from flax.traverse_util import unflatten_dict
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import trees
 
 
 def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
     """
     renamed: dict[str, Any] = {}
     used: set[str] = set()
-    for path, leaf in boxes.leaves_with_path(tree):
+    for path, leaf in trees.leaves_with_path(tree):
         fitting = [name for name in names if path == name or path.startswith(f"{name}/")]
         old = max(fitting, key=len, default="")
         new = names[old] + path[len(old) :] if fitting else path
@@ -35,6 +35,6 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
         used |= set(fitting)
         renamed[new] = leaf
     if unused := sorted(names.keys() - used):
-        paths = ", ".join(path for path, _ in boxes.leaves_with_path(tree))
+        paths = ", ".join(path for path, _ in trees.leaves_with_path(tree))
         raise ValueError(f"no path begins with {unused[0]!r}; the paths are {paths}.")
     return unflatten_dict(renamed, sep="/")

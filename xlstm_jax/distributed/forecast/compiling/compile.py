@@ -26,7 +26,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value, leaves_with_path
+from xlstm_jax.distributed.data_parallel.boxes import leaf_value
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.child_process import RESULT, CompileError, CompileRequest, Pending
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler

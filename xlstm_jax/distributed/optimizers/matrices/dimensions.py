@@ -20,7 +20,7 @@ import jax
 from optax.contrib import MuonDimensionNumbers
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
@@ -96,7 +96,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
     def dimensions(params: PyTree) -> PyTree:
         chosen = choose_matrices(whole_shapes(params), overrides)
-        return boxes.map_leaves_with_path(lambda path, leaf: chosen[path].dims, params)
+        return trees.map_leaves_with_path(lambda path, leaf: chosen[path].dims, params)
 
     return dimensions
 
@@ -108,7 +108,7 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
         sizes = zip(stored_shape(leaf), boxes.true_sizes(leaf), strict=True)
         return tuple(size if true is None else true for size, true in sizes)
 
-    return {path: shape(leaf) for path, leaf in boxes.leaves_with_path(tree)}
+    return {path: shape(leaf) for path, leaf in trees.leaves_with_path(tree)}
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
@@ -240,7 +240,7 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     if given is None:
         return choose_matrices(shapes)
     tree = given(params) if callable(given) else given
-    found, _ = boxes.flatten_with_path(_each_leaf(tree, params), (MuonDimensionNumbers, type(None)))
+    found, _ = trees.flatten_with_path(_each_leaf(tree, params), (MuonDimensionNumbers, type(None)))
     choices = {}
     for path, dims in ((path, dims) for path, dims in found if path in shapes):
         check_dims(path, shapes[path], dims)
@@ -250,7 +250,7 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
 
 def _each_leaf(tree: PyTree, params: PyTree) -> PyTree:
     """Dims for each leaf from dims for each leaf or subtree."""
-    prefix, treedef = boxes.flatten_with_path(tree, (MuonDimensionNumbers, type(None)))
+    prefix, treedef = trees.flatten_with_path(tree, (MuonDimensionNumbers, type(None)))
     below: Sequence[Any] = treedef.flatten_up_to(params)
-    each = [boxes.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
+    each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
     return jax.tree.unflatten(treedef, each)

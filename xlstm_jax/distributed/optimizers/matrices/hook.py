@@ -11,9 +11,9 @@ import optax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import axes_entry
-from xlstm_jax.distributed.data_parallel.communication import dtype_name
+from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
@@ -119,7 +119,7 @@ def _of_groups(
     for name, group in named_groups(groups).items():
         with jax.named_scope(f"whole_{group.name}"):
             matrices = to_owners(group, values, exchange_dtype)
-            updates, new_state = update(matrices, boxes.unbox(state[name]))
+            updates, new_state = update(matrices, trees.unbox(state[name]))
             new |= from_owners(group, updates, exchange_dtype)
-        kept[name] = boxes.map_leaves(boxes.rebox, state[name], new_state)
+        kept[name] = trees.map_leaves(boxes.rebox, state[name], new_state)
     return new, kept

@@ -15,9 +15,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
@@ -65,7 +65,7 @@ def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_ord
     """Hands what an optimizer decides about parameters to whoever is watching."""
     if (watched := _WATCHED.get()) is not None:
         live = {path: choice for path, choice in choices.items() if choice.dims}
-        kept = boxes.map_leaves_with_path(lambda path, leaf: leaf if path in live else None, params)
+        kept = trees.map_leaves_with_path(lambda path, leaf: leaf if path in live else None, params)
         watched.append(Told(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
 
 
@@ -103,7 +103,7 @@ class Place:
 
 def place_of(tree: PyTree) -> Place:
     """Where the leaves of a tree lie: by their boxes inside ``shard_map``, by the layout that was told outside."""
-    leaves = boxes.leaves_with_path(tree)
+    leaves = trees.leaves_with_path(tree)
     layout = None if collectives.manual_axes() else _KNOWN.get()
     if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
         return _on_mesh(layout, {path: boxes.leaf_value(leaf) for path, leaf in leaves})
@@ -155,7 +155,7 @@ def map_groups(
         shape = boxes.leaf_value(leaf).shape  # without the padding that was added
         return boxes.rebox(leaf, new[path][tuple(map(slice, shape))])
 
-    return boxes.map_leaves_with_path(put_back, tree), new_state
+    return trees.map_leaves_with_path(put_back, tree), new_state
 
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 from optax.contrib import MuonState
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.communication import dtype_name
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
@@ -133,7 +133,7 @@ def muon(
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
-        labels = boxes.map_leaves_with_path(lambda path, leaf: MUON if choices[path].dims else ADAM, tree)
+        labels = trees.map_leaves_with_path(lambda path, leaf: MUON if choices[path].dims else ADAM, tree)
         return optax.partition({MUON: matrices, ADAM: adam}, labels)
 
     def init(params: PyTree) -> PyTree:
@@ -161,7 +161,7 @@ def _scale_by_muon(rule: _Rule, choices: Choices) -> optax.GradientTransformatio
         by_owners = partial(_by_owners, rule, jnp.asarray(state.ns_coeffs))
         updates, _ = map_groups(by_owners, momentum, choices, any_order=True)
         if rule.adaptive:
-            updates = boxes.map_leaves(_scaled_by_dual_norm, updates, momentum)
+            updates = trees.map_leaves(_scaled_by_dual_norm, updates, momentum)
         return updates, MuonState(count=count, mu=optax.tree.cast(mu, rule.mu_dtype), ns_coeffs=state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
@@ -218,7 +218,7 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
         def scaled(path: str, leaf: Any) -> Any:
             return boxes.rebox(leaf, scale(choices[path]) * boxes.leaf_value(leaf))
 
-        return boxes.map_leaves_with_path(scaled, updates), state
+        return trees.map_leaves_with_path(scaled, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
@@ -60,7 +60,7 @@ def check_model(model: Any) -> None:
 
 def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
     """Raises a ``TypeError`` where ``rng``, a key or a dict of keys, holds something else, with ``one`` several."""
-    for path, leaf in boxes.leaves_with_path(rng) or [(".", rng)]:
+    for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
         key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # one of the old style is uint32[2]
         if (key_ndim and dtype != np.uint32) or ndim < key_ndim or (one and ndim > key_ndim):
@@ -95,7 +95,7 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
     ours = _splitting_axes(mesh)
-    for path, leaf in boxes.leaves_with_path(arguments):
+    for path, leaf in trees.leaves_with_path(arguments):
         its = jax.typeof(boxes.leaf_value(leaf)).sharding.mesh
         if not its.empty and _splitting_axes(its) != ours:
             raise ValueError(
@@ -108,7 +108,7 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
     """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
     made: Any = jax.eval_shape(tx.init, params)
-    its, given = ({path: np.shape(leaf) for path, leaf in boxes.leaves_with_path(tree)} for tree in (made, opt_state))
+    its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
     if not different and str(jax.tree.structure(made)) == str(jax.tree.structure(opt_state)):
         return None
@@ -140,7 +140,7 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighte
         them, or there are none; or numbers stand in a list. ``padding`` is how the caller gives padded rows weight 0.
       TypeError: a leaf is no array of numbers.
     """
-    leaves = boxes.leaves_with_path(batch)
+    leaves = trees.leaves_with_path(batch)
     for path, leaf in leaves:
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
@@ -177,7 +177,7 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
     for path, leaves in found.items():
         if not any(map(np.ndim, leaves)):
             raise ValueError(
-                f"{named_leaf('batch', boxes.path_string(path))} is a list or tuple of {len(leaves)} numbers, which to "
+                f"{named_leaf('batch', trees.path_string(path))} is a list or tuple of {len(leaves)} numbers, which to "
                 "JAX are as many leaves. One value for each example: pass np.asarray(...). Scalars that all devices "
                 "get: give them names, as {'temperature': 0.5}."
             )
@@ -272,7 +272,7 @@ def _is_deleted(leaf: Any) -> bool:
 def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
     """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
     for name, argument in arguments:
-        for path, leaf in boxes.leaves_with_path(argument):
+        for path, leaf in trees.leaves_with_path(argument):
             value, where = boxes.leaf_value(leaf), named_leaf(name, path)
             if reason := why_no_array(value):
                 yield TypeError(f"{where} is {reason}")

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.checking.varying import Axes, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
@@ -39,7 +39,7 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
                 f"the model's collection {name!r} holds {OF_EXAMPLES[name]} of single examples, and a training state "
                 f"holds what all devices share. {cure}"
             )
-        for path, leaf in boxes.flatten_with_path(collection, tuple)[0]:
+        for path, leaf in trees.flatten_with_path(collection, tuple)[0]:
             if type(leaf) is tuple:
                 raise ValueError(
                     f"'{name}/{path}' is a tuple, which is what self.sow leaves: values of one call, to which each "
@@ -110,7 +110,7 @@ def readable(collections: PyTree) -> PyTree:
     def shard(leaf: Any) -> Any:
         return boxes.PartlyGathered(boxes.leaf_value(leaf), boxes.leaf_names(leaf)) if boxes.is_box(leaf) else leaf
 
-    return boxes.map_leaves(shard, collections)
+    return trees.map_leaves(shard, collections)
 
 
 def updated_collections(
@@ -129,7 +129,7 @@ def updated_collections(
       TypeError, ValueError: ``updated`` has other leaves than the collections, or one that differs between devices.
     """
     new = _like_before(args[-1], updated)
-    leaves = boxes.leaves_with_path(new)
+    leaves = trees.leaves_with_path(new)
     of_types = [_differing_by_type(leaf) for _, leaf in leaves]
     if not any(of_types):
         return new
@@ -155,8 +155,8 @@ def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
             f"loss_fn returned the collection {unknown[0]!r}, which the state does not have; it has {sorted(before)}. "
             "Return these alone, of what apply_fn has made: {name: updated[name] for name in collections}."
         )
-    old = {path: leaf for path, leaf in boxes.leaves_with_path(before) if path.partition("/")[0] in updated}
-    new = dict(boxes.leaves_with_path(updated))
+    old = {path: leaf for path, leaf in trees.leaves_with_path(before) if path.partition("/")[0] in updated}
+    new = dict(trees.leaves_with_path(updated))
     if unlike := sorted(old.keys() ^ new.keys()):
         what = "did not return" if unlike[0] in old else "returned, and was not given,"
         raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns a collection whole, or leaves it out as it was.")
@@ -164,7 +164,7 @@ def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
     def like(path: str, leaf: Any) -> Any:
         return _strong(path, leaf, new[path]) if path in new else leaf
 
-    return boxes.map_leaves_with_path(like, before)
+    return trees.map_leaves_with_path(like, before)
 
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
@@ -197,7 +197,7 @@ def _differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axe
     params, minibatch, rng, collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (
-        [Axes(boxes.leaf_axes(leaf)) for _, leaf in boxes.leaves_with_path(tree)] for tree in (params, collections)
+        [Axes(boxes.leaf_axes(leaf)) for _, leaf in trees.leaves_with_path(tree)] for tree in (params, collections)
     )
     of_minibatch = [spread if np.ndim(leaf) else Axes() for leaf in jax.tree.leaves(minibatch)]
     return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]
@@ -230,7 +230,7 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
 
 def drifting(collections: PyTree) -> Iterator[str]:
     """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
-    if differ := [path for path, leaf in boxes.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
+    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
             "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "

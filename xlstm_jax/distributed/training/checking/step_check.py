@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.checking.collections import copies_differ, drifting, readable
@@ -167,7 +167,7 @@ def _reference(step: Callable[..., Any]) -> StepLoss:
 
 
 def _mesh_of(params: PyTree) -> Mesh:
-    for path, leaf in boxes.leaves_with_path(params):
+    for path, leaf in trees.leaves_with_path(params):
         sharding = getattr(boxes.leaf_value(leaf), "sharding", None)
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
@@ -194,7 +194,7 @@ def _on_one_device(
     whole = NamedSharding(one, PartitionSpec())
     params, batch, kept = jax.device_put((state.params, batch, collections_of(state)), whole)
     kept = (readable(kept),) if kept else ()
-    live, put_back = boxes.split_differentiable(params)
+    live, put_back = trees.split_differentiable(params)
 
     def loss(live: list[Any], batch: PyTree, rng: jax.Array, *kept: PyTree) -> jax.Array:
         return reference.mean(put_back(live), state.apply_fn, batch, rng, *kept)
@@ -268,11 +268,11 @@ _KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(lambda params: jax.tree.
 
 
 def _as_seen(opt_state: PyTree) -> PyTree:
-    return boxes.map_leaves(boxes.true_value, opt_state)
+    return trees.map_leaves(boxes.true_value, opt_state)
 
 
 def _by_path(tree: PyTree) -> dict[str, jax.Array]:
-    return dict(boxes.leaves_with_path(tree))
+    return dict(trees.leaves_with_path(tree))
 
 
 def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
@@ -286,7 +286,7 @@ def _compared(seen: _Seen, params: PyTree, mesh: Mesh) -> Iterator[LeafCheck]:
     right = {path: _flat(leaf) for path, leaf in seen.right.items()}
     everything = np.concatenate([*right.values(), np.zeros(1)])
     typical = float(np.sqrt(np.mean(everything**2)))
-    for path, leaf in boxes.leaves_with_path(params):
+    for path, leaf in trees.leaves_with_path(params):
         if path in right:
             axes = tuple(axis for axis in boxes.leaf_axes(leaf) if mesh.shape[axis] > 1)
             ratio, error = _ratio(_flat(seen.got[path]), right[path], typical)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
@@ -44,7 +44,7 @@ def warn_if_nothing_is_split(
 
     ``reasons`` returns why leaves are whole, by their paths, as far as that is known.
     """
-    leaves = dict(boxes.leaves_with_path(params))
+    leaves = dict(trees.leaves_with_path(params))
     split = any(map(boxes.leaf_axes, leaves.values()))  # over an axis of size 1, too: whoever says fsdp=1 means it
     key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _told:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.axes import entry_axes
 from xlstm_jax.wording import kind_of, listed
 
@@ -116,12 +116,12 @@ def _with_other_entries(
             return node
         old, new = replaced(node)
         replacements.append(new)
-        rest = {name: boxes.map_nodes(replace, child, is_concerned) for name, child in node.items() if name not in old}
+        rest = {name: trees.map_nodes(replace, child, is_concerned) for name, child in node.items() if name not in old}
         if taken := sorted(rest.keys() & new.keys()):
             raise ValueError(f"beside {min(old)!r} there is {taken[0]!r} already; choose another name.")
         return type(node)(rest | new)
 
-    found = boxes.map_nodes(replace, tree, is_concerned)
+    found = trees.map_nodes(replace, tree, is_concerned)
     if not replacements:
         raise ValueError(f"the tree has no {wanted!r}; its names are {listed(sorted(seen), shown=SHOWN_NAMES)}.")
     return found
@@ -156,11 +156,11 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
     if missing := sorted(set(range(max(layers))) - set(layers)):
         there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
-    trees = [layers[number] for number in range(len(layers))]
-    first = {path: _described(leaf) for path, leaf in boxes.leaves_with_path(trees[0])}
-    for number, tree in enumerate(trees):
-        _check_same(layer_names, first, number, {path: _described(leaf) for path, leaf in boxes.leaves_with_path(tree)})
-    return boxes.map_leaves(_stacked_leaf, *trees)
+    layer_trees = [layers[number] for number in range(len(layers))]
+    first = {path: _described(leaf) for path, leaf in trees.leaves_with_path(layer_trees[0])}
+    for number, tree in enumerate(layer_trees):
+        _check_same(layer_names, first, number, {path: _described(leaf) for path, leaf in trees.leaves_with_path(tree)})
+    return trees.map_leaves(_stacked_leaf, *layer_trees)
 
 
 def _check_same(layer_names: str, first: dict[str, str], number: int, other: dict[str, str]) -> None:
@@ -204,7 +204,7 @@ def _spec_of_stacked(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
-    leaves = boxes.leaves_with_path(tree)
+    leaves = trees.leaves_with_path(tree)
     first = next((np.shape(boxes.leaf_value(leaf))[:1] for _, leaf in leaves), ())
     for path, leaf in leaves:
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
@@ -215,7 +215,7 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
             )
         if entry_axes(boxes.leaf_names(leaf)[0]):
             raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
-    next_layers = boxes.map_leaves(_layers_of_leaf, tree)
+    next_layers = trees.map_leaves(_layers_of_leaf, tree)
     return [jax.tree.map(lambda next_layer: next_layer(), next_layers) for _ in range(first[0] if first else 0)]
 
 

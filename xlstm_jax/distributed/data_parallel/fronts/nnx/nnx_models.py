@@ -21,8 +21,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
-from xlstm_jax.distributed.data_parallel.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     LEAF_PATH,
@@ -41,7 +40,8 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
@@ -143,7 +143,7 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
-        if padded := [path for path, leaf in boxes.leaves_with_path(variables) if boxes.is_padded(leaf)]:
+        if padded := [path for path, leaf in trees.leaves_with_path(variables) if boxes.is_padded(leaf)]:
             raise ValueError(
                 f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
@@ -297,7 +297,7 @@ def _sharded(own: Mapping[str, Any], path: str, unit: Unit, seen: Mapping[str, t
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
-    boxed = boxes.map_leaves(boxes.with_layer_names, shard(leaves))
+    boxed = trees.map_leaves(boxes.with_layer_names, shard(leaves))
     return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
 
 

@@ -20,7 +20,13 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.communication import Communication, Replicas, cast_dtype, term_of_mean, widened
+from xlstm_jax.distributed.data_parallel.gathering.communication import (
+    Communication,
+    Replicas,
+    cast_dtype,
+    term_of_mean,
+    widened,
+)
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 

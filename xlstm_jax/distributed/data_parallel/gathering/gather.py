@@ -17,10 +17,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.communication import Communication
-from xlstm_jax.distributed.data_parallel.gather_array import GATHER_SCOPE, path_in_model
+from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import GATHER_SCOPE, path_in_model
 
 
 def gather_params(
@@ -71,7 +71,7 @@ def gather_own_params(
         return boxes.gather_leaf(leaf, axes, how, path)
 
     with jax.named_scope(GATHER_SCOPE):
-        return boxes.map_leaves_with_path(gather, params)
+        return trees.map_leaves_with_path(gather, params)
 
 
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
@@ -103,7 +103,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
-    live, put_back = boxes.split_differentiable(grads)
+    live, put_back = trees.split_differentiable(grads)
     known = [_known_averages.axes_of(boxes.leaf_value(leaf)) for leaf in live]
     done = [axes_of.union(boxes.reduced_axes(leaf)) for leaf, axes_of in zip(live, known, strict=True)]
     over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]

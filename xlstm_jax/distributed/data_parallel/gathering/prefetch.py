@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.communication import Communication
-from xlstm_jax.distributed.data_parallel.gather_array import (
+from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     GATHER_SCOPE,
     Primal,
     check_one_gradient_of_one_batch,
@@ -96,9 +96,9 @@ def prefetched_scan(
       The last carry, and outputs with a layer dim in front. The gradient is that of a scan of ``jax.checkpoint`` of the
       layer with its gather, which keeps nothing.
     """
-    leaves = boxes.leaves_with_path(stacked)
+    leaves = trees.leaves_with_path(stacked)
     empty = [boxes.rebox(leaf, None) if boxes.is_box(leaf) else None for _, leaf in leaves]
-    structure = jax.tree.structure(boxes.map_leaves(lambda leaf: 0, stacked))
+    structure = jax.tree.structure(trees.map_leaves(lambda leaf: 0, stacked))
     values = [boxes.leaf_value(leaf) for _, leaf in leaves]
     scan = _Scan(layer, [route_of(*leaf) for leaf in leaves], empty, structure, list(map(Primal.of, values)))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
@@ -277,8 +277,8 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """The gradient of ``run`` by each of ``args``, with None for leaves that have none; so are those of cotangents."""
-    live, put_back = boxes.split_differentiable(args)
-    _, pull = jax.vjp(lambda live: boxes.split_differentiable(run(*put_back(live)))[0], live)
+    live, put_back = trees.split_differentiable(args)
+    _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))
     return put_back(grads, rest=lambda leaf: None)
 
