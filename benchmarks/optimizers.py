@@ -75,7 +75,7 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
     options = {"devices": parsed.num_devices, "min_weight_size": threshold(size), **OURS, "shard_axes": tuple(sizes)}
     workload = dataclasses.replace(language_model(size, **options), tx=CASES[case]())
     step, args = workload.build_step(sizes)
-    return forecast(step, *args, topology=topology)
+    return forecast(step, *args, topology=topology, compiler_options="auto")
 
 
 def figures(found: Forecast) -> dict[str, float]:

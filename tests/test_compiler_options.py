@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # for all programs of a topology, on a busy machine
 ALL, NONE = "all", "none"
 
-# Four scanned layers of FSDP over two mesh axes, by hand, and the all-reduce of a whole weight's gradient; compiled
-# once for each set of options. It prints bytes on the wire by kind, and how many of them are asynchronous.
+# Four scanned layers of FSDP over two mesh axes, by hand, the all-reduce of a whole weight's gradient, and two
+# all-to-alls, each of which can run beside the other's products; compiled once for each set of options. It prints bytes
+# on the wire by kind, and how many of them are asynchronous.
 PROGRAM = """
 import json, sys
 from collections import defaultdict
@@ -57,17 +58,24 @@ def loss(params, x):
     x, _ = lax.scan(jax.checkpoint(layer, prevent_cse=False), x @ params[1], params[0])
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
-def step(params, x):
+def exchanged(tokens):
+    received = lax.all_to_all(tokens @ tokens, axes, 0, 0)
+    return received @ received
+
+def step(params, x, tokens):
     split, whole = jax.grad(loss)(params, x)
-    return split, lax.psum(whole, axes)
+    return split, lax.psum(whole, axes), *map(exchanged, tokens)
 
 def abstract(shape, spec):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
 specs = (P(None, axes), P())
-run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs, check_vma=False)
+of_tokens = (P(axes), P(axes))
+in_specs, out_specs = (specs, P(axes), of_tokens), (*specs, *of_tokens)
+run = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 params = abstract((4, 256, 1024), specs[0]), abstract((256, 256), specs[1])
-lowered = jax.jit(run).lower(params, abstract((64 * mesh.size, 256), P(axes)))
+tokens = [abstract((mesh.size**2, 512, 512), P(axes))] * 2
+lowered = jax.jit(run).lower(params, abstract((64 * mesh.size, 256), P(axes)), tuple(tokens))
 
 def traffic(options):
     sums = defaultdict(lambda: [0, 0])
@@ -114,17 +122,18 @@ def test_on_v6e_all_bytes_become_asynchronous():
 def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_kind():
     found = traffic("v5p:2x2x1", "each")
     all_become_asynchronous(found)
-    kinds = {"all-gather", "reduce-scatter", "all-reduce"}
+    kinds = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
     assert len(found) == 2 + len(kinds), "an option that is not tested"
     for kind in kinds:
-        without = found[f"xla_tpu_enable_sparse_core_collective_offload_{kind.replace('-', '_')}"]
+        (without,) = (one for name, one in found.items() if name.endswith(kind.replace("-", "_")))
         assert {name: share(without, name) for name in kinds} == dict.fromkeys(kinds, 1) | {kind: 0}
 
 
 def test_on_v5e_gathers_in_a_loop_become_asynchronous():
     found = traffic("v5e:2x4")
     assert share(found[ALL], "all-gather") >= 0.7 > 0.1 >= share(found[NONE], "all-gather")
-    assert len(compiler_options("TPU v5 lite")) == 1, "an option that is not tested by itself"
+    assert share(found[ALL], "all-to-all") == 1 > 0 == share(found[NONE], "all-to-all")
+    assert len(compiler_options("TPU v5 lite")) == 2, "an option that is not tested"
 
 
 # --------------------------------------------------------------------------------------------------------------- kinds
@@ -160,7 +169,7 @@ def test_without_pipelining_the_compiler_begins_no_gather_a_layer_ahead():
 
 def test_the_dict_is_the_callers_own():
     compiler_options("TPU v6 lite").clear()
-    assert len(compiler_options("TPU v6 lite")) == 3
+    assert len(compiler_options("TPU v6 lite")) == 4
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "H100", "v5e", ""])

@@ -73,6 +73,12 @@ BY_SPARSE_CORES = {
 }
 # Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = {"xla_tpu_enable_ici_ag_pipelining": True}
+ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
+BY_CORES = ICI_PIPELINING | ASYNC_ALL_TO_ALL
+BY_SPARSE_CORES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+} | ASYNC_ALL_TO_ALL
 
 
 def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
@@ -93,7 +99,7 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
             clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2,
-            slices=FLAT, pod=(16, 16), xla_options=ICI_PIPELINING,
+            slices=FLAT, pod=(16, 16), xla_options=BY_CORES,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.

@@ -8,6 +8,7 @@ gathers. These options change it; the code of the step stays as it is:
 
   v5p, v6e   the SparseCores run collectives by themselves          all bytes are asynchronous
   v5e        gathers in a loop over layers begin a layer ahead      nearly all gathers are; scatters are not
+  all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are
   NVIDIA     several collectives may be under way at once (by default one), and gathers in a loop over layers begin a
              layer ahead                                            nearly nothing in the loops is waited for
 
@@ -34,7 +35,7 @@ def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, A
     """The options for ``jax.jit(..., compiler_options=...)`` that make collectives asynchronous.
 
     >>> compiler_options("TPU v5 lite")
-    {'xla_tpu_enable_ici_ag_pipelining': True}
+    {'xla_tpu_enable_ici_ag_pipelining': True, 'xla_tpu_enable_async_all_to_all': True}
 
     Args:
       device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".

@@ -186,7 +186,12 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
 
 
 def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
-    alike = (group.axes, group.form.stack_axes) == (found[0].axes, found[0].form.stack_axes)
+    first = found[0]
+    alike = (group.axes, group.form.stack_axes, group.form.dtype) == (
+        first.axes,
+        first.form.stack_axes,
+        first.form.dtype,
+    )
     return alike and sum(other.count for other in found) + group.count <= group.owners
 
 

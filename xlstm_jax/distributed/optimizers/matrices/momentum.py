@@ -19,7 +19,7 @@ from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, c
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
-from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, on_own_matrices, to_owners
+from xlstm_jax.distributed.optimizers.matrices.owners import by_owners
 
 MUON, ADAM = "muon", "adam"
 DEFAULT_NS_COEFFS = (3.4445, -4.7750, 2.0315)
@@ -158,8 +158,8 @@ def _scale_by_muon(rule: _Rule, choices: Choices) -> optax.GradientTransformatio
         mu = optax.tree.update_moment(updates, state.mu, rule.beta, 1)
         count = jnp.asarray(optax.safe_increment(state.count))
         momentum = _momentum(rule, mu, updates, count)
-        by_owners = partial(_by_owners, rule, jnp.asarray(state.ns_coeffs))
-        updates, _ = map_groups(by_owners, momentum, choices, any_order=True)
+        of_groups = partial(_of_groups, rule, jnp.asarray(state.ns_coeffs))
+        updates, _ = map_groups(of_groups, momentum, choices, any_order=True)
         if rule.adaptive:
             updates = trees.map_leaves(_scaled_by_dual_norm, updates, momentum)
         return updates, MuonState(count=count, mu=optax.tree.cast(mu, rule.mu_dtype), ns_coeffs=state.ns_coeffs)
@@ -177,7 +177,7 @@ def _momentum(rule: _Rule, mu: PyTree, updates: PyTree, count: jax.Array) -> PyT
     return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
 
 
-def _by_owners(
+def _of_groups(
     rule: _Rule, ns_coeffs: jax.Array, groups: Sequence[MatrixGroup], values: Values, state: Any
 ) -> tuple[Values, Any]:
     def orthogonal(matrices: jax.Array) -> jax.Array:
@@ -186,9 +186,7 @@ def _by_owners(
     new: Values = {}
     for together in in_rounds(groups):
         with jax.named_scope(f"muon_{'_'.join(group.name for group in together)}"):
-            matrices = [to_owners(group, values, rule.exchange_dtype) for group in together]
-            for group, own in zip(together, on_own_matrices(orthogonal, together, matrices), strict=True):
-                new |= from_owners(group, own, rule.exchange_dtype)
+            new |= by_owners(orthogonal, together, values, rule.exchange_dtype)
     return new, state
 
 

@@ -1,11 +1,15 @@
-"""The way of a group of matrices to their owners and back, inside ``shard_map``.
+"""The way of matrices to their owners and back, inside ``shard_map``.
 
-shards     [M, d, f / n]      stacked from the leaves of the group
-places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros in those left over
-received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a slice comes from
-whole      [p, d, f]
+  shards     [M, d, f / n]      stacked from the leaves of the group
+  places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros in those left over
+  received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a slice comes from
+  whole      [p, d, f]
+
+Several groups that have fewer matrices than owners in all travel together, a matrix to each owner, in rows that are as
+long as the longest: places [n, longest of d * f / n].
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,38 +25,79 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None) -> jax.Array:
     """The matrices that this device owns, [places, rows, columns] with rows <= columns, from its shards by path."""
-    stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
-    sent = _own_part(group, stacked).astype(exchange_dtype or stacked.dtype)
-    return _flat(group, _to_places(group, sent).astype(stacked.dtype))
+    stacked = _as_stacks(group, shards)
+    return _flat(group, _to_places(group, stacked.astype(exchange_dtype or stacked.dtype)).astype(stacked.dtype))
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = None) -> dict[str, jax.Array]:
     """The inverse of ``to_owners``: this device's shards by path."""
     sent = _unflat(group, matrices).astype(exchange_dtype or matrices.dtype)
-    back = _to_shards(group, sent).astype(matrices.dtype)
+    return _from_stacks(group, _to_shards(group, sent).astype(matrices.dtype))
+
+
+def by_owners(
+    fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: Any = None
+) -> dict[str, jax.Array]:
+    """The shards of ``fn`` of all matrices of a round (``groups.in_rounds``), by path: two all-to-alls."""
+    if len(groups) == 1:
+        return from_owners(groups[0], fn(to_owners(groups[0], shards, exchange_dtype)), exchange_dtype)
+    stacks = [_as_stacks(group, shards) for group in groups]
+    dtype, axes = stacks[0].dtype, groups[0].axes
+    rows = _in_rows(stacks, groups[0].owners).astype(exchange_dtype or dtype)
+    received = collectives.all_to_all(rows, axes)
+
+    def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
+        """Of what this device has received as an owner of the group, what it sends back."""
+        slices = (group.owners, 1, *_slice_shape(group))
+        own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
+        whole = _unflat(group, fn(_flat(group, _merged(group, own))))
+        return _as_long_as(received, _cut(group, whole).reshape(group.owners, -1).astype(received.dtype))
+
+    own = collectives.axis_index(axes)
+    mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
+    sent = jax.lax.switch(mine, [*(partial(of_one, group) for group in groups), lambda received: received], received)
+    back = collectives.all_to_all(sent, axes).astype(dtype)
+    new: dict[str, jax.Array] = {}
+    for group, stack in zip(groups, stacks, strict=True):
+        of_group = back[group.first : group.first + group.count, : stack[0].size]
+        new |= _from_stacks(group, of_group.reshape(stack.shape))
+    return new
+
+
+def _in_rows(stacks: Sequence[jax.Array], owners: int) -> jax.Array:
+    """[owners, longest]: a matrix's shard in each row, zeros behind shorter ones and in the rows that are left over."""
+    rows = [stack.reshape(stack.shape[0], -1) for stack in stacks]
+    longest = max(rows, key=lambda row: row.shape[1])
+    filled = jnp.concatenate([_as_long_as(longest, row) for row in rows])
+    return jnp.pad(filled, ((0, owners - filled.shape[0]), (0, 0)))
+
+
+def _as_long_as(longest: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.pad(rows, ((0, 0), (0, longest.shape[1] - rows.shape[1])))
+
+
+def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
+    """Of a matrix with padding, what one device sends."""
+    parts = {dim: count for (dim, _), count in zip(group.splits, _parts(group), strict=True)}
+    return tuple(size // parts.get(dim, 1) for dim, size in enumerate(group.form.stored))
+
+
+def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array:
+    """[M, stored dims / n]: of the group's shards the part that this device sends."""
+    stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
+    if group.copies_dim is None:
+        return stacked
+    return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
+
+
+def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
+    """The inverse of ``_as_stacks``: the shards by path, those of copies gathered."""
     if group.copies_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
     counts = [leaf.count for leaf in group.leaves]
     ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
     parts = zip(group.leaves, jnp.split(back, ends), strict=True)
     return {leaf.path: _as_leaf(leaf, part) for leaf, part in parts}
-
-
-def on_own_matrices(fn: OnMatrices, groups: Sequence[MatrixGroup], matrices: Sequence[jax.Array]) -> list[jax.Array]:
-    """``fn`` of the matrices of each group; of several groups, side by side, each device of the one that it is in."""
-    if len(groups) == 1:
-        return [fn(matrices[0])]
-
-    def of_one(index: int, matrices: Sequence[jax.Array]) -> list[jax.Array]:
-        return [fn(own) if i == index else _nothing_of(own) for i, own in enumerate(matrices)]
-
-    own = collectives.axis_index(groups[0].axes)
-    mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
-    return jax.lax.switch(mine, [partial(of_one, index) for index in range(len(groups) + 1)], matrices)
-
-
-def _nothing_of(matrices: jax.Array) -> jax.Array:
-    return collectives.to_varying(jnp.zeros_like(matrices), sorted(collectives.varying_axes(matrices)))
 
 
 def _as_stack(leaf: MatrixLeaf, value: jax.Array) -> jax.Array:
@@ -67,18 +112,10 @@ def _as_leaf(leaf: MatrixLeaf, stacked: jax.Array) -> jax.Array:
     return stacked.reshape(*leaf.stack, *stacked.shape[1:]).transpose(inverse)
 
 
-def _own_part(group: MatrixGroup, stacked: jax.Array) -> jax.Array:
-    """Of shards that other devices have too, the part that this one sends."""
-    if group.copies_dim is None:
-        return stacked
-    return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
-
-
 def _to_places(group: MatrixGroup, shards: jax.Array) -> jax.Array:
     """[M, ...] -> [places, stored dims]"""
     places = group.owners * group.per_owner
-    left_over = (group.first, places - group.first - group.count)
-    padded = jnp.pad(shards, [left_over] + [(0, 0)] * (shards.ndim - 1))
+    padded = jnp.pad(shards, [(0, places - group.count)] + [(0, 0)] * (shards.ndim - 1))
     received = collectives.all_to_all(padded.reshape(group.owners, group.per_owner, *shards.shape[1:]), group.axes)
     return _merged(group, received)
 
@@ -86,7 +123,7 @@ def _to_places(group: MatrixGroup, shards: jax.Array) -> jax.Array:
 def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
     """The inverse of ``_to_places``."""
     received = collectives.all_to_all(_cut(group, whole), group.axes)
-    return received.reshape(-1, *received.shape[2:])[group.first :][: group.count]
+    return received.reshape(-1, *received.shape[2:])[: group.count]
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
