@@ -80,12 +80,16 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
 
 def figures(found: Forecast) -> dict[str, float]:
     """What is compared, per device and step."""
+    exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
     return {
         "wire_bytes": found.wire_bytes,
         "flops": found.flops.total,
         "temporary_bytes": found.memory.temporary_bytes,
         "compile_seconds": found.compile_seconds,
-        "all_to_alls": sum(c.count for c in found.collectives if c.kind == "all-to-all"),
+        "all_to_alls": sum(c.count for c in exchanges),
+        "all_to_all_bytes": sum(c.wire_bytes_per_step for c in exchanges),
+        "beside_work": sum(c.count for c in exchanges if c.asynchronous),
+        "of_optimizer": sum(c.count for c in found.collectives if "muon" in c.op_name),
     }
 
 
@@ -95,7 +99,7 @@ def measured(size: Size, cases: Sequence[str], topology: str) -> dict[str, dict[
     for case in dict.fromkeys((BASE, *cases)):
         try:
             found[case] = figures(compiled(size, case, topology))
-        except CompileError as error:
+        except (CompileError, TimeoutError) as error:
             found[case] = {"problem": str(error).splitlines()[0]}
     return found
 

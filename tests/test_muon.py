@@ -1,5 +1,6 @@
 """Muon on shards is ``optax.contrib.muon`` on one device, for every mesh and in every place where it may run."""
 
+import math
 import re
 from functools import cache
 
@@ -300,7 +301,7 @@ def test_bad_arguments_are_refused(options, rule):
 
 
 class Layers(nn.Module):
-    """Eight layers of two matrices of one form, 256 x 1024."""
+    """Eight layers of two matrices of one form, 256 x 1024, and one of another, 256 x 256."""
 
     axis_name: tuple[str, ...]
 
@@ -313,7 +314,8 @@ class Layers(nn.Module):
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
-        h = nn.gelu(nn.Dense(1024, use_bias=False, name="up")(nn.RMSNorm(name="norm")(x)))
+        x = nn.Dense(256, use_bias=False, name="mix")(nn.RMSNorm(name="norm")(x))
+        h = nn.gelu(nn.Dense(1024, use_bias=False, name="up")(x))
         return x + nn.Dense(256, use_bias=False, name="down")(h), None
 
 
@@ -323,24 +325,34 @@ def square(params, apply_fn, x, rng):
 
 
 @pytest.mark.parametrize(
-    "topology, axes",
+    "topology, sizes",
     [
-        pytest.param("v5e:2x4", ("fsdp_x", "fsdp_y"), marks=[pytest.mark.libtpu, NEEDS_LIBTPU]),
-        pytest.param("h100:2x4", ("fsdp_host", "fsdp_device"), marks=[pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]),
+        pytest.param("v5e:2x4", {"fsdp_x": 2, "fsdp_y": 4}, marks=[pytest.mark.libtpu, NEEDS_LIBTPU]),
+        pytest.param(
+            "h100:4x8", {"fsdp_host": 4, "fsdp_device": 8}, marks=[pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]
+        ),
     ],
 )
-def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, axes):
-    x, sizes = jax.ShapeDtypeStruct((64, 256), jnp.float32), dict(zip(axes, (2, 4), strict=True))
-    workload = Workload(Layers(axes), muon(RATE, exchange_dtype="bfloat16"), x, square)
+def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, sizes):
+    """On 8 devices each has two of the 16 and one of the 8, one form after the other; on 32 one of 24, or zeros."""
+    x, devices = jax.ShapeDtypeStruct((64, 256), jnp.float32), math.prod(sizes.values())
+    workload = Workload(Layers(tuple(sizes)), muon(RATE, exchange_dtype="bfloat16"), x, square)
     step, args = workload.build_step(sizes)
-    found = forecast(step, *args, topology=topology)
+    found = forecast(step, *args, topology=topology, compiler_options="auto")
     exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
     ours = [c for c in found.collectives if "muon" in c.op_name]
-    assert [c.count for c in exchanges] == [1, 1] and ours == exchanges  # and none within Newton-Schulz
-    shards = 16 * 256 * 1024 * 2 / 8  # bytes of a device's shards of all 16 matrices, in bfloat16
-    assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * shards
-    work = found.flops.by_module()["muon_256x1024"]
-    assert work == 2 * newton_schulz_flops(256, 1024, steps=5)  # two whole matrices on each of 8 devices
+    forms, largest = {"256x1024": 16, "256x256": 8}, 256 * 1024
+    together = devices >= 24
+    assert [c.count for c in exchanges] == [1] * (2 if together else 4) and ours == exchanges  # none in Newton-Schulz
+    values = devices * largest if together else 16 * largest + 8 * 256 * 256  # with the zeros for devices without one
+    assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * values * 2 / devices  # there and back, in bfloat16
+    work = {name: flops for name, flops in found.flops.by_module().items() if "muon" in name}
+    one, other = (newton_schulz_flops(256, columns, steps=5) for columns in (1024, 256))
+    names = ["muon_256x1024_256x256"] if together else [f"muon_{form}" for form in forms]
+    assert work == dict(zip(names, [one] if together else [2 * one, other], strict=True))
+    if not together:  # while one form is orthogonalised the other travels
+        assert all(c.asynchronous for c in exchanges)
+        assert any(set(c.overlapped.modules) - set(c.modules) for c in exchanges)
 
 
 def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
