@@ -27,7 +27,9 @@ FACES = [
 # Names of the metrics are public in xlstm_jax.distributed too, and have their lines once.
 AGAIN = set(xlstm_jax.distributed.metrics.__all__)
 PUBLIC = [(f, name) for f in FACES for name in f.__all__ if f is not xlstm_jax.distributed or name not in AGAIN]
-PAGES = sorted([*ROOT.glob("[A-Z]*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
+OF_THE_SITE = {"index.md", "readme.md", "contributing.md", "changelog.md", "benchmarks.md"}  # see docs/conf.py
+DOCS = [page for page in (ROOT / "docs").glob("*.md") if page.name not in OF_THE_SITE]
+PAGES = sorted([*ROOT.glob("[A-Z]*.md"), *DOCS, ROOT / "benchmarks" / "README.md"])
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 

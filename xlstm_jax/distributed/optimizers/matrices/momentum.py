@@ -91,9 +91,8 @@ def muon(
     MaskedNode()
 
     Args:
-      learning_rate, ns_coeffs, ns_steps, beta, eps, weight_decay, weight_decay_mask, mu_dtype, nesterov, adaptive,
-        preconditioning, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, consistent_rms: as in
-        ``optax.contrib.muon``; ``ns_steps`` is a Python number.
+      learning_rate: and all others that are not named below: as in ``optax.contrib.muon``; ``ns_steps`` is a Python
+        number.
       muon_weight_dimension_numbers: as there, a tree of ``optax.contrib.MuonDimensionNumbers`` and None, a prefix of
         one, or a function of the parameters; None: ``matrix_dimensions()``, which knows stacked layers, embeddings and
         output layers. (Optax's default takes all leaves of two dims, and no others.)

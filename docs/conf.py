@@ -1,0 +1,157 @@
+"""The site: how Sphinx reads these pages. ``make docs`` builds it.
+
+The pages are plain Markdown, which a code host shows too. What only a site can do is added while they are read: a
+public name becomes a link to a page made of its docstring, and the files at the top of the repository become pages, to
+which links lead.
+"""
+
+import importlib
+import re
+from functools import partial
+from pathlib import Path
+
+import xlstm_jax
+
+DOCS = Path(__file__).parent
+
+project = "xlstm_jax"
+version = release = xlstm_jax.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = html_show_sourcelink = html_copy_source = False
+pygments_dark_style = "github-dark"
+
+myst_heading_anchors = 3
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 80
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_ivar = True
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+FACE = re.compile(r"^## `([\w.]+)`", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+CODE = re.compile(r"(?<!`)``([^`]+)``(?!`)")  # of a docstring
+INLINE = re.compile(r"(?<![`\[])`(\w+)`(?!`)")  # of a page, but for the text of a link
+FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
+STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
+AT_THE_TOP = {
+    "readme": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+    "benchmarks": "benchmarks/README.md",
+}
+
+
+def public_names():
+    """(module, name, what it does) of each row of api.md."""
+    _, *parts = FACE.split((DOCS / "api.md").read_text())
+    return [(face, *row) for face, rows in zip(parts[::2], parts[1::2], strict=True) for row in ROW.findall(rows)]
+
+
+def write_reference(app):
+    """A page for each public name; those that are there already and say the same stay as they are."""
+    folder = Path(app.srcdir) / "reference"
+    folder.mkdir(exist_ok=True)
+    wanted = {f"{name}.md": _reference(face, name, what) for face, name, what in public_names()}
+    for page in folder.glob("*.md"):
+        if page.name not in wanted:
+            page.unlink()
+    for name, text in wanted.items():
+        page = folder / name
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def _reference(face, name, what):
+    value = getattr(importlib.import_module(face), name)
+    if not callable(value):
+        body = f".. py:data:: {name}\n\n   {what}"
+    else:
+        body = f".. autoclass:: {name}\n   :members:" if isinstance(value, type) else f".. autofunction:: {name}"
+    return f"# {name}\n\n```{{eval-rst}}\n.. currentmodule:: {face}\n\n{body}\n```\n"
+
+
+def read_for_the_site(app, page, source):
+    """What only the site has, added to a page that is read."""
+    del app
+    text = _from_the_top(page) if page in AT_THE_TOP else source[0]
+    for name, file in AT_THE_TOP.items():
+        text = re.sub(rf"\]\((\.\./)?{re.escape(file)}", f"]({name}.md", text)
+    names = [name for _, name, _ in public_names()]
+    if page == "api":
+        pages = "\n".join(f"reference/{name}" for name in names)
+        text = ROW.sub(r"| [`\1`](reference/\1.md) | \2 |", text) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+    elif not page.startswith("reference/"):
+        text = _with_links(text, set(names))
+    source[0] = text
+
+
+def _with_links(text, names):
+    """The page with the first mention of each public name under a heading as a link to its reference."""
+    parts, left = FENCED.split(text), set(names)
+    for i, part in enumerate(parts):
+        if part.startswith("#"):
+            left = set(names)
+        elif not part.startswith("```"):
+            parts[i] = INLINE.sub(partial(_link, left), part)
+    return "".join(parts)
+
+
+def _link(left, found):
+    name = found[1]
+    if name not in left:
+        return found[0]
+    left.remove(name)
+    return f"[`{name}`](reference/{name}.md)"
+
+
+def _from_the_top(page):
+    """A file from above this folder, as if it lay in it."""
+    file = DOCS.parent / AT_THE_TOP[page]
+    folder = "" if file.parent == DOCS.parent else f"{file.parent.name}/"
+
+    def moved(found):
+        target = found[1]
+        if target.startswith("docs/") or target in AT_THE_TOP.values():
+            return f"]({target.removeprefix('docs/')}"
+        return f"](../{folder}{target}"
+
+    return re.sub(r"\]\((?!https?:|#|\.\./)([^)#]+)", moved, file.read_text())
+
+
+def read_docstring(app, what, name, value, options, lines):
+    """Escapes the stars of ``*args`` in prose, and makes of the names of others links; not in examples."""
+    del app, what, value, options
+    others = {one: face for face, one, _ in public_names() if one != name.rsplit(".", 1)[-1]}
+
+    def code(found):
+        face = others.get(found[1])
+        return f":py:obj:`{found[1]} <{face}.{found[1]}>`" if face else found[0]
+
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = CODE.split(line)  # prose and code by turns
+            parts[::2] = [STARRED.sub(lambda stars: stars[1].replace("*", r"\*"), prose) for prose in parts[::2]]
+            parts[1::2] = [f"``{text}``" for text in parts[1::2]]
+            lines[i] = CODE.sub(code, "".join(parts))
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_reference)
+    app.connect("source-read", read_for_the_site)
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon reads it
