@@ -141,10 +141,10 @@ def draw(path: Path, size: str, topologies: dict[str, Any]) -> None:
 
 def _draw(axes: Any, found: dict[str, Any], quantity: str) -> None:
     values = {case: value / SCALES[quantity] for case, value in more_than_adamw(found, quantity).items()}
-    axes.barh(list(values), list(values.values()), color="#5b9bd5")
+    bars = axes.barh(list(values), list(values.values()), color="#5b9bd5")
     clean(axes, 1.28 * max(*values.values(), 1e-9))
-    for place, value in enumerate(values.values()):
-        number(axes, place, value, f"{value:.3g}")
+    for bar, value in zip(bars, values.values(), strict=True):  # another plot may have cases between
+        number(axes, bar.get_y() + bar.get_height() / 2, value, f"{value:.3g}")
 
 
 def _draw_runs(path: Path, named_folders: Sequence[str]) -> int:
