@@ -168,10 +168,12 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
         value, choice = boxes.leaf_value(leaf), _choice(leaf, axis_sizes, rule)
-        own = (value_dtype(value),) * 2
-        dtypes = own if choice.dim is None else map(jnp.dtype, rule.communication.dtypes(value, path))
+        gathered, summed = (str(value_dtype(value)),) * 2
+        if choice.dim is not None:
+            gathered, summed = map(str, map(jnp.dtype, rule.communication.dtypes(value, path)))
+            gathered = rule.communication.format_of(value) or gathered
         names = boxes.leaf_names(boxed)
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, *map(str, dtypes)))
+        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
 

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Reason
+from xlstm_jax.distributed.data_parallel.gathering.packing import sent_itemsize
 from xlstm_jax.wording import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
@@ -47,6 +46,7 @@ class LeafPlan:
       use_shape: the shape that its wrapped module sees; the leaf's, but for the dims that ``nn.scan`` has added.
       uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
       gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
+        Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered, and in plans of older releases.
@@ -93,9 +93,9 @@ class LeafPlan:
         return math.prod(self.shape) // max(math.prod(self.use_shape), 1)
 
     @property
-    def gather_itemsize(self) -> int:
-        """Bytes of a value while it is gathered; 0 where nothing is."""
-        return np.dtype(self.gather_dtype).itemsize if self.gather_dtype else 0
+    def gather_itemsize(self) -> float:
+        """Bytes of a value while it is gathered, with its part of a block's scale; 0 where nothing is."""
+        return sent_itemsize(self.gather_dtype) if self.gather_dtype else 0
 
     @property
     def gathered_size(self) -> float:

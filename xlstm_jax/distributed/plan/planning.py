@@ -30,7 +30,8 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
-from xlstm_jax.distributed.data_parallel.gathering.communication import sent_bytes, value_dtype
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -216,16 +217,17 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
         return {"use_shape": decisions[-1].shape if decisions else shape}
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
-    # What no wrapper gathers (tensor parallel) stays split; of what nn.scan or nn.vmap has added, a use takes one.
-    kept = _count(seen - gathered, sizes)
+    # Of what nn.scan or nn.vmap has added, a use takes one.
     added = _count(set(leaf_axes(leaf)) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
     stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
+    # What no wrapper gathers (tensor parallel) stays split.
+    shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
-        "gathered_bytes": sent_bytes(stored, last.gather_dtype) // kept,
+        "gathered_bytes": _count(seen & gathered, sizes) * sent_bytes(shard, dim, last.gather_dtype),
         "gather_dtype": last.gather_dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype,
         "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,

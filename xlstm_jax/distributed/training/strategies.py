@@ -88,5 +88,5 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
 
 def _gathered_wide(leaf: Any) -> Any:
     """The leaf, to be gathered in the dtype of summed gradients, which the transpose then does not narrow."""
-    dtype = boxes.leaf_communication(leaf).gather_dtype or boxes.leaf_value(leaf).dtype
+    dtype, _ = boxes.leaf_communication(leaf).dtypes(boxes.leaf_value(leaf))
     return boxes.with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))
