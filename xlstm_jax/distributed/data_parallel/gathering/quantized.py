@@ -97,7 +97,7 @@ def _blocks_of(size: int) -> tuple[int, int]:
 
 def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
     """[..., b, 64] -> [..., b]: bfloat16 values in float32; NaN for a block with a value that is not finite."""
-    largest = jnp.max(jnp.abs(blocks), -1)
+    largest = lax.reduce_max(jnp.abs(blocks), [blocks.ndim - 1])
     # No cast there and back, which XLA may leave out: codes would then belong to another scale than the one sent.
     scales = lax.reduce_precision(largest / largest_code, exponent_bits=8, mantissa_bits=7)
     return jnp.where(jnp.isfinite(largest), jnp.where(scales < _TINY, 0, scales), jnp.nan)
