@@ -21,6 +21,7 @@ The words of the library, each with one meaning:
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
+from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_layers
@@ -41,6 +42,7 @@ __all__ = [
     "Replicas",
     "box_like",
     "bytes_per_device",
+    "freeze_params",
     "gather_array_with_mean_grads",
     "gather_params",
     "larger_than",
