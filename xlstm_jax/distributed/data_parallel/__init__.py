@@ -16,6 +16,7 @@ The words of the library, each with one meaning:
   reduce-scatter dtype  the dtype in which gradients are sent and summed when they are scattered
   staged         of a collective over several axes: one collective for each axis, one after the other
   wire bytes     the bytes that a device sends over its links
+  frozen         not trained, as its box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
