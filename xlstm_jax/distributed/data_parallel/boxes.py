@@ -60,6 +60,8 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
 
     ``unit_depth`` says which module gathers it: how many of the last names of the leaf's path lie below that module; 0
     where none is known. ``model_axes`` are those over which the model had split it before (tensor parallel).
+    ``trainable`` is False of a frozen leaf: whoever reads it, it has no gradient. One that is whole has a box for that
+    alone, whose names are all None.
 
     It differs from its parent in two more ways. ``nn.scan`` and ``nn.vmap`` may add their layer dim without giving a
     name for it in ``metadata_params``; the layer dim is then whole. And ``unbox``, by which Linen reads a parameter,
@@ -73,12 +75,13 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
     unit_depth: int = struct.field(default=0, pytree_node=False)
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
+    trainable: bool = struct.field(default=True, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         axes = self._axes_to_read()
         if not axes:
-            return true_value(self)
+            return read_value(self)
         is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
         if is_whole and (spread := collectives.spread_axes(axes)):
             raise whole_value("a parameter that is read", np.shape(self.value), spread)
@@ -140,7 +143,7 @@ class PartlyGathered(Sharded):
 
 def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
-    value, names = gather_dims(leaf_value(leaf), leaf_names(leaf), axes, how, path)
+    value, names = gather_dims(_as_read(leaf, leaf_value(leaf)), leaf_names(leaf), axes, how, path)
     return as_gathered(leaf, value, names, axes, how)
 
 
@@ -158,6 +161,7 @@ def as_gathered(leaf: Box, value: Any, names: tuple[AxisEntry, ...], axes: tuple
         communication=replace(how, replicas=None) if gathered else how,
         true_sizes=sizes if any(sizes) else (),
         unit_depth=unit_depth(leaf),
+        trainable=is_trainable(leaf),
     )
 
 
@@ -184,6 +188,10 @@ class BoxedVariable:
 
     @property
     def true_sizes(self) -> tuple[int | None, ...]:
+        raise NotImplementedError
+
+    @property
+    def trainable(self) -> bool:
         raise NotImplementedError
 
     def replace(self, **fields: Any) -> "BoxedVariable":
@@ -240,9 +248,23 @@ def rebox(leaf: Any, value: Any) -> Any:
     return leaf.replace_boxed(value) if is_box(leaf) else value
 
 
+def is_trainable(leaf: Any) -> bool:
+    """False for a leaf that its box says is frozen."""
+    return leaf.trainable if isinstance(leaf, Sharded | BoxedVariable) else True
+
+
 def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf takes a gradient: real or complex floats do; integers, bools and PRNG keys do not."""
-    return jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
+    """Whether a leaf takes a gradient: floats do, unless they are frozen; integers, bools and PRNG keys do not."""
+    return is_trainable(leaf) and jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
+
+
+def frozen(leaf: Any) -> Any:
+    """The leaf in a box that says that it is frozen; itself where it takes no gradient anyway."""
+    if not is_differentiable(leaf):
+        return leaf
+    if isinstance(leaf, Sharded | BoxedVariable):
+        return leaf.replace(trainable=False)
+    return Sharded(leaf_value(leaf), leaf_names(leaf), model_axes=leaf_axes(leaf), trainable=False)
 
 
 def box_dim(
@@ -259,7 +281,8 @@ def box_dim(
     how = replace(communication, replicas=replicas).not_copied_along(split)
     kept = leaf.model_axes if isinstance(leaf, Sharded) else leaf_axes(leaf)
     true = tuple(sizes) if any(sizes) else ()
-    return Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+    box = Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+    return box.replace(trainable=is_trainable(leaf))
 
 
 def unit_depth(leaf: Any) -> int:
@@ -288,6 +311,15 @@ def true_value(leaf: Any) -> Any:
     """The value, whole or global, of a leaf without its padding."""
     value = leaf_value(leaf)
     return value[tuple(slice(size) for size in true_shape(leaf))] if is_padded(leaf) else value
+
+
+def read_value(leaf: Any) -> Any:
+    """``true_value`` for a module to compute with; of a frozen leaf it has no gradient."""
+    return _as_read(leaf, true_value(leaf))
+
+
+def _as_read(leaf: Any, value: Any) -> Any:
+    return value if is_trainable(leaf) else jax.lax.stop_gradient(value)
 
 
 def with_padding(leaf: Any, value: Any) -> Any:

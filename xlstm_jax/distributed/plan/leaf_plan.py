@@ -51,6 +51,7 @@ class LeafPlan:
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered, and in plans of older releases.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
+      trainable: False for a frozen parameter, which has no gradient and no optimizer state.
 
     >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
     >>> row.shape, row.names, row.parts, row.parameters
@@ -76,6 +77,7 @@ class LeafPlan:
     gradients: ByteCount = NO_BYTES
     optimizer: ByteCount = NO_BYTES
     other: ByteCount = NO_BYTES
+    trainable: bool = True
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -132,7 +134,8 @@ class LeafPlan:
             "of optimizer state": self.optimizer.per_device,
         }
         kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
-        return f"; a device keeps {joined(kept)}" if kept else ""
+        frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
+        return f"; a device keeps {joined(kept)}{frozen}" if kept else ""
 
     def _gathers(self) -> str:
         if not self.uses:

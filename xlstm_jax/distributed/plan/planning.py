@@ -2,18 +2,20 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
+    is_trainable,
     leaf_axes,
     leaf_names,
     leaf_value,
@@ -30,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
+from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
@@ -57,6 +60,8 @@ def plan_sharding(
     min_weight_size: int | None = None,
     tx: optax.GradientTransformation | None = None,
     rng: PyTree = None,
+    trainable: Trainable | None = None,
+    frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> ShardingPlan:
     """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
@@ -78,6 +83,7 @@ def plan_sharding(
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: its default.
       tx: an optax optimizer, whose state the plan then counts.
       rng: a key, or a dict of keys, as ``model.init`` takes it, arrays or abstract; None: any key.
+      trainable, frozen_dtype: as for ``create_train_state``.
       **kwargs: passed to ``model.init`` as they are, as ``train=False``.
     Returns:
       The plan.
@@ -87,7 +93,7 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
-    variables = _planned_init(model, mesh, rng, inputs, kwargs)
+    variables = _planned_init(model, mesh, rng, inputs, kwargs, lambda made: with_frozen(made, trainable, frozen_dtype))
     assumed = ""
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         _check_not_given(axis_name=axis_name, min_weight_size=min_weight_size)
@@ -107,13 +113,20 @@ def plan_sharding(
     return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(told))
 
 
-def _planned_init(model: Model, mesh: AbstractMesh, rng: PyTree, inputs: PyTree, kwargs: dict[str, Any]) -> PyTree:
+def _planned_init(
+    model: Model,
+    mesh: AbstractMesh,
+    rng: PyTree,
+    inputs: PyTree,
+    kwargs: dict[str, Any],
+    freeze: Callable[[PyTree], PyTree],
+) -> PyTree:
     """The variables of ``model.init`` without values, in boxes that carry the decisions of their wrappers."""
     check_no_explicit_mesh()
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh):
-            return model.init(rng, *inputs, **kwargs)
+            return freeze(model.init(rng, *inputs, **kwargs))
 
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     return dict(jax.eval_shape(init, key, inputs))
@@ -148,7 +161,8 @@ def _check_not_given(**options: Any) -> None:
 
 
 def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:
-    kept = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+    kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+    kept["trainable"] = is_trainable(leaf)
     if is_differentiable(leaf):
         kept["gradients"] = kept["parameters"]
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
@@ -229,7 +243,7 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": _count(seen & gathered, sizes) * sent_bytes(shard, dim, last.gather_dtype),
         "gather_dtype": last.gather_dtype,
-        "grad_scatter_dtype": last.grad_scatter_dtype,
+        "grad_scatter_dtype": last.grad_scatter_dtype if is_trainable(leaf) else None,
         "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,
     }
 

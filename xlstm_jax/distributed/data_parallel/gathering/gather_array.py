@@ -180,8 +180,8 @@ def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Val
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
         "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too: there apply jax.lax.stop_gradient to them, and give them "
-        "optax.set_to_zero() by optax.multi_transform."
+        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
+        "path: 'lora' in path), or freeze_params."
     )
 
 

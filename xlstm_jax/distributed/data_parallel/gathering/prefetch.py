@@ -87,6 +87,8 @@ def prefetched_scan(
 ) -> tuple[PyTree, PyTree]:
     """``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
 
+    Frozen leaves are gathered as all others, and not differentiated.
+
     Args:
       layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` as
         ``gather_params`` returns them. All that it computes with must be among its arguments.
@@ -146,7 +148,7 @@ class _Scan:
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """A layer from its gathered leaves, padding included, and from those that were never split."""
-        of_split, of_whole = iter(split), iter(whole)
+        of_split, of_whole = map(boxes.leaf_value, split), map(boxes.leaf_value, whole)
         leaves = [
             self._gathered(next(of_split), route, box) if route else next(of_whole)
             for route, box in zip(self.routes, self.empty, strict=True)
@@ -168,6 +170,12 @@ class _Scan:
 
     def whole(self, values: Arrays, index: Any) -> Arrays:
         return [_at(value, index) for value, route in zip(values, self.routes, strict=True) if not route]
+
+    def to_differentiate(self, arrays: Arrays, is_among: Callable[[Route | None], bool] = lambda route: True) -> Arrays:
+        """Arrays of those leaves whose route ``is_among`` them; frozen ones in their boxes, which take no gradient."""
+        among = [box for box, route in zip(self.empty, self.routes, strict=True) if is_among(route)]
+        found = zip(arrays, among, strict=True)
+        return [value if boxes.is_trainable(box) else boxes.rebox(box, value) for value, box in found]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
         """Each layer that is on its way goes one stage on, and the ``shards`` of another one set out."""
@@ -226,13 +234,16 @@ class _Scan:
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
             # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
             d_carry, further = _together(d_carry, further)
-            args = self.arrived(ahead), self.whole(values, index), _at(kept, index), _at(per_layer, index), shared
+            split = self.to_differentiate(self.arrived(ahead), bool)
+            whole = self.to_differentiate(self.whole(values, index), lambda route: not route)
+            args = split, whole, _at(kept, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
             d_values = self._put_whole(d_values, index, d_whole)
             grads = d_values, _put(d_per_layer, index, d_inputs), jax.tree.map(jnp.add, d_shared, d_more)
             return d_carry, further, self.terms(d_split), grads
 
-        grads = tuple(jax.tree.map(_zeros_like_floats, tree) for tree in (values, per_layer, shared))
+        start = self.to_differentiate(values), per_layer, shared
+        grads = tuple(trees.map_leaves(_zeros_like_floats, tree) for tree in start)
         state = (d_carry, self.set_out(values, range(self.length)[::-1]), None, grads)
         last = self.length - 1
         state = step(last, state, is_first=True, goes_on=last >= self.depth)
@@ -318,8 +329,8 @@ def _zeros(length: int, abstract: Any) -> jax.Array:
     return jnp.broadcast_to(zeros, (length, *abstract.shape))
 
 
-def _zeros_like_floats(value: jax.Array) -> jax.Array | None:
-    return collectives.zeros_of_type(jax.typeof(value), value.dtype) if boxes.is_differentiable(value) else None
+def _zeros_like_floats(leaf: Any) -> jax.Array | None:
+    return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if boxes.is_differentiable(leaf) else None
 
 
 def _unless_float0(cotangent: Any) -> Any:

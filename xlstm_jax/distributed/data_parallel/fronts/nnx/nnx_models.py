@@ -148,6 +148,11 @@ class NnxModel:
                 f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
+        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not boxes.is_trainable(leaf)]:
+            raise ValueError(
+                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
+                "call it by apply."
+            )
         return self._bound(variables, rngs)
 
     def _bound(self, variables: Mapping[str, Any], rngs: PyTree) -> nnx.Module:
