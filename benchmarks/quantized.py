@@ -47,13 +47,14 @@ def table(found: dict[str, Any]) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("quantized", description="What packed gathers and reductions do to a training.")
     parser.add_argument("--only", choices=tuple(trainings()), nargs="+", default=list(trainings()), help="these rows")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="at least two")
     parser.add_argument("--redraw", action="store_true", help="compute nothing; the table of what is there")
     parser.add_argument("--out", type=Path, default=FILE, help="the JSON file")
     options = parser.parse_args(arguments)
     runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
     available_devices(SIMULATED_DEVICES)  # before anything else has made JAX look for devices
     for name in () if options.redraw else options.only:
-        runs[name] = list(train(CONFIG, trainings()[name], SEEDS))
+        runs[name] = list(train(CONFIG, trainings()[name], options.seeds))
     if not options.redraw:
         runs = {name: runs[name] for name in trainings() if name in runs}
         options.out.write_text(json.dumps({"runs": runs, "steps": CONFIG.steps, "versions": versions()}) + "\n")

@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import cast_dtype, dtype_name
+from xlstm_jax.distributed.data_parallel.gathering.communication import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong, dim_to_pack
+from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
 from xlstm_jax.wording import kind_of
 
 Trainable = Callable[[str], Any]
@@ -42,7 +44,9 @@ def freeze_params(
       trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; where it is false, the leaf is frozen. A
         leaf that is frozen already stays so. None: those are all.
       frozen_dtype: a floating dtype of 16 bits or more, in which frozen leaves are stored, and gathered unless their
-        ``gather_dtype`` says otherwise. None: as they are.
+        ``gather_dtype`` says otherwise; or "int8", "float8_e4m3fn" or "int4": in blocks of bytes with scales (see
+        docs/quantized.md), which are gathered as they are stored, while leaves that are whole, padded, or not filled
+        by blocks stay as they are. None: all stay as they are.
     Returns:
       The tree; frozen leaves in boxes with ``trainable=False``, those that are whole too, and all others as they were.
     Raises:
@@ -70,8 +74,8 @@ def freeze_params(
 
 
 def _checked(frozen_dtype: DTypeLike | None) -> str | None:
-    name = dtype_name(frozen_dtype, "frozen_dtype")
-    if name and jnp.finfo(name).bits < NARROWEST_BITS:
+    name = dtype_name(frozen_dtype, "frozen_dtype", FORMATS)
+    if name and name not in FORMATS and jnp.finfo(name).bits < NARROWEST_BITS:
         raise ValueError(
             f"frozen_dtype={name!r} has {jnp.finfo(name).bits} bits, which without scales most weights do not fit. "
             "Pass 'bfloat16'."
@@ -81,8 +85,28 @@ def _checked(frozen_dtype: DTypeLike | None) -> str | None:
 
 def stored(path: str, leaf: Any, dtype: str | None) -> Any:
     """A frozen leaf as it is stored."""
+    if dtype is None:
+        return leaf
+    leaf = boxes.unpacked(leaf)
     value = boxes.leaf_value(leaf)
+    if packed_format(value, dtype):
+        if isinstance(leaf, boxes.BoxedVariable):
+            raise ValueError(
+                f"frozen_dtype={dtype!r}: '{path}' belongs to a model of flax.nnx, whose modules read what is stored "
+                "and cannot unpack it. Pass 'bfloat16'."
+            )
+        return _packed(leaf, dtype)
     return boxes.rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
+
+
+def _packed(leaf: Any, format_name: str) -> Any:
+    """A frozen leaf with its floats in blocks of bytes; itself where it is whole, padded, or blocks do not fill it."""
+    value, is_split = boxes.leaf_value(leaf), [bool(entry) for entry in boxes.leaf_names(leaf)]
+    dim = None if boxes.is_padded(leaf) else dim_to_pack(value.shape, is_split)
+    if dim is None:
+        return leaf
+    how = PackedAlong(format_name, dim, value.shape[dim], str(value.dtype))
+    return leaf.replace(value=how.pack(value), packed=how)
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:

@@ -15,8 +15,11 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
+    is_packed,
     is_trainable,
     leaf_axes,
+    leaf_bytes,
+    leaf_communication,
     leaf_names,
     leaf_value,
     true_shape,
@@ -181,7 +184,7 @@ def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str,
         path=path,
         collection=collection,
         shape=shape,
-        dtype=str(leaf_value(leaf).dtype),
+        dtype=leaf.packed.format_name if is_packed(leaf) else str(leaf_value(leaf).dtype),
         names=leaf_names(leaf),
         parts=_count(leaf_axes(leaf), sizes),
         reason=reason,
@@ -204,7 +207,8 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    return ByteCount(math.prod(true_shape(leaf)) * itemsize, stored // _count(leaf_axes(leaf), sizes))
+    total = stored if is_packed(leaf) else math.prod(true_shape(leaf)) * itemsize
+    return ByteCount(total, stored // _count(leaf_axes(leaf), sizes))
 
 
 def _reason(leaf: Any) -> Reason:
@@ -223,7 +227,7 @@ def _reason(leaf: Any) -> Reason:
 
 def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
-    shape = tuple(leaf_value(leaf).shape)
+    shape = true_shape(leaf) if is_packed(leaf) else tuple(leaf_value(leaf).shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -238,14 +242,24 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
     # What no wrapper gathers (tensor parallel) stays split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
+    dtype = last.gather_dtype if is_trainable(leaf) else _gathered_as(leaf)
+    sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
+    if is_packed(leaf):  # as it is stored, for all layers
+        sent = leaf_bytes(leaf) // _count(set(leaf_axes(leaf)) - gathered, sizes) // layers
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
-        "gathered_bytes": _count(seen & gathered, sizes) * sent_bytes(shard, dim, last.gather_dtype),
-        "gather_dtype": last.gather_dtype,
+        "gathered_bytes": sent,
+        "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if is_trainable(leaf) else None,
         "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,
     }
+
+
+def _gathered_as(leaf: Any) -> str:
+    """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
+    value, how = leaf_value(leaf), leaf_communication(leaf)
+    return leaf.packed.format_name if is_packed(leaf) else how.format_of(value) or str(np.dtype(how.dtypes(value)[0]))
 
 
 def _optimizer_rows(

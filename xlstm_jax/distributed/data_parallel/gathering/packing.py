@@ -1,6 +1,7 @@
 """Packed arrays on the wire: a shard that is gathered, and the mean of a gradient over copies.
 
   gather   W[d_fsdp, f] -- pack --> rows of bytes -- all-gather, each stage --> -- unpack --> W[d, f]
+  stored   W[d_fsdp, f] -- pack --> bytes[d_fsdp, p] -- all-gather --> bytes[d, p] -- unpack --> W[d, f]
   mean     dW on each of R copies -- pack --> all-to-all --> unpack, float32 sum of one part of R
                                   -- pack --> all-gather --> unpack: the same bits on all copies
 
@@ -17,9 +18,50 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
 from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 
 _MOST_PADDING = 1 / 128  # of a row: a share that keeps 8 bits below 0.52 of bfloat16's bytes, and 4 bits below 0.27
+
+
+class PackedAlong(NamedTuple):
+    """How an array is packed that is stored so: along a dim that no axis splits, all others staying as they are.
+
+    Each of its rows is packed by itself. So shards are those of the unpacked array, on any mesh.
+    """
+
+    format_name: str
+    dim: int  # from the end, so that layers in front of it change nothing
+    size: int  # of the dim, unpacked
+    dtype: str  # of the values
+
+    def pack(self, value: jax.Array) -> jax.Array:
+        """[..., size, ...] -> uint8 [..., packed_size(size), ...]."""
+        return jnp.moveaxis(pack(jnp.moveaxis(value, self.dim, -1), self.format_name), -1, self.dim)
+
+    def unpack(self, packed: jax.Array, how: Communication | None = None) -> jax.Array:
+        """The inverse; of values that were gathered in their ``arrival_dtype``."""
+        rows = jnp.moveaxis(packed, self.dim, -1)
+        return jnp.moveaxis(unpack(rows, self.format_name, self.size, self.arrival_dtype(how)), -1, self.dim)
+
+    def arrival_dtype(self, how: Communication | None) -> Any:
+        """The dtype of the values, or the one in which they would be gathered if they were not packed."""
+        values = jax.ShapeDtypeStruct((), self.dtype)
+        return how.dtypes(values)[0] if how else values.dtype
+
+    def true_shape(self, packed_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the values."""
+        dim = len(packed_shape) + self.dim
+        return (*packed_shape[:dim], self.size, *packed_shape[dim + 1 :])
+
+
+def dim_to_pack(shape: Sequence[int], is_split: Sequence[bool]) -> int | None:
+    """The last of the dims of a matrix that is not split and that blocks fill, from the end; None where there is none.
+
+    Dims in front of the last two may be those of layers, which are taken apart.
+    """
+    dims = [dim for dim in (-1, -2) if len(shape) >= 2 and not is_split[dim] and _fills_blocks(shape[dim])]
+    return dims[0] if dims and any(is_split) else None
 
 
 class Packing(NamedTuple):
