@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, assert_same_params, data, equations, fsdp, mean_loss, mesh_of, plain
@@ -21,8 +22,10 @@ from xlstm_jax.distributed import (
     freeze_params,
     import_safetensors,
     make_train_step,
+    nnx_model,
     plan_sharding,
     scan_layers,
+    shard_modules,
 )
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_packed, leaf_axes, leaf_bytes, leaf_value, true_value
 from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
@@ -182,3 +185,20 @@ def test_layers_along_the_packed_dim_are_refused():
     with pytest.raises(ValueError, match=r"packed as int8 along dim 0, and dim 0 is that of its layers"):
         packed.remove_axis(0, {})
     assert P(*packed.names) == P(None, "fsdp")  # guard: it is the columns that are split
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.lora_head, self.wide = nnx.Linear(64, 4, rngs=rngs), nnx.Linear(8, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.lora_head(self.wide(x))
+
+
+def test_modules_of_nnx_which_read_what_is_stored_are_refused():
+    model = shard_modules(nnx_model(lambda rngs: Net(rngs)), nnx.Linear, "fsdp", 32)
+    state = create_train_state(model, TX, mesh_of(1, 8), KEY, BATCH["x"], batch_axes=AXES, **frozen("int8"))
+    packed = {"wide": {"kernel": Sharded(jnp.ones((64, 64)), ("fsdp", None))}}
+    params = dict(state.params) | freeze_params(packed, lambda path: False, frozen_dtype="int8")
+    with pytest.raises(ValueError, match="'params/wide/kernel' is stored as int8, and modules of flax.nnx read what"):
+        model.apply({"params": params}, BATCH["x"])

@@ -89,12 +89,7 @@ def stored(path: str, leaf: Any, dtype: str | None) -> Any:
         return leaf
     leaf = boxes.unpacked(leaf)
     value = boxes.leaf_value(leaf)
-    if packed_format(value, dtype):
-        if isinstance(leaf, boxes.BoxedVariable):
-            raise ValueError(
-                f"frozen_dtype={dtype!r}: '{path}' belongs to a model of flax.nnx, whose modules read what is stored "
-                "and cannot unpack it. Pass 'bfloat16'."
-            )
+    if isinstance(leaf, boxes.Sharded) and packed_format(value, dtype):
         return _packed(leaf, dtype)
     return boxes.rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
 
