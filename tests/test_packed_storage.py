@@ -200,5 +200,5 @@ def test_modules_of_nnx_which_read_what_is_stored_are_refused():
     state = create_train_state(model, TX, mesh_of(1, 8), KEY, BATCH["x"], batch_axes=AXES, **frozen("int8"))
     packed = {"wide": {"kernel": Sharded(jnp.ones((64, 64)), ("fsdp", None))}}
     params = dict(state.params) | freeze_params(packed, lambda path: False, frozen_dtype="int8")
-    with pytest.raises(ValueError, match="'params/wide/kernel' is stored as int8, and modules of flax.nnx read what"):
+    with pytest.raises(ValueError, match=r"'params/wide/kernel' is stored as int8, and modules of flax.nnx read"):
         model.apply({"params": params}, BATCH["x"])

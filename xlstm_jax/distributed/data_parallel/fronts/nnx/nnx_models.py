@@ -240,8 +240,8 @@ class NnxModel:
             )
         if boxes.is_packed(leaves[full]):
             raise ValueError(
-                f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is stored. "
-                "Freeze it in a floating dtype: frozen_dtype='bfloat16'."
+                f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
+                "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
             )
         unit = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
         return with_leaf(leaf, leaves[full], unit) if is_variable(leaf) else leaves[full]
