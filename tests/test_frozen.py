@@ -379,9 +379,7 @@ def test_a_loss_that_closes_over_frozen_parameters_is_refused_with_the_way(check
         return mean_loss({**frozen, "Dense_1": head}, apply_fn, batch)
 
     state = TrainState.create(apply_fn=Model(fsdp()).apply, params=unbox(frozen["Dense_1"]), tx=SGD)
-    with pytest.raises(
-        ValueError, match=r"kernel' is split over .* closes over it.* frozen.*trainable=.*freeze_params"
-    ):
+    with pytest.raises(ValueError, match=r"kernel' is split .* closes over it.* frozen.*trainable=.*freeze_params"):
         make_train_step(closed_over, MESH, AXES, check_vma=check_vma, whole_ok=True).lower(state, BATCH, KEY)
 
 
