@@ -198,7 +198,7 @@ class Net(nnx.Module):
 def test_modules_of_nnx_which_read_what_is_stored_are_refused():
     model = shard_modules(nnx_model(lambda rngs: Net(rngs)), nnx.Linear, "fsdp", 32)
     state = create_train_state(model, TX, mesh_of(1, 8), KEY, BATCH["x"], batch_axes=AXES, **frozen("int8"))
-    packed = {"wide": {"kernel": Sharded(jnp.ones((64, 64)), ("fsdp", None))}}
+    packed = {"wide": {"kernel": Sharded(jnp.ones((64, 64)), ("fsdp", None)), "bias": jnp.ones(64)}}
     params = dict(state.params) | freeze_params(packed, lambda path: False, frozen_dtype="int8")
     with pytest.raises(ValueError, match=r"'params/wide/kernel' is stored as int8, and modules of flax.nnx read"):
         model.apply({"params": params}, BATCH["x"])
