@@ -286,7 +286,9 @@ def test_only_linen_modules_are_wrapped(target, rule):
     ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' is no dtype; write gather_dtype='bfloat16' or jnp.bf"),
     ({"grad_scatter_dtype": "fp16"}, TypeError, "grad_scatter_dtype='fp16' is no dtype; .*='float16'"),
     ({"gather_dtype": nn.Dense}, TypeError, "gather_dtype=<class .* is no dtype"),
-    ({"gather_dtype": jnp.int8}, ValueError, "gather_dtype=int8: parameters and gradients are floats"),
+    ({"gather_dtype": "fp8"}, TypeError, "gather_dtype='fp8' is no dtype; write gather_dtype='float8_e4m3fn'"),
+    ({"gather_dtype": jnp.int16}, ValueError, "gather_dtype=int16: parameters .* are floats.*'bfloat16', or 'int8', "),
+    ({"grad_scatter_dtype": "int8"}, ValueError, "grad_scatter_dtype=int8: int8 travels in blocks .* cannot add up"),
     ({"grad_scatter_dtype": bool}, ValueError, "grad_scatter_dtype=bool: "),
     ({"min_weight_size": -1}, ValueError, "min_weight_size=-1 is negative; 0 splits every leaf"),
     ({"min_weight_size": float("nan")}, TypeError, "min_weight_size=nan is not a number of values; pass an int"),
@@ -302,8 +304,8 @@ def test_options_of_the_wrapper(options, error, rule):
 def test_the_dtype_of_copies():
     with pytest.raises(TypeError, match="reduce_dtype='bf16' is no dtype; write reduce_dtype='bfloat16'"):
         Replicas("dp", reduce_dtype="bf16")
-    with pytest.raises(ValueError, match="reduce_dtype=int8: "):
-        Replicas("dp", reduce_dtype="int8")
+    with pytest.raises(ValueError, match="reduce_dtype=uint8: "):
+        Replicas("dp", reduce_dtype="uint8")
 
 
 # ----------------------------------------------------------------------------------------------- numbers and averages

@@ -425,9 +425,10 @@ def test_a_string_of_two_axes_is_not_two_axes():
         (jnp.complex64, {"gather_dtype": jnp.bfloat16}, r"gather_dtype=bfloat16.*'a/w'.*complex64.*imaginary part"),
         (jnp.complex64, {"grad_scatter_dtype": jnp.float32}, r"grad_scatter_dtype=float32.*'a/w'.*imaginary part"),
         (jnp.float32, {"gather_dtype": jnp.complex64}, r"gather_dtype=complex64.*'a/w'.*is a real float"),
-        (jnp.float32, {"gather_dtype": jnp.int8}, r"gather_dtype=int8: .* are floats.*floating dtype"),
+        (jnp.float32, {"gather_dtype": jnp.int16}, r"gather_dtype=int16: .* are floats.*floating dtype"),
+        (jnp.complex64, {"gather_dtype": jnp.int8}, r"gather_dtype=int8 .*'a/w'.*complex64.*imaginary part"),
     ],
-    ids=["complex-gather", "complex-scatter", "real-complex", "int8"],
+    ids=["complex-gather", "complex-scatter", "real-complex", "int16", "complex-int8"],
 )
 def test_a_dtype_that_would_change_the_kind_of_number_is_refused(dtype, options, message):
     def local(w):

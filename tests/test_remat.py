@@ -124,6 +124,7 @@ MODULES = {
     "transposed": fsdp(Tied),
     "dequantised": fsdp(Dequantised),
     "named": fsdp(Named),
+    "packed for the gather": fsdp(partial(Mlp, dtype=jnp.bfloat16), gather_dtype="int4"),
 }
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 in_and_out_of_scan = pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])

@@ -138,7 +138,7 @@ def _workload(factory: Factory, mesh: dict[str, int], chosen: dict[str, Any]) ->
 
 
 def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
-    return plan_sharding(workload.model, mesh, *workload.init_inputs, tx=workload.tx)
+    return plan_sharding(workload.model, mesh, *workload.init_inputs, tx=workload.tx, **workload.freezing)
 
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:

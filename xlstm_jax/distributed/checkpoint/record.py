@@ -217,7 +217,8 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
             f"{where} does not fit the abstract state: {problem}. Restore into a state of the structure "
-            "that was saved (same model and optimizer). Parameters without an optimizer are read by restore_params."
+            "that was saved (same model, optimizer and frozen parameters). Parameters without an optimizer are read by "
+            "restore_params."
         )
     unlike = [path for path, like in likes.items() if not _fits(record[path], _description(like))]
     if unlike:
@@ -225,7 +226,8 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
         saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
         raise ValueError(
             f"{where} does not fit the abstract state: '{unlike[0]}' was saved as {saved}, and the abstract state has "
-            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model or optimizer? "
+            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model, "
+            "optimizer or frozen_dtype? "
             "A metric's Local state has a row for each device: save metric.sync of it."
         )
 

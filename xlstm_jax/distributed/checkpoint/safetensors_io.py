@@ -36,6 +36,8 @@ from xlstm_jax.distributed.checkpoint.safetensors_header import (
     open_file,
     tensors_of,
 )
+from xlstm_jax.distributed.data_parallel.boxes import unpacked
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.wording import listed
 
@@ -69,7 +71,7 @@ def export_safetensors(
     >>> import_safetensors(folder, {"mlp": {"kernel": np.zeros((2, 3))}})["mlp"]["kernel"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    leaves = bare_leaves(params)
+    leaves = bare_leaves(map_leaves(unpacked, params))
     for name, leaf in leaves.items():
         check_tensor_name(name)
         if str(dtype := _dtype_or_type(leaf)) not in CODES:

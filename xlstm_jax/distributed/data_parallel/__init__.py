@@ -16,11 +16,13 @@ The words of the library, each with one meaning:
   reduce-scatter dtype  the dtype in which gradients are sent and summed when they are scattered
   staged         of a collective over several axes: one collective for each axis, one after the other
   wire bytes     the bytes that a device sends over its links
+  frozen         not trained, as its box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
+from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_layers
@@ -41,6 +43,7 @@ __all__ = [
     "Replicas",
     "box_like",
     "bytes_per_device",
+    "freeze_params",
     "gather_array_with_mean_grads",
     "gather_params",
     "larger_than",

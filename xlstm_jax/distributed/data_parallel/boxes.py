@@ -34,6 +34,7 @@ from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     gather_dims,
     whole_value,
 )
+from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong
 
 
 class Box(Protocol):
@@ -60,6 +61,9 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
 
     ``unit_depth`` says which module gathers it: how many of the last names of the leaf's path lie below that module; 0
     where none is known. ``model_axes`` are those over which the model had split it before (tensor parallel).
+    ``trainable`` is False of a frozen leaf: whoever reads it, it has no gradient. One that is whole has a box for that
+    alone, whose names are all None. ``packed`` says how a frozen leaf is stored in blocks of bytes, which travel as
+    they are, and are unpacked where they are read.
 
     It differs from its parent in two more ways. ``nn.scan`` and ``nn.vmap`` may add their layer dim without giving a
     name for it in ``metadata_params``; the layer dim is then whole. And ``unbox``, by which Linen reads a parameter,
@@ -73,12 +77,14 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
     true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
     unit_depth: int = struct.field(default=0, pytree_node=False)
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
+    trainable: bool = struct.field(default=True, pytree_node=False)
+    packed: PackedAlong | None = struct.field(default=None, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         axes = self._axes_to_read()
         if not axes:
-            return true_value(self)
+            return read_value(self)
         is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
         if is_whole and (spread := collectives.spread_axes(axes)):
             raise whole_value("a parameter that is read", np.shape(self.value), spread)
@@ -100,6 +106,8 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
 
     @property
     def dtype(self) -> Any:
+        if self.packed:
+            return self.packed.arrival_dtype(self.communication if self._axes_to_read() else None)
         return self.communication.dtypes(self.value)[0] if self._axes_to_read() else value_dtype(self.value)
 
     @property
@@ -110,7 +118,8 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
     def shape(self) -> tuple[int, ...]:
         read = self._axes_to_read()
         parts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf_names(self)]
-        dims = zip(np.shape(self.value), parts, true_sizes(self), strict=True)
+        stored = np.shape(self.value)
+        dims = zip(self.packed.true_shape(stored) if self.packed else stored, parts, true_sizes(self), strict=True)
         return tuple(size * count if true is None else true for size, count, true in dims)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
@@ -120,6 +129,12 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % len(self.names)
+        if self.packed and index >= len(self.names) + self.packed.dim:
+            raise ValueError(
+                f"a frozen parameter with the names {self.names} is packed as {self.packed.format_name} along dim "
+                f"{len(self.names) + self.packed.dim}, and dim {index} is that of its layers. Give nn.scan its layers "
+                "along dim 0, or freeze this parameter in a floating dtype."
+            )
         sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
         return self.replace(names=super().remove_axis(index, params).names, true_sizes=sizes)
 
@@ -140,12 +155,13 @@ class PartlyGathered(Sharded):
 
 def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
-    value, names = gather_dims(leaf_value(leaf), leaf_names(leaf), axes, how, path)
+    value, names = gather_dims(_as_read(leaf, leaf_value(leaf)), leaf_names(leaf), axes, how, path)
     return as_gathered(leaf, value, names, axes, how)
 
 
 def as_gathered(leaf: Box, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
     """``value``, gathered over ``axes`` with the ``names`` that are left, as ``gather_leaf`` returns it."""
+    value = _unpacked(leaf, value, how)
     sizes = true_sizes(leaf)
     whole = tuple(slice(size if entry is None else None) for size, entry in zip(sizes, names, strict=True))
     value = value[whole] if any(sizes) else value
@@ -158,6 +174,7 @@ def as_gathered(leaf: Box, value: Any, names: tuple[AxisEntry, ...], axes: tuple
         communication=replace(how, replicas=None) if gathered else how,
         true_sizes=sizes if any(sizes) else (),
         unit_depth=unit_depth(leaf),
+        trainable=is_trainable(leaf),
     )
 
 
@@ -184,6 +201,10 @@ class BoxedVariable:
 
     @property
     def true_sizes(self) -> tuple[int | None, ...]:
+        raise NotImplementedError
+
+    @property
+    def trainable(self) -> bool:
         raise NotImplementedError
 
     def replace(self, **fields: Any) -> "BoxedVariable":
@@ -240,9 +261,23 @@ def rebox(leaf: Any, value: Any) -> Any:
     return leaf.replace_boxed(value) if is_box(leaf) else value
 
 
+def is_trainable(leaf: Any) -> bool:
+    """False for a leaf that its box says is frozen."""
+    return leaf.trainable if isinstance(leaf, Sharded | BoxedVariable) else True
+
+
 def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf takes a gradient: real or complex floats do; integers, bools and PRNG keys do not."""
-    return jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
+    """Whether a leaf takes a gradient: floats do, unless they are frozen; integers, bools and PRNG keys do not."""
+    return is_trainable(leaf) and jnp.issubdtype(value_dtype(leaf_value(leaf)), jnp.inexact)
+
+
+def frozen(leaf: Any) -> Any:
+    """The leaf in a box that says that it is frozen; itself where it takes no gradient anyway."""
+    if not is_differentiable(leaf):
+        return leaf
+    if isinstance(leaf, Sharded | BoxedVariable):
+        return leaf.replace(trainable=False)
+    return Sharded(leaf_value(leaf), leaf_names(leaf), model_axes=leaf_axes(leaf), trainable=False)
 
 
 def box_dim(
@@ -259,7 +294,8 @@ def box_dim(
     how = replace(communication, replicas=replicas).not_copied_along(split)
     kept = leaf.model_axes if isinstance(leaf, Sharded) else leaf_axes(leaf)
     true = tuple(sizes) if any(sizes) else ()
-    return Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+    box = Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+    return box.replace(trainable=is_trainable(leaf))
 
 
 def unit_depth(leaf: Any) -> int:
@@ -281,13 +317,37 @@ def is_padded(leaf: Any) -> bool:
 def true_shape(leaf: Any) -> tuple[int, ...]:
     """The global shape that the plain model's leaf has, for a leaf of global shape, padded or not."""
     shape = np.shape(leaf_value(leaf))
+    shape = leaf.packed.true_shape(shape) if is_packed(leaf) else shape
     return tuple(size if true is None else true for size, true in zip(shape, true_sizes(leaf), strict=True))
 
 
 def true_value(leaf: Any) -> Any:
-    """The value, whole or global, of a leaf without its padding."""
-    value = leaf_value(leaf)
+    """The value, whole or global, of a leaf without its padding, and unpacked."""
+    value = _unpacked(leaf, leaf_value(leaf))
     return value[tuple(slice(size) for size in true_shape(leaf))] if is_padded(leaf) else value
+
+
+def read_value(leaf: Any) -> Any:
+    """``true_value`` for a module to compute with; of a frozen leaf it has no gradient."""
+    return _as_read(leaf, true_value(leaf))
+
+
+def _as_read(leaf: Any, value: Any) -> Any:
+    return value if is_trainable(leaf) else jax.lax.stop_gradient(value)
+
+
+def is_packed(leaf: Any) -> bool:
+    """Whether a leaf is stored in blocks of bytes."""
+    return isinstance(leaf, Sharded) and leaf.packed is not None
+
+
+def unpacked(leaf: Any) -> Any:
+    """The leaf as it was before it was packed, but for what was rounded."""
+    return leaf.replace(value=leaf.packed.unpack(leaf.value), packed=None) if is_packed(leaf) else leaf
+
+
+def _unpacked(leaf: Any, value: Any, how: Communication | None = None) -> Any:
+    return leaf.packed.unpack(value, how) if is_packed(leaf) else value
 
 
 def with_padding(leaf: Any, value: Any) -> Any:

@@ -40,6 +40,7 @@ class ShardRule(NamedTuple):
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     uneven: str = UNEVEN[0]
     communication: Communication = DEFAULT_COMMUNICATION
+    trainable: bool = True
 
     @classmethod
     def of(
@@ -49,6 +50,7 @@ class ShardRule(NamedTuple):
         gather_dtype: DTypeLike | None = None,
         grad_scatter_dtype: DTypeLike | None = None,
         replicas: Replicas | None = None,
+        trainable: bool = True,
     ) -> "ShardRule":
         """The rule from arguments as users write them.
 
@@ -64,7 +66,8 @@ class ShardRule(NamedTuple):
             raise ValueError(f"uneven={uneven!r} is none of {UNEVEN}.")
         if not isinstance(replicas, Replicas | None):
             raise TypeError(f"replicas={replicas!r}: pass Replicas({replicas!r}), with the axes of the copies.")
-        return cls(int(min_weight_size), uneven, Communication.of(gather_dtype, grad_scatter_dtype, replicas))
+        communication = Communication.of(gather_dtype, grad_scatter_dtype, replicas)
+        return cls(int(min_weight_size), uneven, communication, trainable)
 
 
 def shard_params(
@@ -113,7 +116,7 @@ def box_params(
     rule: ShardRule,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with their global values, padded where that is needed.
+    """Boxes the leaves that are to be split, with their global values, padded where that is needed; and frozen ones.
 
     ``take(value, dim, axes)`` makes another value of each for the box: its shard, say.
     """
@@ -121,6 +124,7 @@ def box_params(
 
     def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
+        leaf = leaf if rule.trainable else boxes.frozen(leaf)
         if dim is None:
             return leaf
         value, true_size = _padded(boxes.leaf_value(leaf), dim, count)
@@ -168,10 +172,12 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
         value, choice = boxes.leaf_value(leaf), _choice(leaf, axis_sizes, rule)
-        own = (value_dtype(value),) * 2
-        dtypes = own if choice.dim is None else map(jnp.dtype, rule.communication.dtypes(value, path))
+        gathered, summed = (str(value_dtype(value)),) * 2
+        if choice.dim is not None:
+            gathered, summed = map(str, map(jnp.dtype, rule.communication.dtypes(value, path)))
+            gathered = rule.communication.format_of(value) or gathered
         names = boxes.leaf_names(boxed)
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, *map(str, dtypes)))
+        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
 

@@ -19,8 +19,10 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import Model, PyTree
+from xlstm_jax.distributed.data_parallel.freezing import Trainable
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
@@ -46,6 +48,7 @@ class Workload:
       inputs: what ``model.init`` takes; by default the batch itself, where it is one array.
       weighted: as for ``make_train_step``.
       num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
+      trainable, frozen_dtype: as for ``create_train_state``.
 
     >>> def loss_fn(params, apply_fn, batch, rng):
     ...     return jnp.mean(apply_fn({"params": params}, batch) ** 2)
@@ -62,6 +65,8 @@ class Workload:
     inputs: tuple[Any, ...] | None = None
     weighted: bool = False
     num_tokens: int | None = None
+    trainable: Trainable | None = None
+    frozen_dtype: DTypeLike | None = None
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -79,6 +84,11 @@ class Workload:
                 "as Workload(..., inputs=(batch['tokens'],))."
             )
         return (leaves[0][1],)
+
+    @property
+    def freezing(self) -> dict[str, Any]:
+        """The arguments by which parameters are frozen, of ``create_train_state`` and of ``plan_sharding``."""
+        return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
     @property
     def tokens(self) -> int:
@@ -111,7 +121,7 @@ class Workload:
         axes = made.axis_names
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.
-        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True}
+        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True, **self.freezing}
         state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
         options: dict[str, Any] = {"num_minibatches": num_minibatches, "weighted": self.weighted, "whole_ok": True}
         step = make_train_step(self.loss_fn, made, axes, **options)

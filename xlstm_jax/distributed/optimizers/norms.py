@@ -26,7 +26,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     Array(4., dtype=float32)
 
     Args:
-      tree: gradients or parameters, boxed where they are split; leaves that are no floats do not count.
+      tree: gradients or parameters, boxed where they are split; what is no float does not count, nor what is frozen.
     Returns:
       A float32 scalar, or wider where a leaf is.
     Raises:

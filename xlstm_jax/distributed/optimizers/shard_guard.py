@@ -46,7 +46,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     Args:
       tx: any optax transform. Those that run collectives themselves, as the library's ``clip_by_global_norm``, pass.
     Returns:
-      The same transform; its extra arguments pass through.
+      The same transform, which sees no frozen leaves and has no state for them; its extra arguments pass through.
     Raises:
       ValueError: (in ``init`` or ``update``) the transform is wrong on shards or cannot be tried; names part and leaf.
         (In ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; names leaf and axis.
@@ -67,15 +67,36 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
             raise ValueError(verdicts[key])
 
     def init(params: PyTree) -> PyTree:
+        params = _without_frozen(params)
         check(params)
         return inner.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        grads, params = updates, _without_frozen(params)
+        updates = _without_frozen(grads)
         check_averaged(updates, params, "elementwise_only")
         check(updates)
-        return inner.update(updates, state, params, **extra_args)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        any_frozen = not all(boxes.is_trainable(leaf) for _, leaf in trees.leaves_with_path(grads))
+        return _with_frozen(updates, grads) if any_frozen else updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_frozen(tree: PyTree) -> PyTree:
+    return trees.map_leaves(lambda leaf: leaf if boxes.is_trainable(leaf) else None, tree)
+
+
+def _with_frozen(updates: PyTree, grads: PyTree) -> PyTree:
+    """The updates in the tree of ``grads``, with zeros for frozen leaves."""
+    by_path = dict(trees.leaves_with_path(updates))
+
+    def update(path: str, grad: Any) -> Any:
+        if boxes.is_trainable(grad):
+            return by_path[path]
+        return boxes.rebox(grad, jnp.zeros_like(boxes.leaf_value(grad)))
+
+    return trees.map_leaves_with_path(update, grads)
 
 
 def _whole_leaf(leaf: Any) -> Any:

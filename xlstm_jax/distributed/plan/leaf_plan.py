@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Reason
+from xlstm_jax.distributed.data_parallel.gathering.packing import sent_itemsize
 from xlstm_jax.wording import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
@@ -47,10 +46,12 @@ class LeafPlan:
       use_shape: the shape that its wrapped module sees; the leaf's, but for the dims that ``nn.scan`` has added.
       uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
       gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
+        Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered, and in plans of older releases.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
+      trainable: False for a frozen parameter, which has no gradient and no optimizer state.
 
     >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
     >>> row.shape, row.names, row.parts, row.parameters
@@ -76,6 +77,7 @@ class LeafPlan:
     gradients: ByteCount = NO_BYTES
     optimizer: ByteCount = NO_BYTES
     other: ByteCount = NO_BYTES
+    trainable: bool = True
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -93,9 +95,9 @@ class LeafPlan:
         return math.prod(self.shape) // max(math.prod(self.use_shape), 1)
 
     @property
-    def gather_itemsize(self) -> int:
-        """Bytes of a value while it is gathered; 0 where nothing is."""
-        return np.dtype(self.gather_dtype).itemsize if self.gather_dtype else 0
+    def gather_itemsize(self) -> float:
+        """Bytes of a value while it is gathered, with its part of a block's scale; 0 where nothing is."""
+        return sent_itemsize(self.gather_dtype) if self.gather_dtype else 0
 
     @property
     def gathered_size(self) -> float:
@@ -132,7 +134,8 @@ class LeafPlan:
             "of optimizer state": self.optimizer.per_device,
         }
         kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
-        return f"; a device keeps {joined(kept)}" if kept else ""
+        frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
+        return f"; a device keeps {joined(kept)}{frozen}" if kept else ""
 
     def _gathers(self) -> str:
         if not self.uses:

@@ -2,19 +2,24 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
+    is_packed,
+    is_trainable,
     leaf_axes,
+    leaf_bytes,
+    leaf_communication,
     leaf_names,
     leaf_value,
     true_shape,
@@ -30,7 +35,9 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
-from xlstm_jax.distributed.data_parallel.gathering.communication import sent_bytes, value_dtype
+from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -56,6 +63,8 @@ def plan_sharding(
     min_weight_size: int | None = None,
     tx: optax.GradientTransformation | None = None,
     rng: PyTree = None,
+    trainable: Trainable | None = None,
+    frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> ShardingPlan:
     """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
@@ -77,6 +86,7 @@ def plan_sharding(
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: its default.
       tx: an optax optimizer, whose state the plan then counts.
       rng: a key, or a dict of keys, as ``model.init`` takes it, arrays or abstract; None: any key.
+      trainable, frozen_dtype: as for ``create_train_state``.
       **kwargs: passed to ``model.init`` as they are, as ``train=False``.
     Returns:
       The plan.
@@ -86,7 +96,7 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
-    variables = _planned_init(model, mesh, rng, inputs, kwargs)
+    variables = _planned_init(model, mesh, rng, inputs, kwargs, lambda made: with_frozen(made, trainable, frozen_dtype))
     assumed = ""
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         _check_not_given(axis_name=axis_name, min_weight_size=min_weight_size)
@@ -106,13 +116,20 @@ def plan_sharding(
     return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(told))
 
 
-def _planned_init(model: Model, mesh: AbstractMesh, rng: PyTree, inputs: PyTree, kwargs: dict[str, Any]) -> PyTree:
+def _planned_init(
+    model: Model,
+    mesh: AbstractMesh,
+    rng: PyTree,
+    inputs: PyTree,
+    kwargs: dict[str, Any],
+    freeze: Callable[[PyTree], PyTree],
+) -> PyTree:
     """The variables of ``model.init`` without values, in boxes that carry the decisions of their wrappers."""
     check_no_explicit_mesh()
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh):
-            return model.init(rng, *inputs, **kwargs)
+            return freeze(model.init(rng, *inputs, **kwargs))
 
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     return dict(jax.eval_shape(init, key, inputs))
@@ -147,7 +164,8 @@ def _check_not_given(**options: Any) -> None:
 
 
 def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:
-    kept = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+    kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+    kept["trainable"] = is_trainable(leaf)
     if is_differentiable(leaf):
         kept["gradients"] = kept["parameters"]
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
@@ -166,7 +184,7 @@ def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str,
         path=path,
         collection=collection,
         shape=shape,
-        dtype=str(leaf_value(leaf).dtype),
+        dtype=leaf.packed.format_name if is_packed(leaf) else str(leaf_value(leaf).dtype),
         names=leaf_names(leaf),
         parts=_count(leaf_axes(leaf), sizes),
         reason=reason,
@@ -189,7 +207,8 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    return ByteCount(math.prod(true_shape(leaf)) * itemsize, stored // _count(leaf_axes(leaf), sizes))
+    total = stored if is_packed(leaf) else math.prod(true_shape(leaf)) * itemsize
+    return ByteCount(total, stored // _count(leaf_axes(leaf), sizes))
 
 
 def _reason(leaf: Any) -> Reason:
@@ -208,7 +227,7 @@ def _reason(leaf: Any) -> Reason:
 
 def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
-    shape = tuple(leaf_value(leaf).shape)
+    shape = true_shape(leaf) if is_packed(leaf) else tuple(leaf_value(leaf).shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -216,20 +235,31 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
         return {"use_shape": decisions[-1].shape if decisions else shape}
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
-    # What no wrapper gathers (tensor parallel) stays split; of what nn.scan or nn.vmap has added, a use takes one.
-    kept = _count(seen - gathered, sizes)
+    # Of what nn.scan or nn.vmap has added, a use takes one.
     added = _count(set(leaf_axes(leaf)) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
     stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
+    # What no wrapper gathers (tensor parallel) stays split.
+    shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
+    dtype = last.gather_dtype if is_trainable(leaf) else _gathered_as(leaf)
+    sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
+    if is_packed(leaf):  # as it is stored, for all layers
+        sent = leaf_bytes(leaf) // _count(set(leaf_axes(leaf)) - gathered, sizes) // layers
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
-        "gathered_bytes": sent_bytes(stored, last.gather_dtype) // kept,
-        "gather_dtype": last.gather_dtype,
-        "grad_scatter_dtype": last.grad_scatter_dtype,
+        "gathered_bytes": sent,
+        "gather_dtype": dtype,
+        "grad_scatter_dtype": last.grad_scatter_dtype if is_trainable(leaf) else None,
         "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,
     }
+
+
+def _gathered_as(leaf: Any) -> str:
+    """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
+    value, how = leaf_value(leaf), leaf_communication(leaf)
+    return leaf.packed.format_name if is_packed(leaf) else how.format_of(value) or str(np.dtype(how.dtypes(value)[0]))
 
 
 def _optimizer_rows(

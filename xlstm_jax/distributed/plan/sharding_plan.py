@@ -191,6 +191,8 @@ class ShardingPlan:
         leaves = ",\n".join(_leaf_json(row) for row in self.rows)
         modules = ",\n".join(f"    {json.dumps(leaf)}: {json.dumps(m)}" for leaf, m in _gathered_with(self).items())
         lines += ['  "gathered_with": {', *([modules] if modules else []), "  },"]
+        frozen = [row.path for row in self.rows if not row.trainable]
+        lines += [f'  "frozen": {json.dumps(frozen)},'] if frozen else []
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
@@ -207,8 +209,9 @@ class ShardingPlan:
                 f"a plan of format {version!r}; this release reads formats {READABLE_VERSIONS}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
-        module_of = data.get("gathered_with", {})
-        rows = tuple(_leaf_from_json(path, leaf, module_of.get(path)) for path, leaf in data["leaves"].items())
+        module_of, frozen = data.get("gathered_with", {}), set(data.get("frozen", ()))
+        leaves = data["leaves"].items()
+        rows = tuple(_leaf_from_json(path, leaf, module_of.get(path), path not in frozen) for path, leaf in leaves)
         matrices = tuple(MatrixPlan.from_json(fields) for fields in data.get("matrices", ()))
         plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows, matrices=matrices)
         if data["totals"] != (totals := _totals(plan)):
@@ -266,9 +269,9 @@ def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
     return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
 
 
-def _leaf_from_json(path: str, leaf: dict[str, Any], gathered_with: str | None) -> LeafPlan:
+def _leaf_from_json(path: str, leaf: dict[str, Any], gathered_with: str | None, trainable: bool) -> LeafPlan:
     counts = {kind: ByteCount(*leaf[kind]) for kind in COUNTED}
     shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
     fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
-    return LeafPlan(path=path, gathered_with=gathered_with, **fields)
+    return LeafPlan(path=path, gathered_with=gathered_with, trainable=trainable, **fields)

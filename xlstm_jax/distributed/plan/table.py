@@ -120,8 +120,9 @@ def _cells(line: Line) -> list[Any]:
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
-    shape = TIMES.join(map(str, row.shape)) or "scalar"
-    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *_sums([line]), gathered]
+    shape, (total, per_device, gradient, optimizer) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line])
+    kept = [total, per_device, gradient if row.trainable else "frozen", optimizer]
+    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *kept, gathered]
 
 
 def _times(count: int) -> str:

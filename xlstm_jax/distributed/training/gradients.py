@@ -76,7 +76,8 @@ def value_and_grad(
     Returns:
       A function of the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the loss,
       equal on all devices, and gradients boxed like ``params``. The gradient of the global weighted mean is 0, and so
-      is the loss, where the weight is 0 everywhere. Leaves that are no floats have gradients of dtype float0.
+      is the loss, where the weight is 0 everywhere. Leaves that are no floats have
+      gradients of dtype float0; those of frozen leaves are zeros.
     Raises:
       ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
         already, or varies over one that is left out. (Without types a loss averaged by ``pmean`` gives the same.)
@@ -120,6 +121,7 @@ def local_result(
 ) -> LocalResult:
     """Differentiates the loss function on this device, and checks what it returns."""
     live, put_back = trees.split_differentiable(params)
+    _check_any_trainable(live, params)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss():
@@ -138,6 +140,15 @@ def local_result(
     except ValueError as error:
         raise _with_cure(error) from error
     return LocalResult(loss, grads, aux, scale, weight, updated)
+
+
+def _check_any_trainable(live: list[Any], params: PyTree) -> None:
+    frozen = [path for path, leaf in trees.leaves_with_path(params) if not boxes.is_trainable(leaf)]
+    if frozen and not live:
+        raise ValueError(
+            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
+            "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
+        )
 
 
 def _with_cure(error: ValueError) -> ValueError:
@@ -160,10 +171,13 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Gradients averaged over devices in the tree of ``params``, with float0 for leaves that take none."""
+    """Gradients averaged over devices in the tree of ``params``; float0 for leaves that take none, 0 for frozen."""
 
     def no_gradient(leaf: Any) -> Any:
-        return boxes.rebox(leaf, np.zeros(np.shape(boxes.leaf_value(leaf)), jax.dtypes.float0))
+        value = boxes.leaf_value(leaf)
+        if not boxes.is_trainable(leaf) and boxes.is_differentiable(value):
+            return boxes.rebox(leaf, jnp.zeros_like(value))
+        return boxes.rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
     return trees.split_differentiable(params)[1](sync_gradients(grads, axes), rest=no_gradient)
 

@@ -13,9 +13,11 @@ from flax import struct
 from flax.training import train_state
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement, trees
+from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.checks import check_transform
@@ -56,6 +58,15 @@ class TrainState(FlaxTrainState):
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
 
+    @classmethod
+    def create(
+        cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
+    ) -> "TrainState":
+        """As Flax's, but that the optimizer does not see frozen parameters."""
+        of_optimizer = trees.map_leaves(lambda leaf: leaf if boxes.is_trainable(leaf) else None, params)
+        state: TrainState = super().create(apply_fn=apply_fn, params=of_optimizer, tx=tx, **fields)
+        return state.replace(params=params)
+
 
 def collections_of(state: Any) -> Mapping[str, PyTree]:
     """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
@@ -63,7 +74,14 @@ def collections_of(state: Any) -> Mapping[str, PyTree]:
 
 
 def init_sharded(
-    model: Model, mesh: Mesh | AbstractMesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
+    model: Model,
+    mesh: Mesh | AbstractMesh,
+    rng: PyTree,
+    *inputs: PyTree,
+    batch_axes: AxisNames,
+    trainable: Trainable | None = None,
+    frozen_dtype: DTypeLike | None = None,
+    **kwargs: Any,
 ) -> PyTree:
     """Initialises a model whose modules are wrapped; every device computes only the shards that it keeps.
 
@@ -84,13 +102,18 @@ def init_sharded(
       *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where their
         leading dim divides.
       batch_axes: the axes that the batch is split over.
+      trainable, frozen_dtype: which parameters are frozen, beside those that wrappers have frozen, and the dtype in
+        which these are stored: see ``freeze_params``. Values are those of ``model.init``, cast by the device that
+        computes them.
       **kwargs: passed to ``model.init`` as they are, as ``train=False``.
     Returns:
       The variables: global arrays on the mesh, boxed where they are split.
     Raises:
-      ValueError: a wrapper or a box names an axis that the mesh does not have.
+      ValueError: a wrapper or a box names an axis that the mesh does not have; or as ``freeze_params``.
+      TypeError: as ``freeze_params``.
     """
-    init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
+    freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
+    init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     return init(rng, jax.tree.map(_on_device, inputs))
 
 
@@ -100,7 +123,14 @@ def _on_device(x: Any) -> Any:
 
 
 def jitted_init(
-    model: Model, mesh: Mesh | AbstractMesh, rng: PyTree, *inputs: PyTree, batch_axes: AxisNames, **kwargs: Any
+    model: Model,
+    mesh: Mesh | AbstractMesh,
+    rng: PyTree,
+    *inputs: PyTree,
+    batch_axes: AxisNames,
+    trainable: Trainable | None = None,
+    frozen_dtype: DTypeLike | None = None,
+    **kwargs: Any,
 ) -> jax.stages.Wrapped:
     """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at.
 
@@ -117,7 +147,7 @@ def jitted_init(
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return model.init(rng, *inputs, **kwargs)
+            return with_frozen(model.init(rng, *inputs, **kwargs), trainable, frozen_dtype)
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
     out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
@@ -138,6 +168,8 @@ def create_train_state(
     *inputs: PyTree,
     batch_axes: AxisNames,
     whole_ok: bool = False,
+    trainable: Trainable | None = None,
+    frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> TrainState:
     """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
@@ -148,7 +180,7 @@ def create_train_state(
     True
 
     Args:
-      model, mesh, rng, *inputs, batch_axes, **kwargs: see ``init_sharded``.
+      model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
       whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
     Returns:
@@ -164,7 +196,8 @@ def create_train_state(
     mesh = auto_mesh(mesh)
     scans = GatheredScans()
     with scans.watching():
-        variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs))
+        freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
+        variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
     check_kept(variables)
     if not whole_ok:

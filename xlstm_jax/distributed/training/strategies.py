@@ -45,7 +45,11 @@ class ReduceOnce(ReduceEach):
                     f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not "
                     "say in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
                 )
-        return gather_params(params, axes)
+
+        def still_frozen(leaf: Any, whole: Any) -> Any:
+            return whole if boxes.is_trainable(leaf) else boxes.frozen(whole)
+
+        return trees.map_leaves(still_frozen, params, gather_params(params, axes))
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
@@ -88,5 +92,5 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
 
 def _gathered_wide(leaf: Any) -> Any:
     """The leaf, to be gathered in the dtype of summed gradients, which the transpose then does not narrow."""
-    dtype = boxes.leaf_communication(leaf).gather_dtype or boxes.leaf_value(leaf).dtype
+    dtype, _ = boxes.leaf_communication(leaf).dtypes(boxes.leaf_value(leaf))
     return boxes.with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))

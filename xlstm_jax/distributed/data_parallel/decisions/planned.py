@@ -72,6 +72,7 @@ class Planned(boxes.Sharded):
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
         before = leaf if isinstance(leaf, Planned) else None
+        is_boxed = decision.choice.dim is not None or not boxes.is_trainable(boxed)
         stands_for = before.stands_for if before else type(leaf) if boxes.is_box(leaf) else None
         return cls(
             boxes.leaf_value(boxed),
@@ -79,8 +80,9 @@ class Planned(boxes.Sharded):
             communication=boxes.leaf_communication(boxed),
             true_sizes=boxed.true_sizes if isinstance(boxed, boxes.Sharded) else (),
             unit_depth=boxes.unit_depth(leaf),
+            trainable=boxes.is_trainable(boxed),
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
-            stands_for=stands_for if decision.choice.dim is None else boxes.Sharded,
+            stands_for=boxes.Sharded if is_boxed else stands_for,
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":

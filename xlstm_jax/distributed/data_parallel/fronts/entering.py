@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, read_value
 from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gathering.gather import gather_own_params
@@ -51,12 +51,18 @@ class Unit(NamedTuple):
         reshard_after_forward: bool,
         replicas: Replicas | None,
         uneven: str,
+        trainable: bool,
     ) -> "Unit":
         """From the arguments of ``shard_module_params``, which raises what this does."""
         axes = as_axis_names(axis_name)
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"reshard_after_forward={reshard_after_forward!r} is not True or False.")
-        rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas)
+        if not isinstance(trainable, bool):
+            raise TypeError(
+                f"trainable={trainable!r} is not True or False. A predicate of a parameter's path goes to "
+                "create_train_state(..., trainable=...)."
+            )
+        rule = ShardRule.of(min_weight_size, uneven, gather_dtype, grad_scatter_dtype, replicas, trainable)
         if replicas and (both := set(axes) & set(replicas.axes)):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {replicas}; an axis splits or copies, not both."
@@ -106,7 +112,7 @@ def gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> Py
         if isinstance(leaf, Planned):
             return leaf.gathered(axes)
         # Boxes over other axes stay, for the wrapper of those.
-        return true_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+        return read_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
 
     return map_leaves_with_path(take_out, variables)
 

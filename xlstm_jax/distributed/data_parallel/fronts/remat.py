@@ -114,13 +114,16 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
     """Whether a function has nothing in it to keep.
 
     JAX looks into most functions itself. But one with a derivative of its own stays whole where it is of values that
-    are not differentiated, and so does the gather of frozen weights.
+    are not differentiated, and so does the gather of frozen weights. The maxima in it are those of blocks of a shard.
     """
     if name not in _FUNCTIONS:
         return False
-    body = params.get("call_jaxpr") or params["jaxpr"]
+    body = (params.get("call_jaxpr") or params["jaxpr"]).eqns
+    passed = {"reduce_max"} if any(eqn.primitive.name in GATHERS for eqn in body) else ()
     return not any(
-        _keep_but_weights(base, eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params) for eqn in body.eqns
+        _keep_but_weights(base, eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params)
+        for eqn in body
+        if eqn.primitive.name not in passed
     )
 
 

@@ -5,23 +5,24 @@
   copies          gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; the default is the same
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). What nobody asked to narrow is not.
+``FORMATS`` of blocks with scales (see ``quantized``) are dtypes of what travels alone: what arrives has the leaf's own.
 """
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
 from xlstm_jax.wording import shortened
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
@@ -38,7 +39,7 @@ class Replicas:
     Attributes:
       axis_name: an axis or a tuple of axes, which the parameters are not split over.
       reduce_dtype: dtype in which the copies' gradients are summed; None: float32, or the gradient's own where that is
-        wider.
+        wider. "int8", "float8_e4m3fn" and "int4" are sent in blocks with scales, and summed in float32.
       shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): 1/R of its bytes on each device,
         for an all-gather of the updated shards in every step.
     """
@@ -49,7 +50,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis_name", as_axis_names(self.axis_name))
-        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype"))
+        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", FORMATS))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -70,8 +71,8 @@ class Communication:
         cls, gather_dtype: DTypeLike | None, grad_scatter_dtype: DTypeLike | None, replicas: Replicas | None = None
     ) -> "Communication":
         """The same from dtypes as users write them; see ``dtype_name``."""
-        gather, scatter = dtype_name(gather_dtype, "gather_dtype"), dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
-        return cls(gather, scatter, replicas)
+        gather = dtype_name(gather_dtype, "gather_dtype", FORMATS)
+        return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas)
 
     def or_else(self, other: "Communication") -> "Communication":
         """The same with what ``other`` says, where this says nothing."""
@@ -89,30 +90,34 @@ class Communication:
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """The dtypes in which a value is gathered, and in which its gradient is summed.
+        """The dtype that a value has when it was gathered, and the one in which its gradient is summed.
 
         Raises:
           ValueError: a dtype, the one for copies among them, does not fit the value; names the leaf at ``path``.
         """
-        gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
+        gathered = arrival_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
-        cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
+        arrival_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
+    def format_of(self, value: Any) -> str | None:
+        """The format of blocks in which a value is gathered; None where it travels as an array of its values."""
+        return packed_format(value, self.gather_dtype)
+
     def as_sent(self, value: jax.Array) -> jax.Array:
-        """What an all-gather sends of a shard: its values in the gather dtype; PRNG keys as they are."""
+        """What an all-gather sends of a shard, or packs: its values in the gather dtype; PRNG keys as they are."""
         return value if is_prng_key(value) else value.astype(self.dtypes(value)[0])
 
 
 DEFAULT_COMMUNICATION = Communication()
 
 
-def dtype_name(dtype: DTypeLike | None, argument: str = "dtype") -> str | None:
+def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collection[str] = ()) -> str | None:
     """A dtype by its name, so that equal ones compare as equal; None stays None.
 
     Raises:
       TypeError: it is no dtype.
-      ValueError: it is none of real or complex floats, to which alone a parameter is cast.
+      ValueError: it is none of ``formats``, nor of real or complex floats, to which alone a parameter is cast.
     """
     if dtype is None:
         return None
@@ -123,12 +128,22 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype") -> str | None:
         raise TypeError(
             f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
         ) from None
-    if not jnp.issubdtype(found, jnp.inexact):
-        raise ValueError(
-            f"{argument}={found.name}: parameters and gradients are floats, which a cast to {found.name} would "
-            "truncate. Use a floating dtype, such as 'bfloat16', or None."
-        )
+    if found.name not in formats and not jnp.issubdtype(found, jnp.inexact):
+        raise ValueError(f"{argument}={found.name}: {_why_not(found.name, formats)}")
     return found.name
+
+
+def _why_not(name: str, formats: Collection[str]) -> str:
+    """Why a dtype that is no float is refused, where ``formats`` are taken."""
+    if name in FORMATS and not formats:
+        return (
+            f"{name} travels in blocks with scales, which a sum on the way cannot add up; gather_dtype and "
+            "Replicas(reduce_dtype=...) alone take it. Use a floating dtype, such as 'bfloat16', or None."
+        )
+    return (
+        f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
+        f"'bfloat16'{', or ' + ', '.join(map(repr, formats)) if formats else ''}, or None."
+    )
 
 
 def is_prng_key(value: Any) -> bool:
@@ -159,9 +174,14 @@ def term_of_mean(value: jax.Array, count: int, dtype: Any) -> jax.Array:
     return (widened(value) / count).astype(dtype)
 
 
-def sent_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of what ``Communication.as_sent`` makes of an array of this shape, for a gather dtype."""
-    return math.prod(shape) * np.dtype(dtype).itemsize
+def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
+    """``requested`` where it is one of ``FORMATS`` and x is a real float, which it then packs; else None."""
+    return str(requested) if requested in FORMATS and jnp.issubdtype(value_dtype(x), jnp.floating) else None
+
+
+def arrival_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
+    """Like ``cast_dtype``, where ``requested`` may be one of ``FORMATS``: what is packed arrives in its own dtype."""
+    return value_dtype(x) if packed_format(x, requested) else cast_dtype(x, requested, argument, path)
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:

@@ -24,9 +24,11 @@ from xlstm_jax.distributed.data_parallel.gathering.communication import (
     Communication,
     Replicas,
     cast_dtype,
+    packed_format,
     term_of_mean,
     widened,
 )
+from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, packed_mean
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 
@@ -53,7 +55,9 @@ def gather_array_with_mean_grads(
       axis: the dim d along which the shards are concatenated.
       axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
       gather_dtype: dtype that is sent, and of the result; None: x's own. With the dtype in which the module computes
-        nothing is left to cast (and to save for the backward pass).
+        nothing is left to cast (and to save for the backward pass). "int8", "float8_e4m3fn" and "int4" are sent in
+        blocks with scales (see docs/quantized.md); the result then has x's own dtype, and its gradient, which passes
+        as if nothing had been rounded, is scattered as that of any other.
       grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is wider. It is
         divided by N before the sum, so that a float16 sum overflows only where the mean does. On one device nothing
         travels, and nothing is narrowed.
@@ -61,7 +65,8 @@ def gather_array_with_mean_grads(
         scatter. Where the type of ``x`` says that the copies are equal (``check_vma=True``) it is summed, as JAX sums
         the gradient of any such value, and ``sync_gradients`` divides.
     Returns:
-      [..., d, ...] in ``gather_dtype``. Its cotangent comes back as [..., d / N, ...] in x's dtype.
+      [..., d, ...] in ``gather_dtype``; in x's own where that is a format of blocks. Its cotangent comes back as
+      [..., d / N, ...] in x's dtype.
     Raises:
       ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would make floats complex, or the reverse.
     """
@@ -98,7 +103,10 @@ def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, p
 def _gather_fwd(
     x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
 ) -> tuple[jax.Array, Primal]:
-    return collectives.all_gather(shard_as_sent(x, how), dim, axes), Primal.of(x)
+    shard, packing = shard_as_sent(x, how), packing_of(x, dim, axes, how)
+    if packing is None:
+        return collectives.all_gather(shard, dim, axes), Primal.of(x)
+    return packing.unpack(collectives.all_gather(packing.pack(shard), 0, axes)), Primal.of(x)
 
 
 def _gather_bwd(
@@ -114,8 +122,14 @@ def _gather_bwd(
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
+def packing_of(x: Any, dim: int, axes: tuple[str, ...], how: Communication) -> Packing | None:
+    """How the shard ``x``, or a ``Primal``, is packed for its gather; None where it is not, or nothing travels."""
+    format_name = how.format_of(x)
+    return Packing(format_name, x.shape, x.dtype, dim) if format_name and collectives.spread_axes(axes) else None
+
+
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
-    """What the stages of a gather begin with.
+    """What the stages of a gather begin with, or what is packed for them.
 
     Copies are equal by type only until here: the cast to varying over them must not be JAX's, which transposes it to a
     sum of whole gradients.
@@ -166,8 +180,8 @@ def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Val
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
         "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too: there apply jax.lax.stop_gradient to them, and give them "
-        "optax.set_to_zero() by optax.multi_transform."
+        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
+        "path: 'lora' in path), or freeze_params."
     )
 
 
@@ -204,11 +218,16 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
     if not axes:
         return wide
-    dtype = cast_dtype(wide, replicas.reduce_dtype, "reduce_dtype")
-    term = term_of_mean(wide, collectives.axis_size(axes), dtype)
-    mean = collectives.all_reduce_sum(term, axes).astype(wide.dtype)
+    mean = _mean_of_copies(wide, axes, replicas.reduce_dtype).astype(wide.dtype)
     summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
     return mean * collectives.axis_size(summed) if summed else mean
+
+
+def _mean_of_copies(wide: jax.Array, axes: tuple[str, ...], requested: DTypeLike | None) -> jax.Array:
+    format_name, count = packed_format(wide, requested), collectives.axis_size(axes)
+    if format_name:
+        return packed_mean(term_of_mean(wide, count, wide.dtype), axes, format_name)
+    return collectives.all_reduce_sum(term_of_mean(wide, count, cast_dtype(wide, requested, "reduce_dtype")), axes)
 
 
 def gather_dims(
@@ -232,6 +251,12 @@ def _gather_dim(
     kept = tuple(axis for axis in inner if axis not in axes)
     if not kept:
         return _gather(value, dim, inner, how, path), axes_entry(outer)
+    if how.format_of(value):
+        raise ValueError(
+            f"gather_dtype={how.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over {held}, and "
+            f"gathered over those of {sorted(axes)}: {kept} stays split and lies inside of an axis that is gathered, "
+            "so that values would be rounded more than once. Let axes that stay come first, or pass a floating dtype."
+        )
     # An axis to keep lies inside one to gather. Its shards are gathered as well (an all-gather whose transpose is a
     # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):

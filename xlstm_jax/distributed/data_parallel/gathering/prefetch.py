@@ -15,7 +15,7 @@ every layer, hence a derivative of its own for the whole loop (``jax.custom_vjp`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +32,12 @@ from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
+    packing_of,
     path_in_model,
     shard_as_sent,
     terms_to_scatter,
 )
+from xlstm_jax.distributed.data_parallel.gathering.packing import Packing
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers
@@ -85,6 +87,8 @@ def prefetched_scan(
 ) -> tuple[PyTree, PyTree]:
     """``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
 
+    Frozen leaves are gathered as all others, and not differentiated.
+
     Args:
       layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` as
         ``gather_params`` returns them. All that it computes with must be among its arguments.
@@ -126,6 +130,15 @@ class _Scan:
         """The stages of the leaf that has most; so many layers are on their way."""
         return max(len(route.stages) for route in self.routes if route)
 
+    @property
+    def packings(self) -> list[Packing | None]:
+        """How each split leaf of a layer is packed."""
+
+        def packing(route: Route, stacked: Primal) -> Packing | None:
+            return packing_of(replace(stacked, shape=stacked.shape[1:]), route.dim, route.axes, route.how)
+
+        return list(map(packing, *self._of_split()))
+
     def differentiable(self) -> Callable[..., tuple[PyTree, PyTree]]:
         run = jax.custom_vjp(lambda *args: self.forward(*args)[0])
         run.defvjp(self.forward, self.backward)
@@ -135,7 +148,7 @@ class _Scan:
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """A layer from its gathered leaves, padding included, and from those that were never split."""
-        of_split, of_whole = iter(split), iter(whole)
+        of_split, of_whole = map(boxes.leaf_value, split), map(boxes.leaf_value, whole)
         leaves = [
             self._gathered(next(of_split), route, box) if route else next(of_whole)
             for route, box in zip(self.routes, self.empty, strict=True)
@@ -148,10 +161,21 @@ class _Scan:
     def shards(self, values: Arrays, index: Any) -> Arrays:
         """What a layer's split leaves send."""
         found = zip(values, self.routes, strict=True)
-        return [shard_as_sent(_at(value, index), route.how) for value, route in found if route]
+        sent = [shard_as_sent(_at(value, index), route.how) for value, route in found if route]
+        return [p.pack(shard) if p else shard for p, shard in zip(self.packings, sent, strict=True)]
+
+    def arrived(self, ahead: list[Arrays | None]) -> Arrays:
+        """The whole leaves of the layer that comes next; until here they stay packed."""
+        return [p.unpack(value) if p else value for p, value in zip(self.packings, ahead[-1] or (), strict=True)]
 
     def whole(self, values: Arrays, index: Any) -> Arrays:
         return [_at(value, index) for value, route in zip(values, self.routes, strict=True) if not route]
+
+    def to_differentiate(self, arrays: Arrays, is_among: Callable[[Route | None], bool] = lambda route: True) -> Arrays:
+        """Arrays of those leaves whose route ``is_among`` them; frozen ones in their boxes, which take no gradient."""
+        among = [box for box, route in zip(self.empty, self.routes, strict=True) if is_among(route)]
+        found = zip(arrays, among, strict=True)
+        return [value if boxes.is_trainable(box) else boxes.rebox(box, value) for value, box in found]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
         """Each layer that is on its way goes one stage on, and the ``shards`` of another one set out."""
@@ -159,12 +183,14 @@ class _Scan:
             return [self._stage(stage, arrays) for stage, arrays in enumerate([shards, *ahead[:-1]])]
 
     def _stage(self, stage: int, arrays: Arrays | None) -> Arrays | None:
-        def gather(value: jax.Array, route: Route) -> jax.Array:
+        def gather(value: jax.Array, route: Route, packing: Packing | None) -> jax.Array:
             # A leaf of fewer stages sets out later, so that it is whole no sooner.
             axes = route.stages[max(0, stage - self.depth + len(route.stages)) :][:1]
-            return collectives.all_gather(value, route.dim, axes if stage >= self.depth - len(route.stages) else ())
+            axes = axes if stage >= self.depth - len(route.stages) else ()
+            return collectives.all_gather(value, 0 if packing else route.dim, axes)
 
-        return arrays and [gather(value, route) for value, route in zip(arrays, filter(None, self.routes), strict=True)]
+        routes, _ = self._of_split()
+        return arrays and list(map(gather, arrays, routes, self.packings))
 
     def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """What is on its way before the first iteration, which computes layer ``order[0]``."""
@@ -179,11 +205,13 @@ class _Scan:
         def step(index: Any, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, kept, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
-            new, out = self.compute(ahead[-1], self.whole(values, index), carry, _at(per_layer, index), shared)
+            new, out = self.compute(
+                self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
+            )
             return new, further, _put(kept, index, carry), _put(outputs, index, out)
 
         ahead = self.set_out(values, range(self.length))
-        one = jax.eval_shape(self.compute, ahead[-1], self.whole(values, 0), carry, _at(per_layer, 0), shared)
+        one = jax.eval_shape(self.compute, self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared)
         kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x))), carry)
         outputs = jax.tree.map(partial(_zeros, self.length), one[1])
         in_loop = max(0, self.length - self.depth)
@@ -206,13 +234,16 @@ class _Scan:
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
             # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
             d_carry, further = _together(d_carry, further)
-            args = ahead[-1], self.whole(values, index), _at(kept, index), _at(per_layer, index), shared
+            split = self.to_differentiate(self.arrived(ahead), bool)
+            whole = self.to_differentiate(self.whole(values, index), lambda route: not route)
+            args = split, whole, _at(kept, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
             d_values = self._put_whole(d_values, index, d_whole)
             grads = d_values, _put(d_per_layer, index, d_inputs), jax.tree.map(jnp.add, d_shared, d_more)
             return d_carry, further, self.terms(d_split), grads
 
-        grads = tuple(jax.tree.map(_zeros_like_floats, tree) for tree in (values, per_layer, shared))
+        start = self.to_differentiate(values), per_layer, shared
+        grads = tuple(trees.map_leaves(_zeros_like_floats, tree) for tree in start)
         state = (d_carry, self.set_out(values, range(self.length)[::-1]), None, grads)
         last = self.length - 1
         state = step(last, state, is_first=True, goes_on=last >= self.depth)
@@ -298,8 +329,8 @@ def _zeros(length: int, abstract: Any) -> jax.Array:
     return jnp.broadcast_to(zeros, (length, *abstract.shape))
 
 
-def _zeros_like_floats(value: jax.Array) -> jax.Array | None:
-    return collectives.zeros_of_type(jax.typeof(value), value.dtype) if boxes.is_differentiable(value) else None
+def _zeros_like_floats(leaf: Any) -> jax.Array | None:
+    return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if boxes.is_differentiable(leaf) else None
 
 
 def _unless_float0(cotangent: Any) -> Any:

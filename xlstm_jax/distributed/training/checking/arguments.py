@@ -119,8 +119,8 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
         what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
         f"state.opt_state is not a state of state.tx for state.params: {what}. Who changes the optimizer or the "
-        "parameters makes its state anew: create_train_state makes all three, and state.replace(params=...) then takes "
-        "the trained parameters."
+        "parameters, or freezes some, makes its state anew: create_train_state makes all three, and "
+        "state.replace(params=...) then takes the trained parameters; or TrainState.create."
     )
 
 

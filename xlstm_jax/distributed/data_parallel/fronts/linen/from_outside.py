@@ -58,6 +58,7 @@ def shard_modules(
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
+    trainable: bool = True,
 ) -> Model:
     """Shards submodules of a model from outside, as if ``shard_module_params`` were around them in its source.
 
@@ -80,8 +81,8 @@ def shard_modules(
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module there;
         - ``larger_than(size)``, or ``repeated_blocks()``, of a Linen model.
-      axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven: see
-        ``shard_module_params``.
+      axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven,
+        trainable: see ``shard_module_params``.
     Raises:
       ValueError: (in ``init``; at once, of an NNX model) nothing was chosen; lists the modules that there are.
       TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
@@ -95,6 +96,7 @@ def shard_modules(
         "reshard_after_forward": reshard_after_forward,
         "replicas": replicas,
         "uneven": uneven,
+        "trainable": trainable,
     }
     unit = Unit.of(**options)  # refuses options here and not in the first call
     if isinstance(model, ShardsItself) and not isinstance(model, type):

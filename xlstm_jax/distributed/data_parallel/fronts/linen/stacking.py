@@ -176,6 +176,7 @@ def _described(leaf: Any) -> str:
     """All that layers must have in common to be stacked, in words."""
     value = boxes.leaf_value(leaf)
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
+    text += "" if boxes.is_trainable(leaf) else ", frozen,"
     if boxes.is_box(leaf):
         padded = f" with padding from {boxes.true_shape(leaf)}" if boxes.is_padded(leaf) else ""
         text += f"{padded} in a {type(leaf).__name__} of {boxes.leaf_names(leaf)}, {boxes.leaf_communication(leaf)}"

@@ -44,6 +44,7 @@ def shard_module_params(
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
+    trainable: bool = True,
 ) -> Target:
     """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
 
@@ -74,6 +75,8 @@ def shard_module_params(
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
       uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
+      trainable: False freezes all parameters of the module, those of modules within included: they are split and
+        gathered as they would be, and have no gradient and no optimizer state. See docs/frozen.md.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
         no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
@@ -89,6 +92,7 @@ def shard_module_params(
         reshard_after_forward=reshard_after_forward,
         replicas=replicas,
         uneven=uneven,
+        trainable=trainable,
     )
     if isinstance(target, nn.Module):
         cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")

@@ -148,6 +148,11 @@ class NnxModel:
                 f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
+        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not boxes.is_trainable(leaf)]:
+            raise ValueError(
+                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
+                "call it by apply."
+            )
         return self._bound(variables, rngs)
 
     def _bound(self, variables: Mapping[str, Any], rngs: PyTree) -> nnx.Module:
@@ -232,6 +237,11 @@ class NnxModel:
             raise ValueError(
                 f"the variables have no '{full}', which the model has; they have the collections "
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
+            )
+        if boxes.is_packed(leaves[full]):
+            raise ValueError(
+                f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
+                "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
             )
         unit = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
         return with_leaf(leaf, leaves[full], unit) if is_variable(leaf) else leaves[full]

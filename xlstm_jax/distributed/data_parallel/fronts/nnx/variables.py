@@ -73,6 +73,10 @@ class _Split(_Changed, boxes.BoxedVariable):
     def communication(self: Any) -> Any:
         return self.get_metadata(BOX).communication
 
+    @property
+    def trainable(self: Any) -> bool:
+        return self.get_metadata(BOX).trainable
+
     def replace(self: Any, **fields: Any) -> Any:
         return self.copy(**{BOX: self.get_metadata(BOX).replace(**fields)})
 
@@ -221,8 +225,8 @@ def with_leaf(variable: Any, leaf: Any, unit: Unit | None) -> Any:
         split = variable.copy(value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
         _turn_into(split, _Split)
         return split
-    if not isinstance(leaf, boxes.Sharded) and OF_LINEN not in variable.get_metadata():
-        return variable.copy(value)
+    if not boxes.leaf_axes(leaf) and OF_LINEN not in variable.get_metadata():
+        return variable.copy(boxes.read_value(leaf))
     # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
     box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, (None,) * np.ndim(value))
     return variable.copy(value, **_metadata_of_bridge(box))

@@ -1,0 +1,99 @@
+"""What LoRA on a frozen base takes of each device, beside a training of all weights: the table of docs/frozen.md.
+
+    python -m benchmarks.lora --size 7B --topology v5e:2x4
+
+The Transformers of ``large_models`` on a mesh of one axis, all activations computed again but those between layers, and
+losses by chunks of the vocabulary. In the LoRA of them each projection of the blocks has adapters, split as the base.
+"""
+
+import argparse
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from benchmarks import models
+from benchmarks.large_models import CONTEXT, SIZES, language_model
+from xlstm_jax.distributed import plan_sharding
+from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.forecast import forecast as forecast_step
+from xlstm_jax.distributed.hardware.slices import parse_topology
+
+RANK = 16
+MIN_WEIGHT_SIZE = 2**14  # adapters are small, and there are many
+
+
+class LoRADense(nn.Dense):
+    """A Dense of the weights W + A B; W has the names that it has without adapters."""
+
+    rank: int = RANK
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.param("lora_a", nn.initializers.lecun_normal(), (x.shape[-1], self.rank))
+        b = self.param("lora_b", nn.initializers.zeros, (self.rank, self.features))
+        return super().__call__(x) + x @ a.astype(x.dtype) @ b.astype(x.dtype)
+
+
+class LoRABlock(models.TransformerBlock):
+    """The block with adapters in its projections."""
+
+    def project(self, name: str, features: int, x):
+        return LoRADense(features, use_bias=False, **self.dtypes, name=name)(x)
+
+    def add(self, name: str, residual, x, dense=LoRADense):
+        return super().add(name, residual, x, dense)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a leaf is one of the adapters', which are trained."""
+    return "lora_" in path
+
+
+def workload(size: str, devices: int, frozen_dtype: str | None) -> Workload:
+    """A configuration of ``large_models`` with adapters on a base in ``frozen_dtype``; None: all weights trained."""
+    given = SIZES[size] if frozen_dtype is None else dataclasses.replace(SIZES[size], block="lora")
+    make = partial(language_model, devices=devices, shard_axes=("fsdp",), remat=True, chunked_head=True)
+    made = make(given, min_weight_size=MIN_WEIGHT_SIZE)
+    if frozen_dtype is None:
+        return made
+    return dataclasses.replace(made, trainable=is_adapter, frozen_dtype=frozen_dtype)
+
+
+models.BLOCKS["lora"] = LoRABlock
+
+
+def measured(size: str, frozen_dtype: str | None, topology: str) -> dict[str, Any]:
+    """Bytes of each device, by what they are of: the plan's, then the forecast's."""
+    devices = parse_topology(topology).num_devices
+    made, sizes = workload(size, devices, frozen_dtype), {"fsdp": devices}
+    inputs = (jax.ShapeDtypeStruct((devices, CONTEXT), jnp.int32),)
+    plan = plan_sharding(made.model, sizes, *inputs, tx=made.tx, **made.freezing)
+    step, args = dataclasses.replace(made, inputs=inputs).build_step(sizes)
+    found = forecast_step(step, *args, topology=topology, tokens=devices * CONTEXT)
+    kept = {name: getattr(plan, name).per_device for name in ("parameters", "gradients", "optimizer")}
+    return kept | {
+        "arguments": found.memory.argument_bytes,
+        "temporaries": found.memory.temporary_bytes,
+        "in all": found.total_bytes,
+        "fits": found.fits,
+        "wire": found.wire_bytes,
+        "flops": found.flops.total,
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--size", choices=SIZES, default="7B", help="the model (default: 7B)")
+    options.add_argument("--topology", default="v5e:2x4", help="chips that need not be there (default: v5e:2x4)")
+    given = options.parse_args()
+    for frozen_dtype in (None, "float32", "bfloat16"):
+        name = "all weights trained" if frozen_dtype is None else f"LoRA on {frozen_dtype}"
+        print(name, measured(given.size, frozen_dtype, given.topology), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Frozen parameters: what fine-tuning keeps, as the base under an adapter, and how it is stored.
+
+  W[d_fsdp, f]  -- freeze_params -->  the same in a box that says trainable=False, in the dtype that is asked for
+  forward       gathered as any other leaf, in the dtype in which it is stored, or in its ``gather_dtype``
+  backward      gathered again where weights are not kept; no gradient, no reduce-scatter, no all-reduce
+  optimizer     does not see it: no moments, no part in norms
+
+The box says it, and ``boxes.is_differentiable`` reads it; everything else follows from that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong, dim_to_pack
+from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
+from xlstm_jax.wording import kind_of
+
+Trainable = Callable[[str], Any]
+NARROWEST_BITS = 16
+
+
+def freeze_params(
+    params: PyTree, trainable: Trainable | None = None, *, frozen_dtype: DTypeLike | None = None
+) -> PyTree:
+    """Freezes parameters: a leaf that is not trainable has no gradient and no optimizer state, and is stored as asked.
+
+    ``create_train_state`` does it within the initialisation, given the same arguments. Here it is for parameters that
+    come from elsewhere: from a checkpoint, or two trees merged into one.
+
+    >>> params = {"base": {"kernel": jnp.ones((8, 4))}, "lora": {"a": jnp.ones((8, 2))}}
+    >>> found = freeze_params(params, lambda path: path.startswith("lora/"), frozen_dtype="bfloat16")
+    >>> found["base"]["kernel"].trainable, found["base"]["kernel"].value.dtype, found["lora"]["a"].dtype
+    (False, dtype(bfloat16), dtype('float32'))
+
+    Args:
+      params: arrays, boxed where they are split; outside of ``jit`` or inside. Integers and PRNG keys take no gradient
+        anyway, and stay as they are.
+      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; where it is false, the leaf is frozen. A
+        leaf that is frozen already stays so. None: those are all.
+      frozen_dtype: a floating dtype of 16 bits or more, in which frozen leaves are stored, and gathered unless their
+        ``gather_dtype`` says otherwise; or "int8", "float8_e4m3fn" or "int4": in blocks of bytes with scales (see
+        docs/quantized.md), which are gathered as they are stored, while leaves that are whole, padded, or not filled
+        by blocks stay as they are. None: all stay as they are.
+    Returns:
+      The tree; frozen leaves in boxes with ``trainable=False``, those that are whole too, and all others as they were.
+    Raises:
+      TypeError: ``trainable`` is no function, or ``frozen_dtype`` no dtype.
+      ValueError: ``frozen_dtype`` is given and nothing is frozen; or it does not fit a leaf, which is named.
+    """
+    if trainable is not None and not callable(trainable):
+        raise TypeError(
+            f"trainable is {kind_of(trainable)}; pass a predicate of a leaf's path, as lambda path: 'lora' in path."
+        )
+    dtype = _checked(frozen_dtype)
+
+    def freeze(path: str, leaf: Any) -> Any:
+        leaf = boxes.frozen(leaf) if trainable is not None and not trainable(path) else leaf
+        return leaf if boxes.is_trainable(leaf) else stored(path, leaf, dtype)
+
+    found = trees.map_leaves_with_path(freeze, params)
+    leaves = [leaf for _, leaf in trees.leaves_with_path(found)]
+    if dtype and leaves and all(map(boxes.is_trainable, leaves)):
+        raise ValueError(
+            f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Say which are by "
+            "trainable=, a predicate of a leaf's path that is false for them, or leave frozen_dtype out."
+        )
+    return found
+
+
+def _checked(frozen_dtype: DTypeLike | None) -> str | None:
+    name = dtype_name(frozen_dtype, "frozen_dtype", FORMATS)
+    if name and name not in FORMATS and jnp.finfo(name).bits < NARROWEST_BITS:
+        raise ValueError(
+            f"frozen_dtype={name!r} has {jnp.finfo(name).bits} bits, which without scales most weights do not fit. "
+            "Pass 'bfloat16'."
+        )
+    return name
+
+
+def stored(path: str, leaf: Any, dtype: str | None) -> Any:
+    """A frozen leaf as it is stored."""
+    if dtype is None:
+        return leaf
+    leaf = boxes.unpacked(leaf)
+    value = boxes.leaf_value(leaf)
+    if isinstance(leaf, boxes.Sharded) and packed_format(value, dtype):
+        return _packed(leaf, dtype)
+    return boxes.rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
+
+
+def _packed(leaf: Any, format_name: str) -> Any:
+    """A frozen leaf with its floats in blocks of bytes; itself where it is whole, padded, or blocks do not fill it."""
+    value, is_split = boxes.leaf_value(leaf), [bool(entry) for entry in boxes.leaf_names(leaf)]
+    dim = None if boxes.is_padded(leaf) else dim_to_pack(value.shape, is_split)
+    if dim is None:
+        return leaf
+    how = PackedAlong(format_name, dim, value.shape[dim], str(value.dtype))
+    return leaf.replace(value=how.pack(value), packed=how)
+
+
+def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:
+    """What ``model.init`` has returned, its "params" by ``freeze_params``; untouched where nothing is asked for."""
+    if trainable is None and frozen_dtype is None:
+        return variables
+    return {**variables, "params": freeze_params(variables.get("params", {}), trainable, frozen_dtype=frozen_dtype)}
