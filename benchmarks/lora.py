@@ -55,15 +55,13 @@ def is_adapter(path: str) -> bool:
 
 def workload(size: str, devices: int, frozen_dtype: str | None) -> Workload:
     """A configuration of ``large_models`` with adapters on a base in ``frozen_dtype``; None: all weights trained."""
-    given = SIZES[size] if frozen_dtype is None else dataclasses.replace(SIZES[size], block="lora")
     make = partial(language_model, devices=devices, shard_axes=("fsdp",), remat=True, chunked_head=True)
-    made = make(given, min_weight_size=MIN_WEIGHT_SIZE)
+    made: Any = make(SIZES[size], min_weight_size=MIN_WEIGHT_SIZE)
     if frozen_dtype is None:
         return made
-    return dataclasses.replace(made, trainable=is_adapter, frozen_dtype=frozen_dtype)
-
-
-models.BLOCKS["lora"] = LoRABlock
+    wrap = made.model.wrap
+    adapted = made.model.clone(wrap=lambda cls: wrap(LoRABlock if cls is models.TransformerBlock else cls))
+    return dataclasses.replace(made, model=adapted, trainable=is_adapter, frozen_dtype=frozen_dtype)
 
 
 def measured(size: str, frozen_dtype: str | None, topology: str) -> dict[str, Any]:
@@ -92,7 +90,8 @@ def main() -> None:
     given = options.parse_args()
     for frozen_dtype in (None, "float32", "bfloat16"):
         name = "all weights trained" if frozen_dtype is None else f"LoRA on {frozen_dtype}"
-        print(name, measured(given.size, frozen_dtype, given.topology), flush=True)
+        found = measured(given.size, frozen_dtype, given.topology)
+        print(name, *(f"{what} {value:.3g}" for what, value in found.items()), sep=", ", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
+from benchmarks import lora
 from benchmarks.cases import CASES, WORDS, names_in_words
 from benchmarks.large_models import Size, language_model
 from benchmarks.models import BLOCKS, LanguageModel, causal_attention
 from benchmarks.step_time import STEP_WORDS, TORCH_CASES
 from benchmarks.step_time_variants import CASES as STEP_CASES
 from tests.support import AXES, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import init_sharded, make_generate, unbox
+from xlstm_jax.distributed import init_sharded, make_generate, plan_sharding, unbox
 
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
@@ -143,3 +144,12 @@ def test_a_decoded_text_is_that_of_the_model_that_reads_it_whole(block):
     # Each byte is the likeliest after those before it, by the model that reads all of them at once.
     assert_array_equal(got[:, 3:], np.argmax(logits[:, 2:-1], axis=-1))
     assert len(np.unique(got[:, 3:])) > 8  # guard
+
+
+def test_lora_has_the_base_in_bfloat16_and_trains_its_adapters():
+    made, tokens = lora.workload("1.3B", 8, "bfloat16"), jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    plan = plan_sharding(made.model, {"fsdp": 8}, tokens, tx=made.tx, **made.freezing)
+    rows = [row for row in plan.rows if row.collection == "params"]
+    assert {(row.trainable, row.dtype) for row in rows} == {(False, "bfloat16"), (True, "float32")}
+    assert {row.path.split("/")[-1] for row in rows if row.trainable} == {"lora_a", "lora_b"}
+    assert sum(row.optimizer.total for row in rows) < 0.02 * plan.parameters.total * 4
