@@ -34,4 +34,6 @@ def test_a_matrix_product_of_an_optimizer_on_shards(tx, found):
         square, wide = 2 * 512**3, 2 * 512 * 512 * 1024
         share, done = 5 * (square + 2 * wide) / 8, 5 * (square + 2 * wide / 8)
         assert f"does {done:.3g} FLOP" in repeated[0].text and f"is {share:.3g}: 2.4 times" in repeated[0].text
+        # With as many matrices an owner's one is less than a device's 2.4 shares of an eighth.
+        assert "from 4 matrices of a shape on" in repeated[0].cure
         assert all("xlstm_jax.distributed.muon" in finding.cure for finding in (*shared, *repeated))
