@@ -118,7 +118,7 @@ def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
     assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # two, two, two, and none
     (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")
     assert none.leaves == ("blocks/LayerNorm_0/scale",) and none.count == 0
-    console = Console(width=140, file=io.StringIO())
+    console = Console(width=180, file=io.StringIO())
     console.print(plan.table())
     shown = console.file.getvalue()
     assert str(six) in shown and "no matrices: a bias is a vector" in shown
