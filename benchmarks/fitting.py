@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +33,13 @@ from xlstm_jax.distributed import (
     LoopGuard,
     check_replicas,
     create_train_state,
+    ema_params,
     make_eval_step,
     make_train_step,
     muon,
     shard_batch,
     skip_nonfinite,
+    with_ema,
 )
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
@@ -90,7 +93,13 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
         tx = muon(schedule, **decay, adam_b2=ADAM_B2, consistent_rms=ADAMW_RMS)
     else:
         tx = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
-    return skip_nonfinite(optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx))
+    tx = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx)
+    return skip_nonfinite(with_ema(tx, partial(warmed_up_decay, config.ema)) if config.ema else tx)
+
+
+def warmed_up_decay(decay: float, count: jax.Array) -> jax.Array:
+    """Less at first, so that an average forgets the weights that a training begins with."""
+    return jnp.minimum(decay, (1 + count) / (10 + count))
 
 
 def byte_losses(
@@ -246,7 +255,7 @@ def fit(
             if due or position % config.log_every == 0:
                 row, local = programs.log_step(local)
                 row |= {"grad_norm": metrics["grad_norm"]} | speed.row(position)
-                row |= {"held_out_loss": programs.evaluate(state)} if due else {}
+                row |= held_out_row(programs, state, config.ema > 0) if due else {}
                 logger.log(position, row)
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)
@@ -263,6 +272,14 @@ def fit(
         if checkpointer:
             checkpointer.wait()
     return run._replace(state=state, position=position), jax.tree.map(float, rows)
+
+
+def held_out_row(programs: Programs, state: TrainState, with_average: bool) -> dict[str, jax.Array]:
+    row = {"held_out_loss": programs.evaluate(state)}
+    if with_average:
+        average = state.replace(params=ema_params(state.opt_state, state.params))
+        row["averaged_held_out_loss"] = programs.evaluate(average)
+    return row
 
 
 class _Speed:

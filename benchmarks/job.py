@@ -55,6 +55,7 @@ class TrainConfig:
     dropout: float = 0.0
     optimizer: str = "adamw"
     lr: float = 5e-3
+    ema: float = 0.0
     num_minibatches: int = 1
     dtype: str = "float32"
     gather_dtype: str | None = None
@@ -110,6 +111,8 @@ def prepare(config: TrainConfig) -> Job:
     text = _agreed_text(config)
     if config.d_model % (2 * config.heads):
         raise ValueError(f"--d-model {config.d_model}: must be a multiple of 2 * --heads = {2 * config.heads}.")
+    if not 0 <= config.ema < 1:
+        raise ValueError(f"--ema {config.ema}: a decay is at least 0, for no average, and less than 1. Take 0.999.")
     if config.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(config.mesh, config.processes)

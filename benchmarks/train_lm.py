@@ -51,7 +51,7 @@ from benchmarks.models import BLOCKS
 from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss, fixed_windows
-from xlstm_jax.distributed import LoopGuard, NonFiniteError, make_generate
+from xlstm_jax.distributed import LoopGuard, NonFiniteError, ema_params, make_generate
 from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
 from xlstm_jax.distributed.metrics import MetricLogger
 from xlstm_jax.distributed.training.generation import GATHER
@@ -107,8 +107,9 @@ def run(job: Job, console: Console) -> Result | None:
                 console.print(how_to_go_on(config, int(end.position)), highlight=False, markup=False, soft_wrap=True)
                 return None
         with guard.paused(SAMPLING_S), console.status("sampling"):
-            sample = generate(job, end.state.params, SAMPLE_PROMPT, keys(job)[2])
-            texts = continued_texts(job, end.state.params, keys(job)[2])
+            params = ema_params(end.state.opt_state, end.state.params) if config.ema else end.state.params
+            sample = generate(job, params, SAMPLE_PROMPT, keys(job)[2])
+            texts = continued_texts(job, params, keys(job)[2])
     rows = read_rows(out) if jax.process_index() == 0 else rows
     baseline = byte_frequency_loss(job.text.train, job.text.held_out)
     held_out = rows[-1]["held_out_loss"] if rows else float("nan")
@@ -290,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
     option("--dropout", "share of each block's output that is dropped", float)
     option("--optimizer", "what trains matrices; all else is trained by AdamW", str, choices=OPTIMIZERS)
     option("--lr", "peak learning rate, after a warm-up and before a cosine decay", float)
+    option("--ema", "decay of an average of the weights, which is evaluated too, and writes; 0 for none", float)
     option("--num-minibatches", "parts of a device's batch, one after the other")
     option("--dtype", "dtype of the computation", str, choices=["float32", "bfloat16", "float64"])
     option("--gather-dtype", "dtype of weights on the wire", str, choices=["float32", "bfloat16", "float16"])

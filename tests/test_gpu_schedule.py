@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 import pytest
 
-from xlstm_jax.distributed.forecast.cost.kernels import Kernels, product_flops
+from xlstm_jax.distributed.forecast.cost.kernels import Kernels
+from xlstm_jax.distributed.forecast.cost.products import product_flops
 from xlstm_jax.distributed.forecast.cost.schedule import Flight, kernel_seconds, timed, waits
 from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
@@ -167,6 +168,25 @@ dim_labels=b01f_o01i->b01f, custom_call_target="{target}"
 """
     found = program(entry)
     assert product_flops(found.entry, found.entry.root) == 2 * 8 * 32 * 32 * 64 * 3 * 3 * 16
+
+
+@pytest.mark.parametrize(
+    "left, right, out, how, flops",
+    [
+        ("8,16,32", "8,32,64", "8,16,64", "{size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf", 8 * 16 * 64 * 32),
+        ("2,5,5,3", "3,3,3,7", "2,5,5,7", "{size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f", 2 * 7 * 3 * 13 * 13),
+    ],
+    ids=["batch of a TPU", "padded"],
+)
+def test_taps_on_padding_and_between_the_matrices_of_a_batch_are_no_work(left, right, out, how, flops):
+    """A dim of 5 with one value of padding on each side and windows of 3 has 13 taps on a value."""
+    entry = f"""
+  %a = f32[{left}] parameter(0)
+  %b = f32[{right}] parameter(1)
+  ROOT %c = f32[{out}] convolution(%a, %b), window={how}
+"""
+    found = program(entry)
+    assert product_flops(found.entry, found.entry.root) == 2 * flops
 
 
 def test_what_holds_no_product_takes_its_bytes():

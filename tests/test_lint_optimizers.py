@@ -24,8 +24,16 @@ def test_a_matrix_product_of_an_optimizer_on_shards(tx, found):
     mesh = mesh_of(1, 8)
     step, args = Workload(model, tx, X, loss).build_step(mesh)
     findings = lint(forecast(step, *args), plan_sharding(model, mesh.shape, X))
-    findings = [finding for finding in findings if finding.rule == "shared-matrix-product"]
-    assert bool(findings) == found
+    shared, repeated = (
+        [f for f in findings if f.rule == rule] for rule in ("shared-matrix-product", "repeated-product")
+    )
+    assert bool(shared) == bool(repeated) == found
     if found:
-        assert findings[0].bytes > 5 * 512 * 512 * 4  # five Gram matrices, each all-reduced
-        assert "xlstm_jax.distributed.muon" in findings[0].cure
+        assert shared[0].bytes > 5 * 512 * 512 * 4  # five Gram matrices, each all-reduced
+        # In each of 5 iterations the Gram matrix and what it multiplies are shared, its square is not.
+        square, wide = 2 * 512**3, 2 * 512 * 512 * 1024
+        share, done = 5 * (square + 2 * wide) / 8, 5 * (square + 2 * wide / 8)
+        assert f"does {done:.3g} FLOP" in repeated[0].text and f"is {share:.3g}: 2.4 times" in repeated[0].text
+        # With as many matrices an owner's one is less than a device's 2.4 shares of an eighth.
+        assert "from 4 matrices of a shape on" in repeated[0].cure
+        assert all("xlstm_jax.distributed.muon" in finding.cure for finding in (*shared, *repeated))

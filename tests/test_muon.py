@@ -109,6 +109,7 @@ CASES = {
     "accumulation-no-vma": (Model(wrap=fsdp), (4, 2), {}, {"num_minibatches": 2, "check_vma": False}),
     "loop": (Model(wrap=fsdp, scan=False), (2, 4), {}, {}),
     "zero-1": (Model(wrap=lambda cls: fsdp(cls, replicas=ZERO_1)), (2, 4), {}, {}),
+    "copies": (Model(wrap=lambda cls: fsdp(cls, replicas=Replicas("dp"))), (4, 2), {}, {}),
     "padded-heads": (Odd(wrap=lambda cls: fsdp(cls, uneven="pad")), (2, 4), {}, {}),
     "one-device-options": (
         Model(wrap=fsdp),
@@ -243,20 +244,34 @@ def step_jaxpr(tx):
     return make_train_step(mean_loss, mesh, AXES, whole_ok=True).trace(state, data(), jax.random.key(1)).jaxpr
 
 
-def test_state_is_that_of_optax_and_goes_to_and_from_it(tmp_path):
-    mesh, model = mesh_of(2, 4), Model(wrap=fsdp)
-    state = first_state(model, mesh, muon(RATE))
-    state = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
-    theirs = optax_muon(started(Model()))
-    assert jax.tree.structure(unbox(state.opt_state)) == jax.tree.structure(theirs.init(started(Model())))
+def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
+    x, theirs = data()["x"], optax_muon(started(Model()))
+    state = abstract_train_state(Model(fsdp), muon(RATE), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     moments = state.opt_state.inner_states["muon"].inner_state[0].mu
     assert moments["blocks"]["Dense_0"]["kernel"].sharding.spec == P(None, None, "fsdp")
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, state)
-        x = data()["x"]
-        target = abstract_train_state(model, theirs, mesh_of(1, 8), jax.random.key(0), x, batch_axes=AXES)
-        restored = checkpointer.restore(target)
-    jax.tree.map(np.testing.assert_array_equal, unbox(restored.opt_state), unbox(state.opt_state))
+    assert jax.tree.structure(unbox(state.opt_state)) == jax.tree.structure(theirs.init(started(Model())))
+
+
+def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
+    """A training that the other optimizer goes on with after five of ten steps is that of one device."""
+    model, x = Model(wrap=fsdp), data()["x"]
+    runs = {"ours": (mesh_of(2, 4), muon(RATE)), "theirs": (mesh_of(1, 1), optax_muon(started(Model())))}
+    steps = {name: make_train_step(mean_loss, mesh, AXES, whole_ok=True) for name, (mesh, _) in runs.items()}
+
+    def five_steps(name, state):
+        for _ in range(STEPS // 2):
+            state, _ = steps[name](state, data(), jax.random.key(1))
+        return state
+
+    for first, second in (("ours", "theirs"), ("theirs", "ours")):
+        before = five_steps(first, first_state(model, *runs[first]))
+        mesh, tx = runs[second]
+        with Checkpointer(tmp_path / first) as checkpointer:
+            checkpointer.save(STEPS // 2, before)
+            target = abstract_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes=AXES)
+            state = checkpointer.restore(target)
+        jax.tree.map(np.testing.assert_array_equal, unbox(state.opt_state), unbox(before.opt_state))
+        assert_same_params(five_steps(second, state).params, reference(Model())[0], TOLERANCE)
 
 
 def test_a_step_that_is_not_finite_is_skipped():

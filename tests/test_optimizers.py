@@ -24,6 +24,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.training.state import sharded_opt_state
 
 STEPS = 4
 MESHES = [(2, 4), (4, 2), (8, 1), (1, 8)]
@@ -105,6 +106,21 @@ def furthest(got, want):
     return max(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(w).max() for g, w in zip(got, want, strict=True))
 
 
+@cache
+def first_state():
+    """With no optimizer: the parameters of all cases, which are compiled for once."""
+    x = whole_batch()["x"]
+    return create_train_state(
+        TwoLayers(wrapped), optax.identity(), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES
+    )
+
+
+def started(tx):
+    """What ``create_train_state`` makes with this optimizer."""
+    state = jax.tree.map(jnp.copy, first_state())  # a step takes it over
+    return state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh_of(2, 4)))
+
+
 @each_case
 def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
     mesh, traces = mesh_of(2, 4), []
@@ -113,8 +129,7 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
         traces.append(args)
         return mean_loss(*args)
 
-    x = whole_batch()["x"]
-    state = create_train_state(TwoLayers(wrapped), case.build(), mesh, jax.random.key(0), x, batch_axes=AXES)
+    state = started(case.build())
     step = make_train_step(loss_fn, mesh, AXES)
     before = places((state.params, state.opt_state))
     for index in range(STEPS):
@@ -130,9 +145,9 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
 
 
 def test_the_model_of_the_table_splits_rows_columns_and_vectors_and_leaves_one_whole():
-    tx = optax.adam(0.01)
-    x = whole_batch()["x"]
+    tx, x = optax.adam(0.01), whole_batch()["x"]
     state = create_train_state(TwoLayers(wrapped), tx, mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
+    assert places(state) == places(started(tx).replace(apply_fn=state.apply_fn))  # as the cases begin
     assert map_leaves(lambda box: getattr(box, "names", (None,)), state.params) == NAMES
     assert state.opt_state[0].mu["up"]["kernel"].sharding.spec == P(None, "fsdp")
     assert state.opt_state[0].nu["down"]["kernel"].sharding.spec == P("fsdp")

@@ -223,8 +223,11 @@ def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, model,
     assert len(set(map(str, replicated.memory.values()))) == 1
 
 
-def test_remat_and_minibatches_leave_the_loss_curve_alone(runs):
-    assert_allclose(runs(mesh={"fsdp": 4}, remat=True, num_minibatches=2).losses, runs().losses, rtol=2e-5)
+def test_remat_minibatches_and_an_average_of_the_weights_leave_the_loss_curve_alone(runs):
+    changed = runs(mesh={"fsdp": 4}, remat=True, num_minibatches=2, ema=0.9)
+    assert_allclose(changed.losses, runs().losses, rtol=2e-5)
+    assert changed.rows[-1]["averaged_held_out_loss"] == pytest.approx(changed.held_out_loss, rel=0.05)
+    assert changed.rows[-1]["averaged_held_out_loss"] != changed.held_out_loss
 
 
 def test_the_model_beats_byte_frequencies_and_writes_a_sample(runs):
@@ -360,6 +363,7 @@ def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overw
         (["--out", "{run}"], "--out .*run: holds the checkpoints of a run. Go on with it by --resume"),
         (["--checkpoint-dir", "{run}"], "--checkpoint-dir .*run: holds the checkpoints of a run"),
         (["--checkpoint-dir", "gs://bucket/run"], "--checkpoint-dir gs://bucket/run: is a URL. Give a folder"),
+        (["--ema", "1"], r"--ema 1\.0: a decay is at least 0, for no average, and less than 1"),
         (["--steps", "0"], "argument --steps: '0' is not a positive integer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

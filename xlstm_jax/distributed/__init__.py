@@ -72,12 +72,14 @@ from xlstm_jax.distributed.metrics import (
 from xlstm_jax.distributed.optimizers import (
     clip_by_global_norm,
     elementwise_only,
+    ema_params,
     global_norm,
     matrix_dimensions,
     muon,
     on_whole_matrices,
     skip_counts,
     skip_nonfinite,
+    with_ema,
 )
 from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
 from xlstm_jax.distributed.processes import (
@@ -162,6 +164,7 @@ __all__ = [
     "compiler_options",
     "create_train_state",
     "elementwise_only",
+    "ema_params",
     "export_safetensors",
     "fold_rng_over_axis",
     "freeze_params",
@@ -210,4 +213,5 @@ __all__ = [
     "unbox",
     "unstack_params",
     "value_and_grad",
+    "with_ema",
 ]

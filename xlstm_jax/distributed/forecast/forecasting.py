@@ -39,7 +39,14 @@ from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.reading import exposed_seconds, links_of, memory_of, notes_on, roofline_of
+from xlstm_jax.distributed.forecast.reading import (
+    exposed_seconds,
+    links_of,
+    memory_of,
+    notes_on,
+    roofline_of,
+    shared_flops,
+)
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved
@@ -72,6 +79,8 @@ class Forecast:
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
       kernel_seconds: on GPUs the sum of what each kernel takes by its roofline; else None.
+      shared_flops: what a device does of the matrix products outside of ``shard_map``, in the compiled program; its
+        share of them is ``flops.shared``. None in forecasts of version 0.1.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -98,6 +107,7 @@ class Forecast:
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
     kernel_seconds: float | None = None
+    shared_flops: float | None = None
 
     @property
     def devices(self) -> int:
@@ -339,4 +349,5 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         versions=compiled.versions,
         notes=tuple(notes_on(compiled, flops, chip)),
         kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
+        shared_flops=shared_flops(program, flops),
     )

@@ -8,9 +8,11 @@ from xlstm_jax.distributed.forecast.compiling.compile import Compiled
 from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
+from xlstm_jax.distributed.forecast.cost.products import executed_flops
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
 from xlstm_jax.distributed.forecast.cost.schedule import axes_of
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import BASE_LATENCY_S, NETWORK_HOP_S, NVLINK_HOP_S, Links
@@ -76,6 +78,17 @@ def roofline_of(
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
     per_device = tokens and tokens / math.prod(links.axis_sizes.values())
     return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+
+
+def shared_flops(program: Program, flops: Flops) -> float:
+    """What a device does of the matrix products outside of ``shard_map``.
+
+    Those that the compiler has left without a name are what the step does beyond the products inside.
+    """
+    outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
+    nameless = executed_flops(program, lambda i: not i.op_name)
+    beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
+    return outside + max(0.0, min(nameless, beyond))
 
 
 def exposed_seconds(links: Links, collective: Collective) -> float:

@@ -12,9 +12,11 @@ device, without an error, and leaves that should stay equal on all devices drift
   muon                  Muon, with AdamW for the rest: each device updates whole matrices of its own; anywhere
   on_whole_matrices     the same for any rule of optax that needs a whole matrix
   matrix_dimensions     which leaves they take for matrices, and along which dims
+  with_ema              keeps an average of the weights (EMA) in the optimizer's state; anywhere
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
+from xlstm_jax.distributed.optimizers.averaging import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
 from xlstm_jax.distributed.optimizers.matrices.momentum import muon
@@ -26,6 +28,7 @@ from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 __all__ = [
     "clip_by_global_norm",
     "elementwise_only",
+    "ema_params",
     "global_norm",
     "matrix_dimensions",
     "muon",
@@ -33,4 +36,5 @@ __all__ = [
     "optimizer_state_shardings",
     "skip_counts",
     "skip_nonfinite",
+    "with_ema",
 ]

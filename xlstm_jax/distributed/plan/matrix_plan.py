@@ -24,7 +24,7 @@ class MatrixPlan:
       reason: why the leaves are no matrices, "" where they are.
 
     >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
-    24 matrices of 2048 x 8192, muon: 2 places on each of 16 owners, 25% of them idle
+    24 matrices of 2048 x 8192, muon: 2 places on each of 16 owners, 25% of them idle; the busiest has 1.33 x the mean
     """
 
     rule: str
@@ -41,13 +41,24 @@ class MatrixPlan:
         """Of the owners' places those that hold no matrix, and cost as much as the others: 0 to 1."""
         return 1 - self.count / (self.owners * self.per_owner) if self.count else 0.0
 
+    @property
+    def workless_fraction(self) -> float:
+        """Of the owners those that have no matrix of this form, though maybe one of another: 0 to 1."""
+        return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
+
+    @property
+    def busiest_over_mean(self) -> float:
+        """FLOP of the owner that has most to do, over the mean of all owners: 1 where all have the same."""
+        return self.per_owner * self.owners / self.count if self.count else 1.0
+
     def __str__(self) -> str:
         if not self.count:
             return f"no matrices: {self.reason}"
         what = f"{self.count} matrices" if self.count > 1 else "1 matrix"
         places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
-        idle = f", {self.idle_fraction:.0%} of them idle" if self.idle_fraction else ""
-        return f"{what} of {self.rows} x {self.columns}, {self.rule}: {places} on each of {self.owners} owners{idle}"
+        spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
+        spread += f"; the busiest has {self.busiest_over_mean:.3g} x the mean" if self.idle_fraction else ""
+        return f"{what} of {self.rows} x {self.columns}, {self.rule}: {places} on each of {self.owners} owners{spread}"
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "MatrixPlan":

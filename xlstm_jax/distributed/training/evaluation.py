@@ -70,8 +70,8 @@ def make_eval_step(
     0.0
 
     A split parameter is gathered once, where its module runs, and nothing is reduced: neither gradients, nor what is
-    observed. To evaluate an average of the parameters (an EMA, say), pass ``state.replace(params=average)``: in the
-    same boxes and places it is the same compiled program.
+    observed. To evaluate an average of the parameters, pass ``state.replace(params=average)``: in the same boxes and
+    places, as ``ema_params`` has it, it is the same compiled program.
 
     Args:
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
+from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map, module_paths
 
 # Operations whose matrix products, if they have any, are not in the jaxpr.
 OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
@@ -49,11 +49,13 @@ class Flops:
       unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
         trip.
       opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
+      shared: of the total what stands outside of ``shard_map``: the compiler shares it among devices, if it can.
     """
 
     work: tuple[Work, ...]
     unknown_loops: tuple[str, ...]
     opaque: tuple[str, ...]
+    shared: float = 0.0
 
     @property
     def total(self) -> float:
@@ -92,7 +94,8 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     for (name, dtype), flops in counted.items():
         sums[(*paths[name], dtype)] += flops / num_devices
     work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
-    return Flops(tuple(work), tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)))
+    shared = sum(flops for (name, _), flops in counted.items() if not in_shard_map(name)) / num_devices
+    return Flops(tuple(work), tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)), shared)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def _conv_general_dilated(eqn: Any) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     taps = [
-        _taps(left[i], right[j], out[k], *settings)
+        window_taps(left[i], right[j], out[k], *settings)
         for i, j, k, *settings in zip(
             numbers.lhs_spec[2:],
             numbers.rhs_spec[2:],
@@ -219,7 +222,7 @@ def _conv_general_dilated(eqn: Any) -> int:
     return 2 * out_batch * out_features * in_features * math.prod(taps)
 
 
-def _taps(
+def window_taps(
     size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
 ) -> int:
     """Along one dim: pairs of an output and a position of the window that is on a value of the input."""

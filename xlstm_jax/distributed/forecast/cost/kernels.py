@@ -4,36 +4,19 @@
     loop                                that of its body, as often as it runs; of a conditional the longest branch
     collective                          nothing: it runs beside, or is waited for
 
-    dot, also inside of a fusion        2 x size of the result x length of the contraction
-    custom call of cuBLAS               the same
-    convolution, custom call of cuDNN   2 x size of its output x values of the kernel for each feature of the output
-
-Other custom calls (attention of cuDNN, kernels of Pallas) do not show their FLOP: they count with their bytes alone.
+Custom calls that do not show their FLOP (attention of cuDNN, kernels of Pallas) count with their bytes alone.
 No kernel reaches its roofline; TPUs need none of this, as their compiler estimates cycles.
 """
 
-import math
-import re
 from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by
+from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,"\s]*)[}\]]')
-_KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
-_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
-# Which array is the output of the convolution, and which its kernel, of (operand 0, operand 1, result).
-_CUDNN = {
-    "__cudnn$convForward": (2, 1),
-    "__cudnn$convForwardGraph": (2, 1),
-    "__cudnn$convBiasActivationForward": (2, 1),
-    "__cudnn$convBackwardInput": (0, 1),
-    "__cudnn$convBackwardFilter": (1, 2),
-}
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}
 
 
@@ -96,38 +79,9 @@ class Kernels:
             inside = [self.program.computations[name] for name in _called(instruction)]
             return sum(self._product_seconds(within, inner) for within in inside for inner in within.instructions)
         if flops := product_flops(computation, instruction):
-            (first, *_) = _operand_shapes(computation, instruction)
+            (first, *_) = operand_shapes(computation, instruction)
             return flops / peak_rate(self.chip, _dtype(first))
         return 0.0
-
-
-def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """FLOP of an instruction that is a matrix product or a convolution; 0 of any other."""
-    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    target = match[1] if match else ""
-    if instruction.opcode == "dot" or target.startswith(_CUBLAS):
-        return _dot_flops(computation, instruction)
-    if instruction.opcode == "convolution" or target in _CUDNN:
-        return _convolution_flops(computation, instruction, *_CUDNN.get(target, (2, 1)))
-    return 0
-
-
-def _dot_flops(computation: Computation, instruction: Instruction) -> int:
-    left = _operand_shapes(computation, instruction)[0]
-    match = _CONTRACTED.search(instruction.attributes)
-    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else []
-    return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in dims)
-
-
-def _convolution_flops(computation: Computation, instruction: Instruction, output: int, kernel: int) -> int:
-    arrays = [*_operand_shapes(computation, instruction)[:2], instruction.shapes[0]]
-    labels = _KERNEL_LABELS.search(instruction.attributes)
-    features = arrays[kernel].dims[labels[1].index("o")] if labels else 1
-    return 2 * math.prod(arrays[output].dims) * math.prod(arrays[kernel].dims) // features
-
-
-def _operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
-    return [computation.by_name[name].shapes[0] for name in instruction.operands]
 
 
 def _dtype(shape: Shape) -> str:

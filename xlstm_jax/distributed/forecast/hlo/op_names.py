@@ -33,6 +33,15 @@ CLASS = re.compile(r"(?!.*_\d+$)[A-Z]\w*$")
 ARGUMENT = re.compile(r"\[\\?'")  # state.params['head']['kernel'], in HLO text with its quotes escaped
 
 
+def in_shard_map(op_name: str) -> bool:
+    """Whether an operation stands inside of ``shard_map``, where it is one device's.
+
+    >>> in_shard_map("jit(step)/shard_map/jvp(GPT)/head/dot_general"), in_shard_map("jit(step)/vmap()/dot_general")
+    (True, False)
+    """
+    return "shard_map" in op_name
+
+
 def module_path(op_name: str) -> tuple[str, str]:
     """(path, direction) of an operation.
 

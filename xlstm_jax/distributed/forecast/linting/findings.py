@@ -13,6 +13,7 @@
   hosts-last             GPUs: whole leaves cross hosts, where pieces would do
   replicated-leaf        a large leaf stays whole on every device
   shared-matrix-product  an optimizer multiplies matrices of which devices have shards
+  repeated-product       each device does more of an optimizer's matrix products than its share
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
 number of their module (``block_0``, ``block_1``, ...) are one finding.

@@ -28,7 +28,7 @@ class Finding:
         compiler gives an operation.
       text: what was found, with the numbers.
       cure: what to change.
-      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept.
+      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
 
     >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
     'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'

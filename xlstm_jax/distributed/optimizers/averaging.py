@@ -1,0 +1,151 @@
+"""An average of the weights (an EMA, exponential moving average), kept by the optimizer in its state.
+
+  updates = tx.update(...)                                  the optimizer's own, as they are
+  average += (1 - decay) * (params + updates - average)     element by element, at least in float32
+
+As a part of the optimizer's state it is split and padded like the parameters, and lies in checkpoints. A step that
+``skip_nonfinite`` passes over leaves it. No device sends anything for it. (``optax.ema`` averages updates.)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.wording import kind_of
+
+
+class WithEmaState(NamedTuple):
+    """The inner optimizer's state; the average, a leaf for each parameter; the number of updates, int32."""
+
+    inner_state: PyTree
+    ema: PyTree
+    num_updates: jax.Array
+
+
+def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
+    """Lets an optimizer keep an average of the weights: after each update ``decay * average + (1 - decay) * weights``.
+
+    The average begins as the parameters are, and changes no update. For global arrays (``make_train_step``) and for use
+    inside ``shard_map``; ``ema_params`` reads it.
+
+    >>> tx, params = with_ema(optax.sgd(1.0), 0.9), jnp.ones(2)
+    >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+    >>> optax.apply_updates(params, updates), ema_params(state, params)
+    (Array([0., 0.], dtype=float32), Array([0.9, 0.9], dtype=float32))
+
+    Args:
+      tx: any optax optimizer, the whole chain: what is done to updates outside of it, it does not see. But
+        ``skip_nonfinite`` and ``optax.MultiSteps`` belong around it; then it counts the updates that are made.
+      decay: from 0 to less than 1, or a function of the number of updates before this one: a warm-up of the decay, as
+        ``lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))``, or ``lambda count: count / (count + 1)``, the
+        mean of all weights so far.
+    Returns:
+      The optimizer. The average of float16 and bfloat16 parameters is float32: in bfloat16 one with a decay of 0.999
+      would not move, as a thousandth of the distance is less than half a unit in the last place.
+    Raises:
+      ValueError: ``decay`` is a number out of its range; or ``update`` was called without parameters.
+      TypeError: ``tx`` is no transform, ``decay`` no number and no function.
+    """
+    check_transform(tx, "with_ema")
+    _check_decay(decay)
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> WithEmaState:
+        # In buffers of their own, as a step donates each once.
+        average = jax.tree.map(lambda p: jnp.array(p, wide_dtype(value_dtype(p))), params)
+        return WithEmaState(inner.init(params), average, jnp.zeros((), jnp.int32))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        if params is None:
+            raise ValueError("with_ema: update needs the parameters, to average them: tx.update(grads, state, params).")
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        weight = 1 - (decay(state.num_updates) if callable(decay) else decay)
+
+        def moved(average: Any, new: Any) -> jax.Array:
+            return (average + weight * (_as_stored(new, average.dtype) - average)).astype(average.dtype)
+
+        average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
+        return updates, WithEmaState(inner_state, average, jnp.asarray(optax.safe_increment(state.num_updates)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_stored(new: jax.Array, dtype: Any) -> jax.Array:
+    """New weights in the dtype of the average, rounded as they are stored: XLA leaves out a cast to and fro."""
+    if new.dtype == dtype:
+        return new
+    stored = jnp.finfo(new.dtype)
+    return jax.lax.reduce_precision(new.astype(dtype), stored.nexp, stored.nmant)
+
+
+def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """The average that ``with_ema`` keeps, as parameters: to evaluate, to export and to generate with.
+
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> tx, axes = with_ema(optax.adam(1e-3), 0.999), ("dp", "fsdp")
+    >>> state = create_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes=axes)
+    >>> to_evaluate = state.replace(params=ema_params(state.opt_state, state.params))
+    >>> to_evaluate.params["kernel"].names
+    ('fsdp', None)
+
+    Args:
+      opt_state: the state of an optimizer that has ``with_ema`` in it.
+      params: the parameters of that state, in boxes where they are split.
+    Returns:
+      The average in the boxes, dtypes and places of ``params``, in buffers of its own, so that the training may go on
+      with its state. Leaves that the optimizer does not train are those of ``params``.
+    Raises:
+      ValueError: there is no average in ``opt_state``, or several; or its leaf has another shape than the parameter.
+    """
+    average = dict(trees.leaves_with_path(_average_in(opt_state)))
+
+    def as_parameter(path: str, leaf: Any) -> Any:
+        value, mean = boxes.leaf_value(leaf), boxes.leaf_value(average.get(path, leaf))
+        if np.shape(mean) != np.shape(value):
+            raise ValueError(
+                f"ema_params: the average of '{path}' has the shape {np.shape(mean)}, and the parameter "
+                f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
+            )
+        return boxes.rebox(leaf, _placed_like(mean, value))
+
+    return trees.map_leaves_with_path(as_parameter, params)
+
+
+def _average_in(opt_state: PyTree) -> PyTree:
+    def is_ours(path: tuple[Any, ...], _: Any) -> bool:
+        return getattr(path[-1], "tuple_name", None) == WithEmaState.__name__
+
+    found = optax.tree.get_all_with_path(opt_state, "ema", filtering=is_ours)
+    if len(found) != 1:
+        raise ValueError(
+            f"ema_params: the optimizer's state holds {len(found)} averages of weights, where one is needed. Put "
+            "with_ema(tx, decay) around the whole optimizer, with skip_nonfinite around that."
+        )
+    return found[0][1]
+
+
+def _placed_like(mean: Any, value: Any) -> Any:
+    """A copy of ``mean`` in the dtype of ``value`` and, where that is an array of its own, on the same devices."""
+    is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    there = jax.device_put(mean, value.sharding) if is_placed else mean
+    return jnp.array(there, value_dtype(value))
+
+
+def _check_decay(decay: Any) -> None:
+    if callable(decay):
+        return
+    if np.shape(decay) != () or not isinstance(decay, int | float | np.number | jax.Array):
+        raise TypeError(f"with_ema: decay is {kind_of(decay)}; pass a number, as 0.999, or a function of the count.")
+    if not isinstance(decay, Tracer) and not 0 <= decay < 1:
+        raise ValueError(
+            f"with_ema: decay={decay}; it must be at least 0 and less than 1. At 1 the average would stay at the first "
+            "weights. 0.999 averages over some 1000 updates."
+        )
