@@ -69,6 +69,7 @@ from xlstm_jax.distributed.metrics import (
     reduce_sum_collective,
 )
 from xlstm_jax.distributed.optimizers import (
+    Offload,
     clip_by_global_norm,
     elementwise_only,
     global_norm,
@@ -130,6 +131,7 @@ __all__ = [
     "Multilabel",
     "NnxModel",
     "NonFiniteError",
+    "Offload",
     "Perplexity",
     "Precision",
     "PureMetric",

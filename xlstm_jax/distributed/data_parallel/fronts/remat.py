@@ -47,7 +47,7 @@ _MOVES = (
     "broadcast_in_dim broadcast_to concatenate copy dynamic_slice dynamic_update_slice iota optimization_barrier pad "
     "reshape rev slice split squeeze stack tile transpose unstack"
 )
-_ARITHMETIC = (
+ARITHMETIC = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh digamma div "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt "
     "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
@@ -55,7 +55,7 @@ _ARITHMETIC = (
 )
 # Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
-RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
+RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {ARITHMETIC} {_RANDOM}".split())
 
 _FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 
