@@ -34,6 +34,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
@@ -72,6 +73,8 @@ class Forecast:
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
       kernel_seconds: on GPUs the sum of what each kernel takes by its roofline; else None.
+      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
+        without figures.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -98,6 +101,7 @@ class Forecast:
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
     kernel_seconds: float | None = None
+    host: HostTraffic | None = None
 
     @property
     def devices(self) -> int:
@@ -186,7 +190,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """An estimate of a step's time: what runs, and the collectives that it waits for.
+        """An estimate of a step's time: what runs, and the collectives and transfers to the host that it waits for.
 
         What runs is the compiler's estimate, on GPUs each kernel at its roofline, but no less than the rooflines of
         compute and memory; and no step is shorter than its links take.
@@ -194,7 +198,8 @@ class Forecast:
         if self.roofline is None or self.exposed_seconds is None:
             return None
         busy = max(self.cycle_seconds or 0, self.kernel_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
-        return max(busy + self.exposed_seconds, self.roofline.wire_s)
+        waited_s = self.exposed_seconds + (self.host.waited_s if self.host else 0.0)
+        return max(busy + waited_s, self.roofline.wire_s)
 
     def table(self) -> RenderableType:
         """The tables of memory, traffic and time, for ``rich``."""
@@ -339,4 +344,5 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         versions=compiled.versions,
         notes=tuple(notes_on(compiled, flops, chip)),
         kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
+        host=host_traffic(program, chip) if chip and moved else None,
     )

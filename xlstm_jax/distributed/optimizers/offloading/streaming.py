@@ -16,7 +16,7 @@ and if what happens to the leaf is arithmetic on single elements; else it is bro
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
 from xlstm_jax.distributed.optimizers.offloading.program import Number, Op, Operand, Program
 
-GROUP_BYTES = 2**26  # of a device's memory; far more than what a transfer takes beside its bytes
+GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
 _Carry = tuple[dict[int, Any], dict[Number, Any]]  # of a loop over rows: moments by place, what else it computes
 
@@ -102,6 +102,14 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
         return 0
     layers = shape[0]
     return max((n for n in range(1, layers) if layers % n == 0 and n * size <= layers * GROUP_BYTES), default=1)
+
+
+def _upstream(x: Number, makers: Mapping[Number, Op]) -> list[Number]:
+    """What a value is computed from, the nearest first."""
+    found = [x]
+    for y in found:  # which grows meanwhile
+        found += [z for z in (makers[y].numbers if y in makers else ()) if z not in found]
+    return found
 
 
 class _Streaming:
@@ -184,8 +192,8 @@ class _Streaming:
         makers = {x: op for op in self.ops[k] for x in op.results}
         found: dict[Number, Number | None] = {}
         for x in self._escaping(k):
-            near = [y for op in (makers[x], *self.ops[k]) for y in op.numbers if y in self.values and y not in makers]
             form = (shape, makers[x].result.dtype)
+            near = [y for y in _upstream(x, makers) if y in self.values]
             fitting = [y for y in near if (self.values[y].shape, self.values[y].dtype) == form]
             found[x] = next((y for y in fitting if y not in found.values()), None)
         return found
