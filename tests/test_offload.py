@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.support import AXES, data, equations, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import (
@@ -19,6 +20,7 @@ from xlstm_jax.distributed import (
     create_train_state,
     make_train_step,
     muon,
+    remat_policy,
     shard_batch,
     skip_nonfinite,
 )
@@ -195,3 +197,32 @@ def test_groups_are_as_large_as_they_may_be_and_larger_leaves_come_in_rows(monke
     assert fetches(adam, 2 * 10 * 4, monkeypatch) == (2, 2, 2)  # "a" takes 96 bytes, and comes in 2 rows of 4
     assert fetches(adam, 1, monkeypatch) == (0, 4, 2)
     assert fetches(optax.lamb(0.1), 1, monkeypatch) == (4, 0, 2)  # its norm needs a whole leaf
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("base", ["nothing", "dots"])
+def test_named_activations_are_kept_on_the_host_and_change_no_gradient(base):
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x, "block_input") @ w), None
+
+    def loss(w, policy):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), jnp.ones((4, 8)), w)[0] ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    offloads, keeps = remat_policy(base, offload=["block_input"]), remat_policy(base)
+    np.testing.assert_array_equal(grad(w, offloads), grad(w, keeps))
+
+    def on_host(policy):
+        found = equations(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(w, policy))
+        return sum(x.aval.memory_space == jax.memory.Space.Host for _, eqn in found for x in eqn.outvars)
+
+    assert on_host(offloads) > 0 and on_host(keeps) == 0
+
+
+def test_names_to_offload_are_several():
+    with pytest.raises(TypeError, match=r"offload='block_input' is one string; pass the names in a list"):
+        remat_policy(offload="block_input")
+    assert remat_policy("dots", offload=["a"]) is remat_policy("dots", offload=("a",))

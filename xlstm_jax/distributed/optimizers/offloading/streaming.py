@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
-from xlstm_jax.distributed.optimizers.offloading.program import Number, Op, Operand, Program
+from xlstm_jax.distributed.optimizers.offloading.traced_update import Number, Op, Operand, TracedUpdate
 
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
@@ -62,7 +62,7 @@ def streamed(
         return flat
 
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
-    program = Program.of(jax.make_jaxpr(on_device)(*abstract))
+    program = TracedUpdate.of(jax.make_jaxpr(on_device)(*abstract))
     return jax.tree.unflatten(structure[0], _Streaming(program, moments).outputs())
 
 
@@ -115,7 +115,7 @@ def _upstream(x: Number, makers: Mapping[Number, Op]) -> list[Number]:
 class _Streaming:
     """A program on its way: the values that are there, and which moments were written back last."""
 
-    def __init__(self, program: Program, moments: Sequence[_Moment]):
+    def __init__(self, program: TracedUpdate, moments: Sequence[_Moment]):
         self.program, self.groups = program, _grouped(moments)
         self.number = dict(zip((moment.place for moment in moments), program.inputs, strict=True))
         arrival = {self.number[moment.place]: k for k, group in enumerate(self.groups, 1) for moment in group}

@@ -58,7 +58,7 @@ class Op(NamedTuple):
 
 
 @dataclass
-class Program:
+class TracedUpdate:
     """A function as a list of operations.
 
     Attributes:
@@ -74,7 +74,7 @@ class Program:
     outputs: list[Operand] = field(default_factory=list)
 
     @classmethod
-    def of(cls, closed: Any) -> "Program":
+    def of(cls, closed: Any) -> "TracedUpdate":
         """Of what ``jax.make_jaxpr`` returns."""
         program = cls()
         program.inputs = [next(program.count) for _ in closed.jaxpr.invars]
