@@ -70,6 +70,7 @@ from xlstm_jax.distributed.metrics import (
     reduce_sum_collective,
 )
 from xlstm_jax.distributed.optimizers import (
+    Offload,
     clip_by_global_norm,
     elementwise_only,
     ema_params,
@@ -133,6 +134,7 @@ __all__ = [
     "Multilabel",
     "NnxModel",
     "NonFiniteError",
+    "Offload",
     "Perplexity",
     "Precision",
     "PureMetric",

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
+
 # The finalizer of MurmurHash3 (Austin Appleby, public domain), and a second one with the constants of "lowbias32" by
 # Chris Wellons (public domain): (shift, factor, shift, factor, shift), each step one-to-one on 32 bits.
 _SCRAMBLES = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97, 15))
@@ -53,6 +55,7 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
 def _words(x: Any) -> jax.Array:
     """The bits of an array as uint32, with one dim more where an entry has several words."""
     x = jnp.asarray(x)
+    x = jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -34,6 +34,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
@@ -81,6 +82,8 @@ class Forecast:
       kernel_seconds: on GPUs the sum of what each kernel takes by its roofline; else None.
       shared_flops: what a device does of the matrix products outside of ``shard_map``, in the compiled program; its
         share of them is ``flops.shared``. None in forecasts of version 0.1.
+      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
+        without figures.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -108,6 +111,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
     kernel_seconds: float | None = None
     shared_flops: float | None = None
+    host: HostTraffic | None = None
 
     @property
     def devices(self) -> int:
@@ -196,7 +200,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """An estimate of a step's time: what runs, and the collectives that it waits for.
+        """An estimate of a step's time: what runs, and the collectives and transfers to the host that it waits for.
 
         What runs is the compiler's estimate, on GPUs each kernel at its roofline, but no less than the rooflines of
         compute and memory; and no step is shorter than its links take.
@@ -204,7 +208,8 @@ class Forecast:
         if self.roofline is None or self.exposed_seconds is None:
             return None
         busy = max(self.cycle_seconds or 0, self.kernel_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
-        return max(busy + self.exposed_seconds, self.roofline.wire_s)
+        waited_s = self.exposed_seconds + (self.host.waited_s if self.host else 0.0)
+        return max(busy + waited_s, self.roofline.wire_s)
 
     def table(self) -> RenderableType:
         """The tables of memory, traffic and time, for ``rich``."""
@@ -350,4 +355,5 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         notes=tuple(notes_on(compiled, flops, chip)),
         kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
         shared_flops=shared_flops(program, flops),
+        host=host_traffic(program, chip) if chip and moved else None,
     )

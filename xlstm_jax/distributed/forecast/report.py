@@ -70,6 +70,8 @@ def _takes(forecast: Any) -> str:
     if forecast.step_seconds is None:
         return ""
     waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
+    if forecast.host:
+        waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
     least = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
     return f" It takes some {_milliseconds(forecast.step_seconds)}, {waits}; at least {least}."
 
@@ -107,6 +109,8 @@ def _memory_table(forecast: Any) -> Any:
         counts = dict(list(counts.items())[:2])  # nothing is known of the others
     counts["in all"] = sum(counts.values())
     rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in counts.items()]
+    if forecast.host:
+        rows.append(["in the memory of the host", format_bytes(forecast.host.stored_bytes), ""])
     return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
 
 
@@ -241,8 +245,17 @@ def _time_table(forecast: Any) -> Any:
         rows += _rows_of_gpus(forecast)
     else:
         rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
+    rows += _rows_of_host(forecast.host) if forecast.host else []
     rows.append(["a step, estimated", "", _milliseconds(forecast.step_seconds)])
     return rich_table("Time of a step", ["", "amount", "time"], rows)
+
+
+def _rows_of_host(host: Any) -> list[list[str]]:
+    moved, hidden = format_bytes(host.to_device_bytes + host.to_host_bytes), f"{host.hidden_fraction:.0%} of it hidden"
+    return [
+        ["to the host's memory and back, one by one", moved, _milliseconds(host.seconds)],
+        ["waiting for it", hidden, _milliseconds(host.waited_s)],
+    ]
 
 
 def _rows_of_gpus(forecast: Any) -> list[list[str]]:

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import LossFn, TrainStep, make_train_step
 from xlstm_jax.wording import one_line
@@ -47,6 +48,7 @@ class Workload:
       loss_fn: as for ``make_train_step``.
       inputs: what ``model.init`` takes; by default the batch itself, where it is one array.
       weighted: as for ``make_train_step``.
+      offload: as for ``create_train_state``.
       num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
       trainable, frozen_dtype: as for ``create_train_state``.
 
@@ -67,6 +69,7 @@ class Workload:
     num_tokens: int | None = None
     trainable: Trainable | None = None
     frozen_dtype: DTypeLike | None = None
+    offload: Offload = NO_OFFLOAD
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -121,7 +124,7 @@ class Workload:
         axes = made.axis_names
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.
-        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True, **self.freezing}
+        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True, "offload": self.offload, **self.freezing}
         state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
         options: dict[str, Any] = {"num_minibatches": num_minibatches, "weighted": self.weighted, "whole_ok": True}
         step = make_train_step(self.loss_fn, made, axes, **options)

@@ -10,6 +10,10 @@ Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
 sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by their GPUs,
 rates without sparsity; for networks the DGX data sheets.
+
+Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for its two
+GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; of the others no figure is published, and the
+same is taken for them.
 """
 
 from collections.abc import Mapping
@@ -36,6 +40,7 @@ class Chip:
       link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
       torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
       network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
+      host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
       devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
       cube: TPU: the side of the cubes that larger slices are made of, in multiples that ascend; None: of no cubes.
@@ -56,6 +61,7 @@ class Chip:
     clock_hz: float | None
     link_bandwidth: float
     torus_axes: int
+    host_bandwidth: float
     network_bandwidth: float | None = None
     devices_per_node: int | None = None
     slices: tuple[tuple[int, ...], ...] = ()
@@ -93,44 +99,49 @@ CHIPS: dict[str, Chip] = {
     for chip in (
         Chip(
             "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
-            clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3,
+            clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3, host_bandwidth=1.6e10,
             slices=BELOW_CUBE, cube=4, pod=(16, 16, 16),
         ),
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
-            clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2,
+            clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2, host_bandwidth=1.6e10,
             slices=FLAT, pod=(16, 16), xla_options=BY_CORES,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
             "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
-            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3, host_bandwidth=1.6e10,
             slices=BELOW_CUBE, cube=4, pod=(16, 16, 24), sparse_cores=True, xla_options=BY_SPARSE_CORES,
         ),
         Chip(
             "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
-            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2, host_bandwidth=1.6e10,
             slices=FLAT, pod=(16, 16), sparse_cores=True, xla_options=BY_SPARSE_CORES,
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
-            clock_hz=None, link_bandwidth=3e11, torus_axes=0, network_bandwidth=2.5e10, devices_per_node=8,
+            clock_hz=None, link_bandwidth=3e11, torus_axes=0, host_bandwidth=3.2e10,
+            network_bandwidth=2.5e10, devices_per_node=8,
         ),
         Chip(
             "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 494.5e12), 3.35e12,
-            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, devices_per_node=8,
         ),
         Chip(
             "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
-            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, devices_per_node=8,
         ),
         Chip(
             "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, 1.125e15), 8e12,
-            clock_hz=None, link_bandwidth=9e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=8,
+            clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, devices_per_node=8,
         ),
         Chip(
             "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, 1.25e15), 8e12,
-            clock_hz=None, link_bandwidth=9e11, torus_axes=0, network_bandwidth=5e10, devices_per_node=72,
+            clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
+            network_bandwidth=5e10, devices_per_node=72,
         ),
     )
 }  # fmt: skip

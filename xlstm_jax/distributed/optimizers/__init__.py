@@ -13,6 +13,7 @@ device, without an error, and leaves that should stay equal on all devices drift
   on_whole_matrices     the same for any rule of optax that needs a whole matrix
   matrix_dimensions     which leaves they take for matrices, and along which dims
   with_ema              keeps an average of the weights (EMA) in the optimizer's state; anywhere
+  Offload               what of the state lies in the memory of the host
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
@@ -22,10 +23,12 @@ from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
 from xlstm_jax.distributed.optimizers.matrices.momentum import muon
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
+from xlstm_jax.distributed.optimizers.offloading.offload import Offload
 from xlstm_jax.distributed.optimizers.shard_guard import elementwise_only
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 __all__ = [
+    "Offload",
     "clip_by_global_norm",
     "elementwise_only",
     "ema_params",

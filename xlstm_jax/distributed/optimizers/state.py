@@ -31,6 +31,12 @@ def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
     return next((params[ending] for ending in endings if ending in params), params.get("."))
 
 
+def owners(opt_state: PyTree, params: PyTree) -> list[str]:
+    """For each leaf of an optimizer's state the path of the parameter that it belongs to, or its own."""
+    paths = {path: path for path, _ in trees.leaves_with_path(params)}
+    return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
+
+
 def trainable(tree: PyTree) -> PyTree:
     """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
     return trees.map_leaves(lambda leaf: boxes.true_value(leaf) if boxes.is_differentiable(leaf) else None, tree)

@@ -23,11 +23,14 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.matrices.layout import laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
+from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
 from xlstm_jax.distributed.optimizers.state import (
     given_state,
     initial_state,
     optimizer_layout,
     optimizer_state_shardings,
+    owners,
     stored_state,
     trainable,
     with_trainable,
@@ -170,6 +173,7 @@ def create_train_state(
     whole_ok: bool = False,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
+    offload: Offload = NO_OFFLOAD,
     **kwargs: Any,
 ) -> TrainState:
     """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
@@ -183,6 +187,7 @@ def create_train_state(
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
       whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
+      offload: what lies in the memory of the host; a step sees it in the types of the state, and needs no word of it.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where they are
       split, ``opt_state`` split like the parameters, and boxed only where these are padded; ``collections`` all else
@@ -204,12 +209,14 @@ def create_train_state(
         warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
         warn_of_gathered_scans(scans, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
-    opt_state = sharded_opt_state(tx, params, mesh)
+    opt_state = sharded_opt_state(tx, params, mesh, offload)
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)  # strongly typed, see sharded_opt_state
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=kept)
 
 
-def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+def sharded_opt_state(
+    tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload = NO_OFFLOAD
+) -> PyTree:
     """The state of an optimizer at its start, split over the mesh like the parameters that it belongs to."""
 
     def init(params: PyTree) -> PyTree:
@@ -217,8 +224,12 @@ def sharded_opt_state(tx: optax.GradientTransformation, params: PyTree, mesh: Me
         # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
         return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, mesh)), params)
 
-    out = optimizer_state_shardings(jax.eval_shape(init, params), params, mesh)
+    out = _opt_state_shardings(jax.eval_shape(init, params), params, mesh, offload)
     return jax.jit(init, out_shardings=out)(params)
+
+
+def _opt_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload) -> PyTree:
+    return on_host(optimizer_state_shardings(opt_state, params, mesh), opt_state, params, offload)
 
 
 def abstract_train_state(
@@ -228,6 +239,7 @@ def abstract_train_state(
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
+    offload: Offload = NO_OFFLOAD,
     **kwargs: Any,
 ) -> TrainState:
     """What ``create_train_state`` would return, without allocating it: the target of a restore.
@@ -253,7 +265,7 @@ def abstract_train_state(
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
         params=placement.shardings(state.params, mesh),
-        opt_state=optimizer_state_shardings(state.opt_state, state.params, mesh),
+        opt_state=_opt_state_shardings(state.opt_state, state.params, mesh, offload),
         collections=placement.shardings(state.collections, mesh),
     )
     return trees.map_leaves(with_sharding, state, of_state)
@@ -269,22 +281,29 @@ def updated_state(
 ) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
-    tx, opt_state = optax.with_extra_args_support(state.tx), given_state(state.opt_state)
-    value = _nan_where_spoiled(loss, state, collections)
-    try:
-        with laid_out(optimizer_layout(state.params, mesh)):
-            updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
-    except Exception:  # whatever an optimizer raises that is given the state of another
-        if reason := why_not_its_state(tx, opt_state, params):
-            raise ValueError(reason) from None
-        raise
-    opt_state = stored_state(opt_state, state.params)
-    new_params = with_trainable(state.params, optax.apply_updates(params, updates))
-    updated = state.replace(
-        step=state.step + 1,
-        params=jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
-        opt_state=jax.lax.with_sharding_constraint(opt_state, optimizer_state_shardings(opt_state, state.params, mesh)),
-    )
+    tx, value = optax.with_extra_args_support(state.tx), _nan_where_spoiled(loss, state, collections)
+
+    def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+        opt_state = given_state(stored)
+        try:
+            with laid_out(optimizer_layout(state.params, mesh)):
+                updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
+        except Exception:  # whatever an optimizer raises that is given the state of another
+            if reason := why_not_its_state(tx, opt_state, params):
+                raise ValueError(reason) from None
+            raise
+        opt_state = stored_state(opt_state, state.params)
+        new_params = with_trainable(state.params, optax.apply_updates(params, updates))
+        fields = {
+            "step": state.step + 1,
+            "params": jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
+        }
+        where = optimizer_state_shardings(opt_state, state.params, mesh)
+        return jax.lax.with_sharding_constraint(opt_state, where), fields
+
+    where = optimizer_state_shardings(state.opt_state, state.params, mesh)
+    opt_state, fields = streamed(update, state.opt_state, where, owners(state.opt_state, state.params))
+    updated = state.replace(**fields, opt_state=opt_state)
     return _with_collections(updated, collections, mesh) if collections else updated
 
 

@@ -26,7 +26,7 @@ function, or keep "nothing".
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ _MOVES = (
     "broadcast_in_dim broadcast_to concatenate copy dynamic_slice dynamic_update_slice iota optimization_barrier pad "
     "reshape rev slice split squeeze stack tile transpose unstack"
 )
-_ARITHMETIC = (
+ARITHMETIC = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh digamma div "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt "
     "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
@@ -55,7 +55,7 @@ _ARITHMETIC = (
 )
 # Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
-RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
+RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {ARITHMETIC} {_RANDOM}".split())
 
 _FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 
@@ -66,7 +66,7 @@ _BASES: dict[str, Policy] = {
 }
 
 
-def remat_policy(base: str | Policy | None = None) -> Policy:
+def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = ()) -> Policy:
     """A policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see the top of this file).
 
     >>> block = nn.remat(shard_module_params(nn.Dense, "fsdp"), policy=remat_policy("dots"))(32)
@@ -77,22 +77,41 @@ def remat_policy(base: str | Policy | None = None) -> Policy:
       base: what is kept of the rest: "everything" (also None), "dots", "nothing", or a policy, as those of
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
         what it names, whatever that is.
+      offload: names of values (``checkpoint_name``) that are kept in the memory of the host, until the backward pass
+        needs them; with base "nothing" these alone are kept.
     Returns:
       The same object for the same base: JAX compares policies by identity, and would trace again for another.
     Raises:
       ValueError: ``base`` is no such name.
+      TypeError: ``offload`` is one string, and not several.
     """
+    if isinstance(offload, str):
+        raise TypeError(f"offload={offload!r} is one string; pass the names in a list, as [{offload!r}].")
+    names = tuple(offload)
     if callable(base):
-        return _policy(base)
+        return _policy(base, names)
     name = "everything" if base is None else base
     if not isinstance(name, str) or name not in _BASES:
         raise ValueError(f"base={base!r} is none of {', '.join(map(repr, _BASES))}, nor a policy; pass one of them.")
-    return _policy(_BASES[name])
+    return _policy(_BASES[name], names)
 
 
 @functools.cache
-def _policy(base: Policy) -> Policy:
-    return functools.partial(_keep_but_weights, base)
+def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
+    keep = functools.partial(_keep_but_weights, base)
+    return functools.partial(_offload_or, keep, offloaded) if offloaded else keep
+
+
+def _offload_or(keep: Policy, offloaded: tuple[str, ...], primitive: Any, *inputs: Any, **params: Any) -> Any:
+    if primitive.name != "name":
+        return keep(primitive, *inputs, **params)
+    to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return to_host(primitive, *inputs, **params) if params["name"] in offloaded else keep(primitive, *inputs, **params)
 
 
 def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:

@@ -52,7 +52,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
     inputs = [sharding or alone for sharding in step.in_shardings_jax(mesh)]
     args = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_in_its_memory(sharding, aval))
         for aval, sharding in zip(step.in_avals, inputs, strict=True)
     ]
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
@@ -60,6 +60,16 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
     sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
     return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
+
+
+def _in_its_memory(sharding: Any, aval: Any) -> Any:
+    """The sharding of an argument, which for one in host memory says so.
+
+    It is then one without devices: those of GPUs that are not there know no memories, and a sharding on them drops it.
+    """
+    if sharding is None or aval.memory_space != jax.memory.Space.Host:
+        return sharding
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
 
 
 def main(folder: Path) -> None:

@@ -76,7 +76,7 @@ def count_cycles(program: Program) -> Cycles | None:
     looped: dict[bool, int] = defaultdict(int)
     by_module: dict[str, int] = defaultdict(int)
     without, modules = 0, _module_by_name(program)
-    for computation, trips, instruction in _scheduled(program):
+    for computation, trips, instruction in scheduled(program):
         if instruction.estimated_cycles is None:
             without += trips * (instruction.is_work and instruction.opcode not in _CONTROL)
             continue
@@ -95,14 +95,14 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     """
     modules, reads, writes = _module_by_name(program), 0, 0
     by_module: dict[str, int] = defaultdict(int)
-    for computation, trips, instruction in _scheduled(program):
+    for computation, trips, instruction in scheduled(program):
         read, written = moved_by(program, computation, instruction)
         reads, writes = reads + trips * read, writes + trips * written
         by_module[modules.get(instruction.op_name, "")] += trips * (read + written)
     return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
 
 
-def _scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
+def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
     """What the main thread runs; what runs beside it counts where it is started."""
     for computation, trips in program.executed():
         if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
@@ -119,26 +119,26 @@ def _module_by_name(program: Program) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------- bytes of HBM
 
 
-def moved_by(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, int]:
-    """(read, written) in HBM by one execution of a scheduled instruction."""
+def moved_by(program: Program, computation: Computation, instruction: Instruction, space: int = HBM) -> tuple[int, int]:
+    """(read, written) in a memory by one execution of a scheduled instruction."""
     if instruction.opcode in _CONTROL or not (instruction.is_work or instruction.opcode.endswith("-start")):
         return 0, 0
     operands = [computation.by_name[name] for name in instruction.operands]
     results = _results(instruction, operands)
     if callee := _callee(program, instruction):
-        read = sum(_read_inside(program, callee, number, operand) for number, operand in enumerate(operands))
-        return read, _written_by(program, callee, instruction, results)
+        read = sum(_read_inside(program, callee, number, operand, space) for number, operand in enumerate(operands))
+        return read, _written_by(program, callee, instruction, results, space)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in _SLICES:
-        return _total(results[:1]) if _in_hbm(operands[0].shapes) else 0, _in_hbm(results[:1])
+        return _total(results[:1]) if _in(space, operands[0].shapes) else 0, _in(space, results[:1])
     if opcode in _UPDATES:
         updates = operands[_UPDATES[opcode]].shapes
-        return _in_hbm(updates), _total(updates) if _in_hbm(results) else 0
-    return sum(_in_hbm(operand.shapes) for operand in set(operands)), _in_hbm(results)
+        return _in(space, updates), _total(updates) if _in(space, results) else 0
+    return sum(_in(space, operand.shapes) for operand in set(operands)), _in(space, results)
 
 
-def _in_hbm(shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes if shape.space == HBM)
+def _in(space: int, shapes: Iterable[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes if shape.space == space)
 
 
 def _total(shapes: Iterable[Shape]) -> int:
@@ -159,8 +159,8 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
     return program.computations[instruction.called[role][0]] if role else None
 
 
-def _read_inside(program: Program, callee: Computation, number: int, operand: Instruction) -> int:
-    whole = _in_hbm(operand.shapes)
+def _read_inside(program: Program, callee: Computation, number: int, operand: Instruction, space: int) -> int:
+    whole = _in(space, operand.shapes)
     needed = _needed(program, callee, callee.parameters[number]) if whole else 0
     return whole if needed is None else min(whole, needed)
 
@@ -194,9 +194,13 @@ def _is_result(computation: Computation, instruction: Instruction) -> bool:
     return passed if users else instruction.is_root
 
 
-def _written_by(program: Program, callee: Computation, caller: Instruction, results: tuple[Shape, ...]) -> int:
+def _written_by(
+    program: Program, callee: Computation, caller: Instruction, results: tuple[Shape, ...], space: int
+) -> int:
     root = callee.root
     parts = root.operands if root.opcode == "tuple" else (root.name,)
+    if caller.opcode.endswith("-start"):
+        results = results[: len(parts)]  # behind them stands what the start itself needs
     parts = parts if len(parts) == len(results) else ()
     aliasing = _ALIASING.search(caller.attributes)
     aliased = {int(index or 0) for index in _ALIASED.findall(aliasing[1])} if aliasing else set()
@@ -204,7 +208,7 @@ def _written_by(program: Program, callee: Computation, caller: Instruction, resu
     for index, shape in enumerate(results):
         update = _update(program, callee, parts[index]) if parts else None
         whole = 0 if index in aliased else shape.nbytes
-        written += (whole if update is None else update) if shape.space == HBM else 0
+        written += (whole if update is None else update) if shape.space == space else 0
     return written
 
 

@@ -2,8 +2,8 @@
 
     %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%copy.75, %all-gather.37), kind=kOutput, calls=..., ...
 
-A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, higher numbers are scalars
-and semaphores.
+A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, 5 the host's, other
+numbers are scalars and semaphores.
 """
 
 import math
@@ -13,7 +13,7 @@ from functools import cached_property
 
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, replica_groups, source_target_pairs
 
-HBM = 0  # a memory space
+HBM, HOST = 0, 5  # memory spaces
 # By dtype. Values of less than a byte take a byte each, unless their layout says how many bits they take.
 _BYTES = {"token": 0, "opaque": 0, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 _BYTES |= dict.fromkeys(("pred", "s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 1)

@@ -1,0 +1,228 @@
+"""An optimizer's state in host memory changes where it lies, and no bit of any value."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from tests.support import AXES, data, equations, fsdp, mean_loss, mesh_of, weighted_loss
+from xlstm_jax.distributed import (
+    Checkpointer,
+    Offload,
+    Replicas,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+    muon,
+    remat_policy,
+    shard_batch,
+    skip_nonfinite,
+)
+from xlstm_jax.distributed.optimizers.offloading import streaming
+from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
+
+ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
+CLIPPED = skip_nonfinite(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.cosine_decay_schedule(1e-2, 9))))
+
+
+class Layer(nn.Module):
+    """Of scanned layers, which are stacked to W[2, 16, 16]."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(16)(nn.tanh(x)), None
+
+
+class Model(nn.Module):
+    wrap: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(16)(x)
+        layers = nn.scan(self.wrap(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(4)(layers()(x, None)[0])
+
+
+@pytest.fixture(autouse=True)
+def a_leaf_at_a_time(monkeypatch):
+    """Models of the suite would be one group: every parameter is its own, and stacked layers come one by one."""
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+
+
+def kinds(tree):
+    return [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
+
+
+def state_of(tx, offload, wrap=fsdp, create=create_train_state):
+    return create(Model(wrap), tx, mesh_of(2, 4), jax.random.key(0), data()["x"], batch_axes=AXES, offload=offload)
+
+
+def trained(state, step, batches):
+    for i, batch in enumerate(batches):
+        state, metrics = step(state, shard_batch(batch, mesh_of(2, 4), AXES), jax.random.key(i))
+    return state, metrics
+
+
+def assert_same_bits(got, want):
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want) and all(map(np.array_equal, got, want))
+
+
+ZERO1 = partial(fsdp, replicas=Replicas("dp", shard_optimizer_state=True))
+CASES = {
+    "clipped, of two minibatches, one step skipped": (CLIPPED, fsdp, weighted_loss, True, (2, True), "reduce_once"),
+    "hsdp with zero1": (optax.adamw(1e-2), ZERO1, mean_loss, False, (2, False), "reduce_replicas_once"),
+    "muon": (muon(1e-2), fsdp, mean_loss, True, (1, False), "reduce_each"),
+}
+
+
+@pytest.mark.parametrize("tx, wrap, loss, check_vma, options, accumulation", CASES.values(), ids=CASES)
+def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, accumulation):
+    batches = [data(seed=1), data(seed=2), data(seed=3)]
+    if tx is CLIPPED:
+        batches[1]["x"] = batches[1]["x"].at[0].set(jnp.nan)
+    step = make_train_step(loss, mesh_of(2, 4), AXES, *options, check_vma, accumulation=accumulation)
+    first = state_of(tx, ON_HOST, wrap)
+    before = kinds(first.opt_state)
+    got, got_metrics = trained(first, step, batches)
+    want, want_metrics = trained(state_of(tx, ON_DEVICE, wrap), step, batches)
+    assert_same_bits((got, got_metrics), (want, want_metrics))
+    assert kinds(got.opt_state) == before and "pinned_host" in before and "device" in before
+    assert set(kinds(want.opt_state)) == {"device"}  # guard: the two do differ in where they lie
+    moved = [leaf for leaf, kind in zip(jax.tree.leaves(first.opt_state), before, strict=True) if kind == "pinned_host"]
+    assert all(leaf.is_deleted() for leaf in moved)  # donated
+
+
+def test_what_is_small_or_whole_stays_on_the_device():
+    state = state_of(optax.adam(1e-2), ON_HOST)
+    mu = state.opt_state[0].mu
+    assert kinds(mu["Dense_0"]) == ["device", "pinned_host"]  # a bias of 16 values, which is not split
+    assert kinds(state.opt_state[0].count) == ["device"] and set(kinds(state.params)) == {"device"}
+
+
+def test_an_abstract_state_lies_where_the_real_one_will():
+    real = state_of(CLIPPED, ON_HOST)
+    abstract = state_of(CLIPPED, ON_HOST, create=abstract_train_state)
+    assert [x.sharding for x in jax.tree.leaves(abstract)] == [x.sharding for x in jax.tree.leaves(real)]
+
+
+@pytest.mark.parametrize("after", [ON_HOST, ON_DEVICE], ids=["stays", "comes back"])
+def test_a_checkpoint_is_restored_into_either_memory(tmp_path, after):
+    before = ON_HOST if after == ON_DEVICE else ON_DEVICE
+    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+    tx = optax.adamw(1e-2)
+    saved, _ = trained(state_of(tx, before), step, [data()])
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        checkpoints.wait()
+        restored = checkpoints.restore(state_of(tx, after, create=abstract_train_state))
+    assert kinds(restored.opt_state) == kinds(state_of(tx, after, create=abstract_train_state).opt_state)
+    assert_same_bits(restored, saved)
+    want, _ = trained(state_of(tx, ON_DEVICE), step, [data(), data(seed=2)])
+    got, _ = trained(restored, step, [data(seed=2)])
+    assert_same_bits(got.params, want.params)
+
+
+# ------------------------------------------------------------------------------------------- the order of the equations
+
+COUPLED = {
+    "by a norm of gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
+    "by a norm of updates": optax.chain(optax.adam(0.1), optax.clip_by_global_norm(0.1)),
+    "by a norm of each leaf": optax.lamb(0.1),
+    "by a branch over all": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "with a whole leaf's sign": optax.chain(optax.lion(0.1), optax.normalize_by_update_norm()),
+}
+
+
+def on_one_device(tx, on_host):
+    """Parameters, state and gradients of a transform, what is as large as a parameter on the host; and its update."""
+    params = {"a": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones((2, 5)), "c": jnp.float32(2)}
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P())
+    params = jax.device_put(params, sharding)
+    state = jax.device_put(tx.init(params), sharding)
+    host = sharding.with_memory_kind("pinned_host")
+    placed = jax.tree.map(lambda x: jax.device_put(x, host if on_host and x.ndim else sharding), state)
+    owners = [str(leaf.shape) for leaf in jax.tree.leaves(state)]
+
+    def update(params, state, grads):
+        def next_state(state):
+            updates, state = tx.update(grads, state, params)
+            return state, optax.apply_updates(params, updates)
+
+        return streamed(next_state, state, jax.tree.map(lambda _: sharding, state), owners)
+
+    return params, placed, jax.tree.map(lambda p: jnp.sin(p + 1), params), update
+
+
+@pytest.mark.parametrize("tx", COUPLED.values(), ids=COUPLED)
+def test_a_transform_that_couples_leaves_is_the_same(tx):
+    found = []
+    for on_host in (True, False):
+        params, state, grads, update = on_one_device(tx, on_host)
+        step = jax.jit(update)
+        for _ in range(2):
+            state, params = step(params, state, grads)
+        found.append((state, params))
+    assert_same_bits(*found)
+    assert kinds(found[0][0]).count("pinned_host") >= 2
+
+
+def fetches(tx, group_bytes, monkeypatch):
+    """The moments that come to the device outside and inside of loops, and the barriers between groups."""
+    monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
+    params, state, grads, update = on_one_device(tx, True)
+    found = equations(jax.make_jaxpr(update)(params, state, grads))
+    puts = [(within, eqn) for within, eqn in found if eqn.primitive.name == "device_put"]
+    to_device = [bool(set(within) & {"scan", "while"}) for within, eqn in puts if _comes_from_host(eqn)]
+    return (
+        to_device.count(False),
+        to_device.count(True),
+        sum(e.primitive.name == "optimization_barrier" for _, e in found),
+    )
+
+
+def _comes_from_host(eqn):
+    return eqn.invars[0].aval.memory_space == jax.memory.Space.Host
+
+
+def test_groups_are_as_large_as_they_may_be_and_larger_leaves_come_in_rows(monkeypatch):
+    adam = optax.adam(0.1)
+    assert fetches(adam, 2**20, monkeypatch) == (4, 0, 1)  # both parameters' moments at once
+    assert fetches(adam, 2 * 10 * 4, monkeypatch) == (2, 2, 2)  # "a" takes 96 bytes, and comes in 2 rows of 4
+    assert fetches(adam, 1, monkeypatch) == (0, 4, 2)
+    assert fetches(optax.lamb(0.1), 1, monkeypatch) == (4, 0, 2)  # its norm needs a whole leaf
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("base", ["nothing", "dots"])
+def test_named_activations_are_kept_on_the_host_and_change_no_gradient(base):
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x, "block_input") @ w), None
+
+    def loss(w, policy):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), jnp.ones((4, 8)), w)[0] ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    offloads, keeps = remat_policy(base, offload=["block_input"]), remat_policy(base)
+    np.testing.assert_array_equal(grad(w, offloads), grad(w, keeps))
+
+    def on_host(policy):
+        found = equations(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(w, policy))
+        return sum(x.aval.memory_space == jax.memory.Space.Host for _, eqn in found for x in eqn.outvars)
+
+    assert on_host(offloads) > 0 and on_host(keeps) == 0
+
+
+def test_names_to_offload_are_several():
+    with pytest.raises(TypeError, match=r"offload='block_input' is one string; pass the names in a list"):
+        remat_policy(offload="block_input")
+    assert remat_policy("dots", offload=["a"]) is remat_policy("dots", offload=("a",))

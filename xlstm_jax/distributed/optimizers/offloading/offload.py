@@ -1,0 +1,74 @@
+"""Host offload: the optimizer's state lies in the memory of the host, and visits the device for its update.
+
+  create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without it
+  make_train_step                                 sees in the types of the state what lies there; see ``streaming``
+
+What lies on the host are leaves that are at least as large as the split parameter that they belong to. Counts, factored
+moments and what belongs to whole parameters are small and stay on the device.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
+from xlstm_jax.distributed.optimizers.state import owner_of_state
+
+HOST = "pinned_host"  # memory of the host that the device reaches by itself
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of a training state lies in the memory of the host.
+
+    Attributes:
+      optimizer_state: of the optimizer's state what is split like the parameters.
+
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> where = {"batch_axes": ("dp", "fsdp"), "offload": Offload()}
+    >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, **where)
+    >>> state.opt_state[0].mu["kernel"].sharding.memory_kind, state.opt_state[0].mu["bias"].sharding.memory_kind
+    ('pinned_host', 'device')
+    """
+
+    optimizer_state: bool = True
+
+
+NO_OFFLOAD = Offload(optimizer_state=False)
+
+
+def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offload) -> PyTree:
+    """The ``shardings`` of an optimizer's state, those of what is offloaded in the memory of the host.
+
+    Args:
+      shardings: as ``optimizer_state_shardings`` gives them.
+      opt_state: arrays or ``ShapeDtypeStruct``.
+      params: boxed parameters, arrays or abstract.
+    """
+    if not offload.optimizer_state:
+        return shardings
+    by_path = dict(trees.leaves_with_path(params))
+
+    def placed(path: str, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        owner = owner_of_state(path, by_path)
+        return sharding.with_memory_kind(HOST) if _is_large(leaf, owner) else sharding
+
+    return trees.map_leaves_with_path(placed, opt_state, shardings)
+
+
+def _is_large(leaf: Any, owner: Any) -> bool:
+    if is_owned(leaf):
+        return True
+    shapes = [np.shape(boxes.leaf_value(x)) for x in (leaf, owner)]
+    return owner is not None and bool(boxes.leaf_axes(owner)) and math.prod(shapes[0]) >= math.prod(shapes[1])
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether an array lies in the memory of the host; while a step is traced, too."""
+    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host
