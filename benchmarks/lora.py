@@ -56,12 +56,15 @@ def is_adapter(path: str) -> bool:
 def workload(size: str, devices: int, frozen_dtype: str | None) -> Workload:
     """A configuration of ``large_models`` with adapters on a base in ``frozen_dtype``; None: all weights trained."""
     make = partial(language_model, devices=devices, shard_axes=("fsdp",), remat=True, chunked_head=True)
-    made: Any = make(SIZES[size], min_weight_size=MIN_WEIGHT_SIZE)
-    if frozen_dtype is None:
-        return made
+    made = make(SIZES[size], min_weight_size=MIN_WEIGHT_SIZE)
+    return made if frozen_dtype is None else adapted(made, frozen_dtype)
+
+
+def adapted(made: Any, frozen_dtype: str) -> Workload:
+    """A workload of ``language_model`` with adapters on a base in ``frozen_dtype``."""
     wrap = made.model.wrap
-    adapted = made.model.clone(wrap=lambda cls: wrap(LoRABlock if cls is models.TransformerBlock else cls))
-    return dataclasses.replace(made, model=adapted, trainable=is_adapter, frozen_dtype=frozen_dtype)
+    model = made.model.clone(wrap=lambda cls: wrap(LoRABlock if cls is models.TransformerBlock else cls))
+    return dataclasses.replace(made, model=model, trainable=is_adapter, frozen_dtype=frozen_dtype)
 
 
 def measured(size: str, frozen_dtype: str | None, topology: str) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def main() -> None:
     options.add_argument("--size", choices=SIZES, default="7B", help="the model (default: 7B)")
     options.add_argument("--topology", default="v5e:2x4", help="chips that need not be there (default: v5e:2x4)")
     given = options.parse_args()
-    for frozen_dtype in (None, "float32", "bfloat16"):
+    for frozen_dtype in (None, "float32", "bfloat16", "int8", "int4"):
         name = "all weights trained" if frozen_dtype is None else f"LoRA on {frozen_dtype}"
         found = measured(given.size, frozen_dtype, given.topology)
         print(name, *(f"{what} {value:.3g}" for what, value in found.items()), sep=", ", flush=True)
