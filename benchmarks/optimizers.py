@@ -81,9 +81,10 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
 def figures(found: Forecast) -> dict[str, float]:
     """What is compared, per device and step."""
     exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
+    repeated = max(0.0, (found.shared_flops or 0.0) - found.flops.shared)  # what devices do beyond their share
     return {
         "wire_bytes": found.wire_bytes,
-        "flops": found.flops.total,
+        "flops": found.flops.total + repeated,
         "temporary_bytes": found.memory.temporary_bytes,
         "compile_seconds": found.compile_seconds,
         "all_to_alls": sum(c.count for c in exchanges),

@@ -77,7 +77,28 @@ def test_work_is_one_share_or_less_than_a_twentieth_of_the_step(topology):
         assert on_top(topology, "flops") < 0.05 * adamw
 
 
-@everywhere
+@pytest.mark.libtpu
+@NEEDS_LIBTPU
+@pytest.mark.parametrize(
+    "topology, case, part",
+    [
+        (MANY, "muon", 1 / 10),
+        (MANY, "muon, bfloat16", 1 / 20),
+        pytest.param(
+            FEW, "muon", 1 / 300, marks=unmet("1/80: an owner must receive its whole matrix, in equal messages")
+        ),
+        pytest.param(FEW, "muon, bfloat16", 1 / 300, marks=unmet("1/160")),
+    ],
+)
+def test_a_small_part_is_sent_of_what_optax_sends(topology, case, part):
+    on_top = more_than_adamw(found(topology, case, "muon, optax"), "wire_bytes")
+    assert on_top[case] <= part * on_top["muon, optax"]
+
+
+SLOW = pytest.param(MANY, marks=[pytest.mark.libtpu, NEEDS_LIBTPU, unmet("1.6 to 1.7")])
+
+
+@pytest.mark.parametrize("topology", [SLOW, *OF_TPUS[1:], OF_GPUS])
 def test_it_compiles_in_about_the_time_of_adamw(topology):
     both = found(topology, "muon")
     assert both["muon"]["compile_seconds"] <= 1.5 * both["adamw"]["compile_seconds"]
