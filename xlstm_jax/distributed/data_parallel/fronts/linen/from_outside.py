@@ -81,8 +81,7 @@ def shard_modules(
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module there;
         - ``larger_than(size)``, or ``repeated_blocks()``, of a Linen model.
-      axis_name, min_weight_size, gather_dtype, grad_scatter_dtype, reshard_after_forward, replicas, uneven,
-        trainable: see ``shard_module_params``.
+      axis_name: and all that follow it: see ``shard_module_params``.
     Raises:
       ValueError: (in ``init``; at once, of an NNX model) nothing was chosen; lists the modules that there are.
       TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
