@@ -18,17 +18,20 @@ from xlstm_jax.distributed import (
     Replicas,
     abstract_train_state,
     create_train_state,
+    ema_params,
     make_train_step,
     muon,
     remat_policy,
     shard_batch,
     skip_nonfinite,
+    with_ema,
 )
 from xlstm_jax.distributed.optimizers.offloading import streaming
 from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
 
 ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
-CLIPPED = skip_nonfinite(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.cosine_decay_schedule(1e-2, 9))))
+ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 9))
+CLIPPED = skip_nonfinite(with_ema(optax.chain(optax.clip_by_global_norm(0.1), ADAMW), 0.99))
 
 
 class Layer(nn.Module):
@@ -76,7 +79,14 @@ def assert_same_bits(got, want):
 
 ZERO1 = partial(fsdp, replicas=Replicas("dp", shard_optimizer_state=True))
 CASES = {
-    "clipped, of two minibatches, one step skipped": (CLIPPED, fsdp, weighted_loss, True, (2, True), "reduce_once"),
+    "clipped, averaged, of two minibatches, one step skipped": (
+        CLIPPED,
+        fsdp,
+        weighted_loss,
+        True,
+        (2, True),
+        "reduce_once",
+    ),
     "hsdp with zero1": (optax.adamw(1e-2), ZERO1, mean_loss, False, (2, False), "reduce_replicas_once"),
     "muon": (muon(1e-2), fsdp, mean_loss, True, (1, False), "reduce_each"),
 }
@@ -104,6 +114,9 @@ def test_what_is_small_or_whole_stays_on_the_device():
     mu = state.opt_state[0].mu
     assert kinds(mu["Dense_0"]) == ["device", "pinned_host"]  # a bias of 16 values, which is not split
     assert kinds(state.opt_state[0].count) == ["device"] and set(kinds(state.params)) == {"device"}
+    averaged = state_of(with_ema(optax.sgd(1e-2), 0.99), ON_HOST)
+    assert kinds(averaged.opt_state.ema["Dense_0"]) == ["device", "pinned_host"]
+    assert kinds(ema_params(averaged.opt_state, averaged.params)["Dense_0"]) == ["device", "device"]
 
 
 def test_an_abstract_state_lies_where_the_real_one_will():
