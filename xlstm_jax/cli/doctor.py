@@ -48,6 +48,7 @@ EXTRAS = {
     "torch": ("torch",),
     "models": ("diffusers", "mamba2-jax", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
+    "docs": ("furo", "myst-parser", "sphinx", "sphinx-copybutton"),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
 # What they are for; the first four concern every user.
@@ -61,6 +62,7 @@ USES = {
     "torch": "PyTorch in benchmarks/step_time.py",
     "models": "tests with others' models",
     "test": "the suite",
+    "docs": "the site of the pages",
     "dev": "work on the library",
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
