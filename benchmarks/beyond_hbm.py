@@ -67,7 +67,8 @@ CASES: dict[str, Callable[..., Workload]] = {
 }
 WORDS = (
     "adamw: all weights are trained, float32, gathered in bfloat16. On the host: the optimizer's state in its memory. "
-    "LoRA on ...: adapters of rank 16 are trained, the base is frozen, stored and gathered in that dtype."
+    "LoRA on ...: adapters of rank 16 are trained, the base is frozen, stored and gathered in that dtype. "
+    "Red: what a device has."
 )
 QUANTITIES = {"total": "memory of a device, GiB", "host": "memory of its host, GiB", "wire": "sent in a step, GB"}
 SCALES = {"total": GIB, "host": GIB, "wire": 1e9}
