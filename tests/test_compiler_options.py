@@ -115,10 +115,12 @@ def all_become_asynchronous(found):
     assert share(found[NONE]) <= 0.05  # guard: it is the options that do it
 
 
+@pytest.mark.libtpu
 def test_on_v6e_all_bytes_become_asynchronous():
     all_become_asynchronous(traffic("v6e:2x4"))
 
 
+@pytest.mark.libtpu
 def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_kind():
     found = traffic("v5p:2x2x1", "each")
     all_become_asynchronous(found)
@@ -129,6 +131,7 @@ def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_ki
         assert {name: share(without, name) for name in kinds} == dict.fromkeys(kinds, 1) | {kind: 0}
 
 
+@pytest.mark.libtpu
 def test_on_v5e_gathers_in_a_loop_become_asynchronous():
     found = traffic("v5e:2x4")
     assert share(found[ALL], "all-gather") >= 0.7 > 0.1 >= share(found[NONE], "all-gather")

@@ -16,7 +16,7 @@ from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
 
 GIB = 2**30
 V5E = pytest.param("v5e:2x4", marks=[pytest.mark.libtpu, NEEDS_LIBTPU], id="v5e")
-H100 = pytest.param("h100:1x8", marks=NEEDS_CUDA_PLUGIN, id="h100")
+H100 = pytest.param("h100:1x8", marks=[pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN], id="h100")
 FORMS = {"40 leaves": [(32768, 8192)] * 40, "stacked layers": [(40, 32768, 8192)]}  # 40 GiB: 5 GiB per device
 
 
