@@ -25,7 +25,7 @@ from benchmarks.cases import CASES as STEPS
 from benchmarks.cases import SIZES, mesh_axes
 from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import Size, language_model
-from benchmarks.report import clean, number, panels
+from benchmarks.report import bars, panels
 from xlstm_jax.distributed import Offload, with_ema
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Workload, forecast, parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
@@ -139,13 +139,10 @@ def draw(path: Path, size: str, topologies: dict[str, Any]) -> None:
 
 def _draw(axes: Any, found: dict[str, Any], quantity: str) -> None:
     values = {case: one.get(quantity, 0) / SCALES[quantity] for case, one in found.items()}
-    bars = axes.barh(list(values), list(values.values()), color="#5b9bd5")
-    available = max((one.get("available", 0) for one in found.values()), default=0) / GIB
-    if quantity == "total" and available:
+    available = max((one.get("available", 0) for one in found.values()), default=0) / GIB if quantity == "total" else 0
+    if available:
         axes.axvline(available, color="#d1495b", lw=1)
-    clean(axes, 1.28 * max(*values.values(), available if quantity == "total" else 0, 1e-9))
-    for bar, value in zip(bars, values.values(), strict=True):
-        number(axes, bar.get_y() + bar.get_height() / 2, value, f"{value:.3g}")
+    bars(axes, values, available)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from benchmarks.cases import CASES as STEPS
 from benchmarks.cases import OURS, SIZES, mesh_axes, threshold
 from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import Size, language_model
-from benchmarks.report import clean, draw_losses, number, panels
+from benchmarks.report import bars, draw_losses, panels
 from benchmarks.train_lm import read_rows
 from xlstm_jax.distributed import matrix_dimensions, muon
 from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
@@ -142,10 +142,7 @@ def draw(path: Path, size: str, topologies: dict[str, Any]) -> None:
 
 def _draw(axes: Any, found: dict[str, Any], quantity: str) -> None:
     values = {case: value / SCALES[quantity] for case, value in more_than_adamw(found, quantity).items()}
-    bars = axes.barh(list(values), list(values.values()), color="#5b9bd5")
-    clean(axes, 1.28 * max(*values.values(), 1e-9))
-    for bar, value in zip(bars, values.values(), strict=True):  # another plot may have cases between
-        number(axes, bar.get_y() + bar.get_height() / 2, value, f"{value:.3g}")
+    bars(axes, values)
 
 
 def _draw_runs(path: Path, named_folders: Sequence[str]) -> int:

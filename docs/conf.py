@@ -7,7 +7,7 @@ which links lead.
 
 import importlib
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import xlstm_jax
@@ -56,6 +56,7 @@ AT_THE_TOP = {
 }
 
 
+@cache
 def public_names():
     """(module, name, what it does) of each row of api.md."""
     _, *parts = FACE.split((DOCS / "api.md").read_text())

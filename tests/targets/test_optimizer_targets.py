@@ -17,6 +17,8 @@ import pytest
 from benchmarks.cases import SIZES
 from benchmarks.optimizers import measured, more_than_adamw
 from tests.support import NEEDS_CUDA_PLUGIN, NEEDS_LIBTPU
+from xlstm_jax.distributed.optimizers.matrices.momentum import DEFAULT_NS_STEPS
+from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
 
 FORMS = {(2048, 12288): 24, (2048, 6144): 48, (2048, 2048): 24}
 FEW, MANY = "v5e:16x16", "v5e:2x4"  # fewer matrices of each form than devices, and more
@@ -71,7 +73,7 @@ def test_two_shards_of_each_matrix_are_sent(topology, case, itemsize):
 def test_work_is_one_share_or_less_than_a_twentieth_of_the_step(topology):
     adamw = found(topology, "muon")["adamw"]["flops"]
     if SIZE[topology] == SIZE[MANY]:
-        shares = sum(count * 5 * (4 * rows**2 * columns + 2 * rows**3) for (rows, columns), count in FORMS.items())
+        shares = sum(count * newton_schulz_flops(*form, DEFAULT_NS_STEPS) for form, count in FORMS.items())
         assert on_top(topology, "flops") <= 1.1 * shares / SIZE[topology]
     else:
         assert on_top(topology, "flops") < 0.05 * adamw

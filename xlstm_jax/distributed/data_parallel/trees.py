@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import is_box, is_differentiable, leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.boxes import is_box, is_differentiable, is_trainable, leaf_value, rebox
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -51,6 +51,11 @@ def unbox(tree: PyTree) -> PyTree:
     (16, 32)
     """
     return map_leaves(leaf_value, tree)
+
+
+def without_frozen(tree: PyTree) -> PyTree:
+    """The tree with None for leaves that their boxes say are frozen."""
+    return map_leaves(lambda leaf: leaf if is_trainable(leaf) else None, tree)
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:

@@ -67,13 +67,13 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
             raise ValueError(verdicts[key])
 
     def init(params: PyTree) -> PyTree:
-        params = _without_frozen(params)
+        params = trees.without_frozen(params)
         check(params)
         return inner.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        grads, params = updates, _without_frozen(params)
-        updates = _without_frozen(grads)
+        grads, params = updates, trees.without_frozen(params)
+        updates = trees.without_frozen(grads)
         check_averaged(updates, params, "elementwise_only")
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
@@ -81,10 +81,6 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         return _with_frozen(updates, grads) if any_frozen else updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _without_frozen(tree: PyTree) -> PyTree:
-    return trees.map_leaves(lambda leaf: leaf if boxes.is_trainable(leaf) else None, tree)
 
 
 def _with_frozen(updates: PyTree, grads: PyTree) -> PyTree:

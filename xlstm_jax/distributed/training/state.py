@@ -66,8 +66,7 @@ class TrainState(FlaxTrainState):
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
         """As Flax's, but that the optimizer does not see frozen parameters."""
-        of_optimizer = trees.map_leaves(lambda leaf: leaf if boxes.is_trainable(leaf) else None, params)
-        state: TrainState = super().create(apply_fn=apply_fn, params=of_optimizer, tx=tx, **fields)
+        state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         return state.replace(params=params)
 
 
