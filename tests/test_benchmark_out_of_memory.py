@@ -17,7 +17,8 @@ def test_the_page_has_the_table_of_the_figures_that_are_kept():
 def test_each_row_needs_less_than_the_row_above_and_the_last_ones_fit():
     totals = [one["total"] for one in KEPT.values()]
     assert totals == sorted(totals, reverse=True)
-    assert [one["fits"] for one in KEPT.values()][0] is False and [one["fits"] for one in KEPT.values()][-1] is True
+    fits = [one["fits"] for one in KEPT.values()]
+    assert not fits[0] and fits[-1] and fits == sorted(fits)
 
 
 def test_the_last_measure_has_all_changes_of_those_before_it():
