@@ -115,7 +115,8 @@ def _messages() -> Iterator[Message]:
         for function, node in _raises(tree, tree):
             where = f"{path.relative_to(PACKAGE)}:{getattr(function, 'name', '')}"
             if where in PASSED_ON:
-                kind, said = "raise", [text for made in _called(PASSED_ON[where], path) for text in _returned(*made[::-1], 0)]
+                sayers = _called(PASSED_ON[where], path)
+                kind, said = "raise", [text for there, sayer in sayers for text in _returned(sayer, there, 0)]
             elif isinstance(node, ast.Call):
                 kind, said = "warning", texts(node.args[0], path, function)
             elif node.exc is None:
