@@ -2,7 +2,7 @@
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
 #   make test     runs the suite and the examples in docstrings; pass options as ARGS="-k parity"
 #   make check    ruff, mypy and pyright, in seconds
-#   make docs     builds the site of the pages in docs/, without a warning, into docs/_build; make docs-serve shows it
+#   make docs     builds the site of the pages in docs/, without a warning, into docs/_build/html; make docs-serve shows it
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
@@ -29,10 +29,10 @@ check: $(VENV)/installed
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 docs: $(VENV)/installed
-	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx --quiet --jobs 2 --fail-on-warning --keep-going docs docs/_build/html
 
 docs-serve: docs
-	$(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build 8000
+	$(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
 
 test-targets: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)

@@ -1,11 +1,13 @@
 """The site: how Sphinx reads these pages. ``make docs`` builds it.
 
-The pages are plain Markdown, which a code host shows too. What only a site can do is added while they are read: a
-public name becomes a link to a page made of its docstring, and the files at the top of the repository become pages, to
-which links lead.
+The pages are plain Markdown, which a code host shows too. What only a site can do is added while they are read: the
+Python blocks of a page run, one after the other in a process of its own, and what they print and draw follows them; a
+public name becomes a link to a page made of its docstring; and the files at the top of the repository become pages.
 """
 
+import hashlib
 import importlib
+import os
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -13,11 +15,23 @@ from pathlib import Path
 import xlstm_jax
 
 DOCS = Path(__file__).parent
+BUILT = DOCS / "_build"
+KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"  # nothing of the user's own
+KERNEL.parent.mkdir(parents=True, exist_ok=True)
+KERNEL.write_text("c.Application.log_level = 40\n")  # it warns of its transport at each start
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "IPYTHONDIR": str(BUILT / "ipython")}
+
+
+def _digest_of_the_library():
+    """What a page prints may change with the library, and so may what is kept of its last run."""
+    files = sorted(Path(xlstm_jax.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
 
 project = "xlstm_jax"
 version = release = xlstm_jax.__version__
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -32,6 +46,12 @@ html_show_sphinx = html_show_sourcelink = html_copy_source = False
 pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(BUILT / "executed" / _digest_of_the_library())
+nb_execution_timeout = 300  # seconds for one block
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+nb_output_stderr = "remove-warn"  # and a warning fails the build
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -46,6 +66,7 @@ FACE = re.compile(r"^## `([\w.]+)`", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 CODE = re.compile(r"(?<!`)``([^`]+)``(?!`)")  # of a docstring
 INLINE = re.compile(r"(?<![`\[])`(\w+)`(?!`)")  # of a page, but for the text of a link
+PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
 STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
 AT_THE_TOP = {
@@ -97,27 +118,39 @@ def read_for_the_site(app, page, source):
         pages = "\n".join(f"reference/{name}" for name in names)
         text = ROW.sub(r"| [`\1`](reference/\1.md) | \2 |", text) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
     elif not page.startswith("reference/"):
-        text = _with_links(text, set(names))
+        text = _with_links(text, set(names), "../" * page.count("/"))
+        if page not in AT_THE_TOP and PYTHON.search(text):
+            text = _executed(page, text)
     source[0] = text
 
 
-def _with_links(text, names):
+def _executed(page, text):
+    """The page as a notebook. It may leave files behind, which go with the folder that it runs in.
+
+    The pages of results read what lies in the repository, so they run where they lie.
+    """
+    in_temp = str(not page.startswith("results")).lower()
+    head = f"---\nfile_format: mystnb\nkernelspec: {{name: python3}}\nmystnb: {{execution_in_temp: {in_temp}}}\n---\n"
+    return head + PYTHON.sub("```{code-cell} python", text)
+
+
+def _with_links(text, names, top):
     """The page with the first mention of each public name under a heading as a link to its reference."""
     parts, left = FENCED.split(text), set(names)
     for i, part in enumerate(parts):
         if part.startswith("#"):
             left = set(names)
         elif not part.startswith("```"):
-            parts[i] = INLINE.sub(partial(_link, left), part)
+            parts[i] = INLINE.sub(partial(_link, left, top), part)
     return "".join(parts)
 
 
-def _link(left, found):
+def _link(left, top, found):
     name = found[1]
     if name not in left:
         return found[0]
     left.remove(name)
-    return f"[`{name}`](reference/{name}.md)"
+    return f"[`{name}`]({top}reference/{name}.md)"
 
 
 def _from_the_top(page):

@@ -28,8 +28,10 @@ FACES = [
 AGAIN = set(xlstm_jax.distributed.metrics.__all__)
 PUBLIC = [(f, name) for f in FACES for name in f.__all__ if f is not xlstm_jax.distributed or name not in AGAIN]
 OF_THE_SITE = {"index.md", "readme.md", "contributing.md", "changelog.md", "benchmarks.md"}  # see docs/conf.py
-DOCS = [page for page in (ROOT / "docs").glob("*.md") if page.name not in OF_THE_SITE]
-PAGES = sorted([*ROOT.glob("[A-Z]*.md"), *DOCS, ROOT / "benchmarks" / "README.md"])
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if not {"_build", "reference"} & set(page.parts)]
+DOCS = [page for page in WRITTEN if page.name not in OF_THE_SITE]
+ABOVE = [*ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = sorted([*ABOVE, *DOCS])
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
@@ -44,7 +46,8 @@ def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+# Those of docs/ run while the site is built: `make docs`.
+@pytest.mark.parametrize("page", [page for page in ABOVE if python_blocks(page)], ids=name_of)
 def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(python_blocks(page)))
