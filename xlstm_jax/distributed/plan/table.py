@@ -140,11 +140,12 @@ def _short(dtype: str) -> str:
 
 def _summary(plan: Any) -> str:
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
-    host = f"Its host keeps {format_bytes(plan.host.per_device)} of optimizer state for it.\n" if plan.host.total else ""
+    host = format_bytes(plan.host.per_device)
+    on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
     return (
         f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
         f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
-        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{host}"
+        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
 
