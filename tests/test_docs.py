@@ -138,11 +138,6 @@ def test_no_line_installs_the_library_from_an_index_which_does_not_have_it():
     assert not [path for path in [*PAGES, *(ROOT / "xlstm_jax").rglob("*.py")] if wrong.search(path.read_text())]
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
-    assert {name_of(page) for page in PAGES} - {"README.md"} <= linked
-
-
 PICTURES = sorted([*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmarks" / "results").rglob("*.png")])
 
 
