@@ -86,9 +86,7 @@ optimizers = {
 }
 curves = {name: train(tx) for name, tx in optimizers.items()}
 for name, losses in curves.items():
-    print(
-        f"{name:5}  mean loss of the last 20 steps: {losses[-20:].mean():.3f}"
-    )
+    print(f"{name:5}  mean loss of the last 20 steps: {losses[-20:].mean():.3f}")
 
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -101,28 +99,23 @@ ax.grid(alpha=0.3)
 
 
 # ---- Which matrices, and who works on them
-plan = plan_sharding(
-    Model(), mesh.shape, windows(0)[:, :-1], tx=optimizers["Muon"]
-)
+plan = plan_sharding(Model(), mesh.shape, windows(0)[:, :-1], tx=optimizers["Muon"])
 for group in plan.matrices:
     print(", ".join(group.leaves))
     print("   ", group)
 
 
-def work(shards):
-    """FLOP of the owner that has most to do, over the mean of all."""
+def kernels_of_blocks(shards):
     sizes = {"dp": 2, "fsdp": shards}
     example = jax.ShapeDtypeStruct((256, CONTEXT), jnp.int32)
-    groups = plan_sharding(
-        Model(), sizes, example, tx=optimizers["Muon"]
-    ).matrices
-    blocks = next(g for g in groups if "blocks/up/kernel" in g.leaves)
-    return blocks.owners, blocks.per_owner, blocks.workless_fraction
+    plan = plan_sharding(Model(), sizes, example, tx=optimizers["Muon"])
+    return next(g for g in plan.matrices if "blocks/up/kernel" in g.leaves)
 
 
 for shards in (2, 4, 8, 16):
-    owners, places, idle = work(shards)
+    group = kernels_of_blocks(shards)
     print(
-        f"fsdp {shards:2d}: {owners:2d} owners, {places} matrices for each,"
-        f" {idle:.0%} of the owners without one"
+        f"fsdp {shards:2d}: {group.owners:2d} owners,"
+        f" {group.per_owner} of {group.count} matrices for the busiest,"
+        f" {group.workless_fraction:.0%} of the owners without one"
     )
