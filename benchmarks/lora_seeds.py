@@ -4,8 +4,8 @@
     python -m benchmarks.lora_seeds --redraw       the table from the JSON that is there
 
 For each seed the training job's Transformer is trained on its text. These weights become the base, stored and gathered
-in each dtype, and adapters are trained on the text in upper case, which the base has hardly seen. Held-out losses are of
-upper case. They are compared with those of a bfloat16 base from the same seed; ± is the standard error over seeds.
+in each dtype, and adapters are trained on the text in upper case, which the base has hardly seen. Held-out losses are
+of upper case. They are compared with those of a bfloat16 base from the same seed; ± is the standard error over seeds.
 """
 
 import argparse
