@@ -22,7 +22,12 @@ from xlstm_jax.distributed import (
     shard_batch,
     shard_module_params,
 )
-from xlstm_jax.distributed.metrics import Compose, MetricLogger, WeightedMean, make_log_step
+from xlstm_jax.distributed.metrics import (
+    Compose,
+    MetricLogger,
+    WeightedMean,
+    make_log_step,
+)
 
 folder, steps = sys.argv[1], int(sys.argv[2])
 PATTERNS = np.random.default_rng(0).normal(size=(10, 64)).astype(np.float32)

@@ -436,7 +436,7 @@ def test_what_does_not_fit_is_told_with_what_fills_the_memory():
     found = forecast(step, w, x, topology="v5e:2x2")
     assert found.fits is False and found.total_bytes > 15.75 * 2**30
     assert sum(t.bytes for t in found.memory.temporaries) == found.memory.peak_live_bytes
-    assert "DOES NOT FIT" in rendered(found.table())
+    assert "DOES NOT FIT" in rendered(found.table()) and "DOES NOT FIT" in str(found)
 
 
 @pytest.mark.libtpu

@@ -616,6 +616,15 @@ def rendered(plan, width):
     return console.file.getvalue()
 
 
+def test_print_shows_the_table_as_wide_as_the_terminal(monkeypatch):
+    plan = plan_of("dense")
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert str(plan) == "\n".join(line.rstrip() for line in rendered(plan, width).splitlines())
+    monkeypatch.delenv("COLUMNS")
+    assert max(map(len, str(plan).splitlines())) <= 80 and "ShardingPlan(" in repr(plan)
+
+
 @pytest.mark.parametrize("width", [100, 140])
 def test_the_table_fits_and_has_modules_the_largest_first_totals_and_reasons(width):
     plan = plan_of("transformer", tx=optax.adamw(1e-2))

@@ -254,7 +254,7 @@ def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, pro
     found, tried = searched(1300, forecast_of)
     (failed,) = (trial for trial in found.trials if trial.forecast is None)
     assert failed.options == AGAIN and not failed.fits and problem in failed.problem and len(tried) == 6
-    assert problem.split()[0] in rendered(found.table())
+    assert problem.split()[0] in rendered(found.table()) and problem.split()[0] in str(found)
     assert json.loads(found.to_json())["trials"][-1]["problem"] == failed.problem
 
 

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import io
 import itertools
 import math
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -257,3 +259,12 @@ def rich_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def plain_text(shown: RenderableType) -> str:
+    """What ``print`` shows of it: without colours, as wide as the terminal, or 80 where there is none."""
+    width = shutil.get_terminal_size(fallback=(80, 24)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

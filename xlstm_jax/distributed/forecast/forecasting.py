@@ -51,6 +51,7 @@ from xlstm_jax.distributed.forecast.reading import (
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.slices import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved
+from xlstm_jax.wording import plain_text
 
 FORMAT = 1
 
@@ -210,6 +211,9 @@ class Forecast:
         busy = max(self.cycle_seconds or 0, self.kernel_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
         waited_s = self.exposed_seconds + (self.host.waited_s if self.host else 0.0)
         return max(busy + waited_s, self.roofline.wire_s)
+
+    def __str__(self) -> str:
+        return plain_text(self.table())
 
     def table(self) -> RenderableType:
         """The tables of memory, traffic and time, for ``rich``."""

@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import reason_from_js
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
-from xlstm_jax.wording import format_bytes, format_fraction
+from xlstm_jax.wording import format_bytes, format_fraction, plain_text
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1 has reasons in words
@@ -127,6 +127,9 @@ class ShardingPlan:
     def explain(self, path: str) -> str:
         """One leaf in one sentence: where it lies, why, and what that costs; raises as ``row``."""
         return self.row(path).sentence(self.devices)
+
+    def __str__(self) -> str:
+        return plain_text(self.table())
 
     def table(self) -> RenderableType:
         """For ``rich``: leaves by module, the largest first; then what stays whole, and why.

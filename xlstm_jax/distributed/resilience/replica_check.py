@@ -151,6 +151,8 @@ def _disagreement(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> 
         for device in devices:
             groups[tuple(sums[device][index])].append(device)
         if len(groups) > 1:
-            held = " and another on device ".join(map(names, sorted(groups.values(), key=len, reverse=True)))
-            return [f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}"]
+            alike = sorted(groups.values(), key=len, reverse=True)
+            held = " and another on device ".join(map(names, alike[:3]))
+            rest = f" ({len(alike)} different values in all)" if len(alike) > 3 else ""
+            return [f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}{rest}"]
     return []

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
-from xlstm_jax.wording import format_bytes, format_mesh, rich_table, shortened
+from xlstm_jax.wording import format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
@@ -123,6 +123,9 @@ class Fit:
     def best(self) -> Trial | None:
         """The fastest that fits."""
         return next((trial for trial in self.trials if trial.fits), None)
+
+    def __str__(self) -> str:
+        return plain_text(self.table())
 
     def table(self) -> RenderableType:
         """For ``rich``: a table with one row for each trial, and the code that applies the first."""
