@@ -1,8 +1,8 @@
-"""LoRA on a quantised base: the code of the page docs/tutorials/lora.md.
+"""LoRA on a quantised base.
 
     python docs/examples/lora.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/lora.md, written by docs/write_examples.py: change the page, and run that.
 """
 
 import tempfile

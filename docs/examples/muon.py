@@ -1,8 +1,8 @@
-"""Muon beside AdamW: the code of the page docs/tutorials/muon.md.
+"""Muon beside AdamW.
 
     python docs/examples/muon.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/muon.md, written by docs/write_examples.py: change the page, and run that.
 """
 
 # ---- Text and model
