@@ -126,11 +126,10 @@ for name, tree in {"plain": plain_state, "sharded": state}.items():
     print(f"{name:8}{params:5.2f} MiB params {moments:5.2f} MiB moments")
 
 
-from rich.console import Console
 from xlstm_jax.distributed import plan_sharding
 
 plan = plan_sharding(model, mesh.shape, x, tx=tx)
-Console(width=90).print(plan.table())
+print(plan)
 
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
