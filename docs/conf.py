@@ -9,12 +9,17 @@ import hashlib
 import importlib
 import os
 import re
+import sys
 from functools import cache, partial
 from pathlib import Path
 
 import xlstm_jax
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
+
 BUILT = DOCS / "_build"
 KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"  # nothing of the user's own
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
@@ -23,8 +28,9 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "IPYTHONDIR"
 
 
 def _digest_of_the_library():
-    """What a page prints may change with the library, and so may what is kept of its last run."""
-    files = sorted(Path(xlstm_jax.__file__).parent.rglob("*.py"))
+    """What a page prints may change with the library and with the results, and so may what is kept of its last run."""
+    package, results = Path(xlstm_jax.__file__).parent, DOCS.parent / "benchmarks" / "results"
+    files = sorted([*package.rglob("*.py"), *results.rglob("*.json")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -35,7 +41,9 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
+    "drawings",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -53,6 +61,10 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_output_stderr = "remove-warn"  # and a warning fails the build
 
+intersphinx_mapping = {
+    project: (address, f"inventories/{project}.inv") for project, (address, _) in make_inventories.PROJECTS.items()
+}
+
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -65,7 +77,7 @@ copybutton_prompt_is_regexp = True
 FACE = re.compile(r"^## `([\w.]+)`", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 CODE = re.compile(r"(?<!`)``([^`]+)``(?!`)")  # of a docstring
-INLINE = re.compile(r"(?<![`\[])`(\w+)`(?!`)")  # of a page, but for the text of a link
+INLINE = re.compile(r"(?<![`\[])`([\w.]+)`(?!`)")  # of a page, but for the text of a link
 PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
 STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
@@ -82,6 +94,12 @@ def public_names():
     """(module, name, what it does) of each row of api.md."""
     _, *parts = FACE.split((DOCS / "api.md").read_text())
     return [(face, *row) for face, rows in zip(parts[::2], parts[1::2], strict=True) for row in ROW.findall(rows)]
+
+
+@cache
+def outside():
+    """The pages of names of JAX, Flax, optax, NumPy and Python."""
+    return make_inventories.addresses()
 
 
 def write_reference(app):
@@ -111,14 +129,15 @@ def read_for_the_site(app, page, source):
     """What only the site has, added to a page that is read."""
     del app
     text = _from_the_top(page) if page in AT_THE_TOP else source[0]
+    top = "../" * page.count("/")
     for name, file in AT_THE_TOP.items():
-        text = re.sub(rf"\]\((\.\./)?{re.escape(file)}", f"]({name}.md", text)
+        text = re.sub(rf"\]\((\.\./)*{re.escape(file)}", f"]({top}{name}.md", text)
     names = [name for _, name, _ in public_names()]
     if page == "api":
         pages = "\n".join(f"reference/{name}" for name in names)
         text = ROW.sub(r"| [`\1`](reference/\1.md) | \2 |", text) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
     elif not page.startswith("reference/"):
-        text = _with_links(text, set(names), "../" * page.count("/"))
+        text = _with_links(text, {name: f"{top}reference/{name}.md" for name in names} | outside())
         if page not in AT_THE_TOP and PYTHON.search(text):
             text = _executed(page, text)
     source[0] = text
@@ -134,23 +153,20 @@ def _executed(page, text):
     return head + PYTHON.sub("```{code-cell} python", text)
 
 
-def _with_links(text, names, top):
-    """The page with the first mention of each public name under a heading as a link to its reference."""
-    parts, left = FENCED.split(text), set(names)
+def _with_links(text, targets):
+    """The page with the first mention of each of these names under a heading as a link to its page."""
+    parts, left = FENCED.split(text), dict(targets)
     for i, part in enumerate(parts):
         if part.startswith("#"):
-            left = set(names)
+            left = dict(targets)
         elif not part.startswith("```"):
-            parts[i] = INLINE.sub(partial(_link, left, top), part)
+            parts[i] = INLINE.sub(partial(_link, left), part)
     return "".join(parts)
 
 
-def _link(left, top, found):
-    name = found[1]
-    if name not in left:
-        return found[0]
-    left.remove(name)
-    return f"[`{name}`]({top}reference/{name}.md)"
+def _link(left, found):
+    target = left.pop(found[1], None)
+    return f"[{found[0]}]({target})" if target else found[0]
 
 
 def _from_the_top(page):
@@ -170,11 +186,11 @@ def _from_the_top(page):
 def read_docstring(app, what, name, value, options, lines):
     """Escapes the stars of ``*args`` in prose, and makes of the names of others links; not in examples."""
     del app, what, value, options
-    others = {one: face for face, one, _ in public_names() if one != name.rsplit(".", 1)[-1]}
+    others = {one: f"{face}.{one}" for face, one, _ in public_names() if one != name.rsplit(".", 1)[-1]}
+    others |= {one: one for one in outside()}
 
     def code(found):
-        face = others.get(found[1])
-        return f":py:obj:`{found[1]} <{face}.{found[1]}>`" if face else found[0]
+        return f":py:obj:`{found[1]} <{others[found[1]]}>`" if found[1] in others else found[0]
 
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):

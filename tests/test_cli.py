@@ -32,6 +32,7 @@ from xlstm_jax.cli.factory import load_factory
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Workload
 from xlstm_jax.distributed.forecast.compiling import child_process
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -371,6 +372,13 @@ def test_plan_is_the_plan_of_the_library(command, folder):
     assert (code, err) == (0, "") and "up/kernel"[-6:] in out and "Sharding plan: 8 devices (dp 2, fsdp 4)" in out
 
 
+def test_offload_on_the_command_line_is_that_of_the_workload(command):
+    plan = ShardingPlan.from_json(command("plan --mesh dp=2,fsdp=4 --json --offload")[1])
+    without = ShardingPlan.from_json(command("plan --mesh dp=2,fsdp=4 --json")[1])
+    assert plan.host.total > 0 == without.host.total and plan.bytes_per_device < without.bytes_per_device
+    assert command("forecast --mesh dp=2,fsdp=4 --offload")[0] == 0
+
+
 def test_the_default_mesh_suits_topology_and_factory(command):
     staged = json.loads(command("plan --topology v5e:16x16 --json")[1])
     assert staged["axis_sizes"] == {"fsdp_x": 16, "fsdp_y": 16}
@@ -484,7 +492,10 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
 
     def by_formula(step, *args, topology, cache):
         asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
-        figures = SimpleNamespace(total_bytes=2**20, step_seconds=1.0)
+        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(args[0].opt_state))
+        host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None
+        memory = SimpleNamespace(argument_bytes=0)
+        figures = SimpleNamespace(total_bytes=2**20 - 2**14 * on_host, step_seconds=1.0, memory=memory, host=host)
         return Job(lambda: figures, seconds=None if len(asked) == 2 else 12.3)
 
     monkeypatch.setattr(search, "begin_forecast", by_formula)
@@ -509,6 +520,11 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     args = arguments.make_parser().parse_args(again[1:])
     assert (args.command, args.factory, args.mesh) == ("forecast", "tiny_training:training", {"dp": 2, "fsdp": 2})
     assert dict(args.set) == {"min_weight_size": 2**18, "remat": False, "width": 512}  # what the factory declares
+    assert not args.offload
+    code, out, err = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1010KiB --set min_weight_size=1024")
+    assert code == 0 and "Nothing fits without offload. With it 1 KiB of" in " ".join(out.split())
+    again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
+    assert arguments.make_parser().parse_args(again[1:]).offload and "weights kept, offload: 1008 KiB" in err
 
 
 # ------------------------------------------------------------------------------------------------- what pages quote

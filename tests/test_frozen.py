@@ -19,6 +19,7 @@ from rich.console import Console
 from tests.support import AXES, Block, Model, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     Checkpointer,
+    Offload,
     Replicas,
     ShardingPlan,
     TrainState,
@@ -32,6 +33,7 @@ from xlstm_jax.distributed import (
     import_safetensors,
     init_sharded,
     make_train_step,
+    matrix_dimensions,
     muon,
     nnx_model,
     partition_specs,
@@ -147,6 +149,30 @@ def test_the_rest_is_trained_as_one_device_trains_it(case):
         assert boxes.leaf_value(leaf).dtype == ("float32" if is_trained(path) else "bfloat16")
     moments = [path for path, leaf in trees.leaves_with_path(state.opt_state) if np.ndim(boxes.leaf_value(leaf))]
     assert moments and all(map(is_trained, moments))
+
+
+def test_muon_beside_frozen_leaves_is_that_of_one_device_wherever_its_momenta_lie():
+    def state_of(offload):
+        return create_train_state(
+            Model(fsdp()), muon(0.02), MESH, KEY, X, batch_axes=AXES, offload=Offload(offload), **FROZEN
+        )
+
+    step, first = make_train_step(mean_loss, MESH, AXES), state_of(False)
+    start = on_host(first.params)
+    trained = split_tree(start, is_trained)[0]
+    dimensions = matrix_dimensions()(trained)
+    matrices = [path for path, dims in dimensions.items() if dims is not None]
+    assert sorted(matrices) == ["Dense_1/kernel", "blocks/Dense_1/kernel"]  # guard: the rest is AdamW's
+    tx = optax.contrib.muon(0.02, muon_weight_dimension_numbers=dimensions)
+    want_losses, want = trained_on_one_device(Model(), start, tx)
+    losses, last = run(step, first)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    assert_same_params(on_host(last.params), want)
+    offloaded = state_of(True)
+    assert "pinned_host" in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offloaded.opt_state)}
+    losses_offloaded, offloaded = run(step, offloaded)
+    assert losses_offloaded == losses
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (on_host(offloaded.params), on_host(last.params)))))
 
 
 # ------------------------------------------------------------------------------------------------------------- LoRA

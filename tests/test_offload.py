@@ -9,23 +9,32 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from tests import support
 from tests.support import AXES, data, equations, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import (
+    BLOCK_INPUT,
     Checkpointer,
     Offload,
     Replicas,
     abstract_train_state,
     create_train_state,
     ema_params,
+    init_sharded,
     make_train_step,
     muon,
+    nnx_model,
+    partition_specs,
     remat_policy,
     shard_batch,
+    shard_modules,
     skip_nonfinite,
+    sync_gradients,
     with_ema,
 )
+from xlstm_jax.distributed.data_parallel.fronts.remat import named_input
 from xlstm_jax.distributed.optimizers.offloading import streaming
 from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
 
@@ -233,6 +242,59 @@ def test_named_activations_are_kept_on_the_host_and_change_no_gradient(base):
         return sum(x.aval.memory_space == jax.memory.Space.Host for _, eqn in found for x in eqn.outvars)
 
     assert on_host(offloads) > 0 and on_host(keeps) == 0
+
+
+@pytest.mark.parametrize("check_vma, scan, kept", [(True, True, 1), (False, False, 3)], ids=["scan", "loop"])
+def test_the_input_of_each_wrapped_block_has_a_name(check_vma, scan, kept):
+    batch, mesh = data(), mesh_of(1, 2)
+
+    def model(offload):
+        block = partial(nn.remat, policy=remat_policy("nothing", offload=offload))
+        return support.Model(lambda cls: block(fsdp(cls)) if cls is support.Block else fsdp(cls), scan)
+
+    params = init_sharded(model([]), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)["params"]
+    specs = partition_specs(params, mesh)
+
+    def gradient(offload):
+        def grads(params, batch):
+            return sync_gradients(jax.grad(mean_loss)(params, model(offload).apply, batch), AXES)
+
+        mapped = jax.shard_map(grads, mesh=mesh, in_specs=(specs, jax.P(AXES)), out_specs=specs, check_vma=check_vma)
+        traced = jax.jit(mapped).trace(params, batch)
+        puts = [eqn for _, eqn in equations(traced.jaxpr) if eqn.primitive.name == "device_put"]
+        found = [x.aval for eqn in puts for x in eqn.outvars]
+        return traced, [x.shape for x in found if x.memory_space == jax.memory.Space.Host]
+
+    (offloads, on_host), (keeps, nothing) = gradient([BLOCK_INPUT]), gradient([])
+    assert on_host == [(8, 16)] * kept and not nothing  # of 16 examples a device has 8
+    if scan:
+        assert_same_bits(*(traced.lower().compile()(params, batch) for traced in (offloads, keeps)))
+
+
+def test_an_nnx_unit_names_its_input_too():
+    unit = shard_modules(nnx_model(lambda rngs: nnx.Linear(8, 8, rngs=rngs)), nnx.Linear, "fsdp", min_weight_size=32)
+    mesh = mesh_of(1, 2)
+    params = init_sharded(unit, mesh, jax.random.key(0), jnp.ones((4, 8)), batch_axes=AXES)["params"]
+    in_specs = (partition_specs(params, mesh), jax.P(AXES))
+    apply = jax.shard_map(
+        lambda p, x: unit.apply({"params": p}, x), mesh=mesh, in_specs=in_specs, out_specs=jax.P(AXES)
+    )
+    found = equations(jax.make_jaxpr(apply)(params, jnp.ones((4, 8))))
+    assert [eqn.params["name"] for _, eqn in found if eqn.primitive.name == "name"] == [BLOCK_INPUT]
+
+
+def test_a_block_that_gets_all_by_keyword_has_all_named_and_only_floats():
+    (x, mask), by_keyword = (jnp.ones(2), jnp.ones(2)), {"y": jnp.ones(2), "index": jnp.arange(2)}
+    calls = {
+        "first": ((x, mask), by_keyword),
+        "keywords": ((), by_keyword),
+        "no floats": ((by_keyword["index"], x), {}),
+    }
+    counts = {}
+    for name, call in calls.items():
+        found = equations(jax.make_jaxpr(lambda call: named_input(*call))(call))
+        counts[name] = sum(eqn.primitive.name == "name" for _, eqn in found)
+    assert counts == {"first": 1, "keywords": 1, "no floats": 0}
 
 
 def test_names_to_offload_are_several():

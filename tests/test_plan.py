@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 from tests.models import LanguageModel
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import (
+    Offload,
+    abstract_train_state,
     create_train_state,
     init_sharded,
     partition_specs,
@@ -667,3 +669,22 @@ def test_the_page_shows_what_its_examples_print():
         plan.check(max_replicated_fraction=0)
     assert plan.explain("blocks/up/kernel") in quoted and str(refusal.value) in quoted
     assert all(f"{difference}\n" in page for difference in plan.diff(names["smaller"])[:2])
+
+
+def test_what_offload_keeps_on_the_host_is_told_apart():
+    """Beside the abstract state, whose leaves say where they lie; and in each form of the plan."""
+    tx, sizes = optax.adam(1e-3), {"dp": 2, "fsdp": 4}
+    state = abstract_train_state(Model(fsdp), tx, mesh_of(2, 4), KEY, X, batch_axes=AXES, offload=Offload())
+    want = {"pinned_host": 0, "device": 0}
+    for leaf in jax.tree.leaves(state.opt_state):
+        want[leaf.sharding.memory_kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    plan, without = (plan_sharding(Model(fsdp), sizes, X, tx=tx, offload=Offload(there)) for there in (True, False))
+    assert (plan.host.per_device, plan.optimizer.per_device) == tuple(want.values())
+    assert want["pinned_host"] > 5 * want["device"] > 0 == without.host.total  # guard: there are both
+    assert plan.bytes_per_device == without.bytes_per_device - plan.host.per_device
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert {d.path for d in plan.diff(without)} == {row.path for row in plan.rows if row.host.total}
+    row = plan.row("blocks/Dense_0/kernel")
+    assert f", its host {format_bytes(row.host.per_device)} of optimizer state" in plan.explain(row.path)
+    assert "on its host" in (text := rendered(plan, 160)) and "on its host" not in rendered(without, 160)
+    assert f"Its host keeps {format_bytes(plan.host.per_device)} of optimizer state for it." in text

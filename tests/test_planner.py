@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ import pytest
 from flax import linen as nn
 
 from tests.test_forecast import Block, loss_fn, rendered
-from xlstm_jax.distributed import shard_module_params
+from xlstm_jax.distributed import Offload, shard_module_params
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import INTER_HOST_AXES
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.compiling import several
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic
+from xlstm_jax.distributed.forecast.fitting import search
 from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.fitting.search import (
     MAX_MINIBATCHES,
@@ -37,6 +40,7 @@ from xlstm_jax.distributed.forecast.fitting.search import (
     meshes_of,
 )
 from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
 
 BUDGET = 45 * 2**20
 
@@ -115,22 +119,37 @@ STAGED, FLAT, HYBRID = default_meshes((4, 8))
 KEPT, AGAIN, REMAT = Options(STAGED), Options(STAGED, keep_gathered=False), Options(STAGED, 2**18, False, True)
 
 
+class Arguments(NamedTuple):
+    argument_bytes: int
+
+
+NO_ARGUMENTS = Arguments(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What the search reads of a forecast."""
 
     total_bytes: int
     step_seconds: float
+    memory: Arguments = NO_ARGUMENTS
+    host: HostTraffic | None = None
 
 
 def by_formula(options):
-    """Weights 200 or half of it; activations 800 or a quarter, divided into minibatches; state by the mesh."""
+    """Weights 200 or half of it; activations 800 or a quarter, divided into minibatches; state by the mesh.
+
+    Two thirds of the state are moments, which offload moves to the host, and that takes 10 seconds.
+    """
     state = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}[str(options.mesh)]
+    host = HostTraffic(state * 2 // 3, state, state, 10.0, 8.0) if options.offload == Offload() else None
+    state -= host.stored_bytes if host else 0
     weights = 200 if options.keep_gathered else 100
     activations = (200 if options.remat else 800) // options.num_minibatches
     slow = 1.0 + 0.2 * (not options.keep_gathered) + 0.3 * options.remat + 0.1 * options.num_minibatches
     slow *= {str(STAGED): 1.0, str(FLAT): 1.5, str(HYBRID): 0.9}[str(options.mesh)]
-    return Figures(state + weights + activations, slow)
+    slow += 10.0 if host else 0.0
+    return Figures(state + weights + activations, slow, Arguments(state), host)
 
 
 @dataclasses.dataclass
@@ -172,12 +191,15 @@ def but(options, **changes):
         (Options({"fsdp_x": 2, "fsdp_y": 4}, 2**12, keep_gathered=False), ["reshard_after_forward=True"]),
         (Options({"fsdp": 8}, keep_gathered=False, remat=True, num_minibatches=4), ["nn.remat", "num_minibatches=4"]),
         (Options({"dp": 8}), []),
+        (Options({"dp": 2, "fsdp": 4}, offload=Offload()), ["create_train_state(", "offload=Offload(),"]),
     ],
     ids=str,
 )
 def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, said):
     code = code_of(options)
     names = {"Block": nn.Dense, "loss_fn": lambda params, apply_fn, batch, rng: 0.0}
+    names |= {"model": shard_module_params(nn.Dense, "fsdp", 16)(8), "tx": optax.adam(1e-3)}
+    names |= {"rng": jax.random.key(0), "inputs": jnp.ones((8, 4))}
     exec(
         f"from functools import partial\nfrom flax import linen as nn\nfrom xlstm_jax.distributed import *\n{code}",
         names,
@@ -189,7 +211,10 @@ def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, sa
         assert given["min_weight_size"] == options.min_weight_size
         assert given["axis_name"] == (options.shard_axes if len(options.shard_axes) > 1 else options.shard_axes[0])
     assert all(word in code for word in said) and max(map(len, code.splitlines())) <= 60
-    fit = Fit("v5e:2x4", 2**30, (Trial(options, Figures(2**20, 1.0), fits=True),))
+    if options.offload != NO_OFFLOAD:
+        assert names["state"].opt_state[0].mu["kernel"].sharding.memory_kind == "pinned_host"
+    host = HostTraffic(1, 1, 1, 1.0, 1.0)
+    fit = Fit("v5e:2x4", 2**30, (Trial(options, Figures(2**20, 1.0, host=host), fits=True),))
     assert all(line in rendered(fit.table()) for line in code.splitlines())
     assert json.loads(fit.to_json())["code"] == code
 
@@ -225,15 +250,42 @@ def test_other_meshes_are_tried_where_the_first_fits_with_no_minibatches():
     in_two = but(on_flat, num_minibatches=2)
     assert tried[9:11] == [on_flat, in_two] and found.best.options.mesh == FLAT and found.best.bytes_per_device == 300
     assert tried[11:] == [but(in_two, mesh=HYBRID), but(in_two, min_weight_size=2**12)]  # something fits by then
-    assert not any(trial.fits for trial in searched(300, meshes=(STAGED, HYBRID))[0].trials)  # guard: it is the mesh
+    without_flat = searched(300, meshes=(STAGED, HYBRID))[0].trials
+    assert {trial.options.offload for trial in without_flat if trial.fits} == {Offload()}  # guard: it is the mesh
 
 
 def test_where_nothing_fits_on_any_mesh_all_was_tried():
     found, tried = searched(100)
     assert found.best is None and not any(trial.fits for trial in found.trials)
-    counts = {str(mesh): {o.num_minibatches for o in tried if o.mesh == mesh} for mesh in (STAGED, FLAT, HYBRID)}
-    assert set(map(frozenset, counts.values())) == {frozenset(2**i for i in range(7))}
+    for offload, enough in ((NO_OFFLOAD, [FLAT]), (Offload(), [STAGED, FLAT])):  # where the arguments leave room
+        for mesh in (STAGED, FLAT, HYBRID):
+            counts = {o.num_minibatches for o in tried if (o.mesh, o.offload) == (mesh, offload)}
+            assert counts == ({2**i for i in range(7)} if mesh in enough else {1})
     assert all(options.min_weight_size == 2**18 for options in tried)
+
+
+def test_offload_is_tried_last_and_where_nothing_fits_without_it():
+    found, tried = searched(250, meshes=(STAGED,))
+    on_host = [but(REMAT, offload=Offload(), num_minibatches=count) for count in (1, 2, 4)]
+    assert tried == [KEPT, AGAIN, REMAT, *on_host, but(on_host[-1], min_weight_size=2**12)]
+    assert found.best.options == but(on_host[-1], min_weight_size=2**18) and found.best.bytes_per_device == 250
+    why = "Nothing fits without offload. With it 200 B of optimizer state lie in the host's memory for each device, and"
+    assert (
+        found.why_offload.startswith(why) and "10000.0 ms, for 8000.0 ms of which the step waits" in found.why_offload
+    )
+    assert " ".join(why.split()[:9]) in " ".join(rendered(found.table()).split())
+    assert json.loads(found.to_json())["why_offload"] == found.why_offload
+    _, tried = searched(300, meshes=(STAGED, HYBRID))  # minibatches and the other mesh come before it
+    first = next(i for i, options in enumerate(tried) if options.offload == Offload())
+    assert {str(options.mesh) for options in tried[:first]} == {str(STAGED), str(HYBRID)}
+    assert tried[first - 2].num_minibatches == MAX_MINIBATCHES and tried[first] == but(REMAT, offload=Offload())
+
+
+@pytest.mark.parametrize("budget", [1300, 455, 300])
+def test_what_fits_without_offload_is_never_offloaded(budget):
+    found, tried = searched(budget)
+    assert found.best is not None and {options.offload for options in tried} == {NO_OFFLOAD}
+    assert found.why_offload == json.loads(found.to_json())["why_offload"] == ""
 
 
 @pytest.mark.parametrize(
@@ -280,7 +332,9 @@ def test_minibatches_that_cannot_be_made_end_with_the_first_of_them():
         return by_formula(options)
 
     found, tried = searched(100, forecast_of)
-    assert [o.num_minibatches for o in tried] == [1, 1, 1, 2, 4] + 2 * [1, 2, 4] and found.best is None
+    # As above; only where arguments fit by themselves, which are those of two meshes with offload.
+    assert [o.num_minibatches for o in tried] == [1, 1, 1] + [1, 2, 4] + [1] + 2 * [1, 2, 4] + [1]
+    assert found.best is None
 
 
 def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
@@ -434,3 +488,30 @@ def test_the_table_and_the_json_tell_all_trials(tight):
     assert "What fits into 45 MiB on each device of v5e:2x2" in text and text.count("fsdp=4") == len(tried)
     data = json.loads(found.to_json())
     assert len(data["trials"]) == len(tried) and data["trials"][0]["fits"] is True
+
+
+def layer_on_host(options, passes_on=True):
+    """One layer with Adam; of the three ways there is one."""
+    if not options.keep_gathered:
+        raise ValueError("the layer is as it is")
+    model, x = shard_module_params(nn.Dense, "fsdp", 64)(16), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+    def loss(params, apply_fn, x, rng):
+        return jnp.mean(apply_fn({"params": params}, x) ** 2)
+
+    offload = options.offload if passes_on else NO_OFFLOAD
+    return Workload(model, optax.adam(1e-3), x, loss, offload=offload).build_step(options.mesh, options.num_minibatches)
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, monkeypatch):
+    """Steps are built and traced; nothing fits by the figures that they are given."""
+    figures = Figures(2**40, 1.0)
+    monkeypatch.setattr(search, "begin_forecast", lambda *_, **__: Job(lambda: figures))
+    found = fit(partial(layer_on_host, passes_on=passes_on), "v5e:2x2", meshes=[{"fsdp": 4}])
+    problems = {t.problem for t in found.trials if t.options.offload == Offload() and t.options.num_minibatches == 1}
+    assert found.best is None and len(problems) == 1
+    said = (
+        "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., offload"
+    )
+    assert problems.pop().startswith(said) != passes_on

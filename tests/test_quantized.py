@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -48,8 +49,11 @@ from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, packe
 from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
 from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.forecast.reading import links_of
+from xlstm_jax.distributed.forecast.report import _packed
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself
 MOST_OF_BFLOAT16 = {"int8": 0.52, "float8_e4m3fn": 0.52, "int4": 0.27}
@@ -337,10 +341,12 @@ def test_copies_train_without_drifting_apart(accumulation, check_vma):
 WEIGHT = 512, 1024
 
 
+SIZES = {"dp": 2, "fsdp": 4}
+
+
 def compiled(topology):
-    """Collectives of a program that gathers a weight in each format, and reduces its gradient over copies in it."""
-    sizes = {"dp": 2, "fsdp": 4}
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    """A program that gathers a weight in each format, and reduces its gradient over copies in it."""
+    mesh = jax.sharding.AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def gradients(weights, x):
         def loss(weights):
@@ -357,9 +363,7 @@ def compiled(topology):
 
     args = (abstract(WEIGHT, P("fsdp")),) * len(FORMATS), abstract((64, WEIGHT[0]), P(AXES))
     step = jax.shard_map(gradients, mesh=mesh, in_specs=(P("fsdp"), P(AXES)), out_specs=P("fsdp"), check_vma=False)
-    text = compile_for_topology(jax.jit(step), *args, topology=topology, cache=None).hlo
-    found = find_collectives(parse(text), sizes)
-    return [c for c in found if "reduce-scatter" not in (c.kind, c.stands_for)]
+    return compile_for_topology(jax.jit(step), *args, topology=topology, cache=None)
 
 
 @pytest.mark.parametrize(
@@ -370,10 +374,34 @@ def compiled(topology):
     ],
 )
 def test_compiled_programs_send_the_bytes_that_are_said(topology):
-    found = defaultdict(float)
-    for collective in compiled(topology):
+    found, program = defaultdict(float), compiled(topology)
+    parsed = parse(program.hlo)
+    collectives = [c for c in find_collectives(parsed, SIZES) if "reduce-scatter" not in (c.kind, c.stands_for)]
+    for collective in collectives:
         found[collective.axes, collective.dtype] += collective.wire_bytes
     shard = math.prod(WEIGHT) // 4
     sent = {name: sent_bytes((WEIGHT[0] // 4, WEIGHT[1]), 0, name) for name in FORMATS}
     assert found == {(("fsdp",), "u8"): 3 * sum(sent.values()), (("dp",), "u8"): sum(sent.values())}
     assert all(sent[name] <= most * 2 * shard for name, most in MOST_OF_BFLOAT16.items())
+    # Over these links it does not pay, whatever is sent; over links of 1 GB/s it does.
+    links = links_of(program, program.topology.chip)
+    packed = packed_traffic(parsed, collectives, links)
+    wide = 2 * shard * len(FORMATS)
+    assert {part.axes: part.sent_bytes for part in packed.over} == {axes: sent for (axes, _), sent in found.items()}
+    assert {part.axes: part.bfloat16_bytes for part in packed.over} == {("fsdp",): 3 * wide, ("dp",): wide}
+    saved = sum(links.seconds(part.axes, part.bfloat16_bytes - part.sent_bytes) for part in packed.over)
+    assert 0 < packed.saved_s == pytest.approx(saved) < packed.packing_s and not packed.pays
+    slow = replace(links, chip=replace(links.chip, link_bandwidth=1e9))
+    assert packed_traffic(parsed, collectives, slow).pays
+    assert packed_traffic(parsed, [], links) is None
+
+
+def test_a_forecast_says_from_which_bandwidth_on_packing_pays():
+    packed = PackedTraffic((PackedOver(("dp",), 5e8, 1e9, 0.05), PackedOver(("fsdp",), 2**30, 2**31, 0.01)), 0.02)
+    assert packed.pays and not replace(packed, packing_s=0.07).pays
+    said = _packed(replace(packed, packing_s=0.07))
+    assert "477 MiB over 'dp' where bfloat16 would send 954 MiB, which takes its links 50 ms less, and 1 GiB" in said
+    assert said.endswith("packing and unpacking take 70 ms: it does not pay.")
+    assert _packed(replace(packed, over=packed.over[:1], packing_s=0.1)).endswith(
+        "take 100 ms: it does not pay, as it would below 5 GB/s of each device."
+    )

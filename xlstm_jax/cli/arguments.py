@@ -155,6 +155,12 @@ def _add_minibatches(command: Parser) -> None:
     )
 
 
+def _add_offload(command: Parser) -> None:
+    command.add_argument(
+        "--offload", action="store_true", help="the optimizer's state in the memory of the host, as offload=Offload()"
+    )
+
+
 def _add_compiler_options(command: Parser) -> None:
     command.add_argument(
         "--compiler-options", choices=("auto",), metavar="auto",
@@ -174,6 +180,7 @@ def _add_plan(commands: Commands) -> None:
     text = "what is split, why not where it is not, and what each device keeps"
     command = _add(commands, "plan", text, "a check is not met, or --diff finds something")
     _add_training(command, topology="not needed with --mesh")
+    _add_offload(command)
     command.add_argument("--explain", metavar="leaf", help="one leaf in one sentence, as blocks/up/kernel")
     command.add_argument("--diff", metavar="old.json", help="what differs from a plan that --json wrote")
     command.add_argument(
@@ -190,6 +197,7 @@ def _add_forecast(commands: Commands) -> None:
     command = _add(commands, "forecast", text, "it does not fit")
     _add_training(command, topology="without it, simulated CPU devices: collectives alone")
     _add_minibatches(command)
+    _add_offload(command)
     _add_compiler_options(command)
     _add_cache(command)
     command.add_argument("--out", metavar="picture.png", help="draw memory and time")
@@ -214,6 +222,7 @@ def _add_lint(commands: Commands) -> None:
     command = _add(commands, "lint", text, "there are findings")
     _add_training(command, topology="without it, simulated CPU devices, whose schedule is another")
     _add_minibatches(command)
+    _add_offload(command)
     _add_compiler_options(command)
     _add_cache(command)
     command.add_argument(

@@ -33,6 +33,7 @@ from xlstm_jax.distributed.forecast.linting.findings import lint, table
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
@@ -132,20 +133,28 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
     return meshes_of(topology) if "shard_axes" in factory.declared else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
-def _workload(factory: Factory, mesh: dict[str, int], chosen: dict[str, Any]) -> Workload:
+def _workload(factory: Factory, mesh: dict[str, int], args: Namespace) -> Workload:
     """The user's workload for a mesh, with all options at the defaults of the factory."""
-    return factory.workload({"shard_axes": Options(mesh).shard_axes, "devices": math.prod(mesh.values())}, chosen)
+    given = {"shard_axes": Options(mesh).shard_axes, "devices": math.prod(mesh.values())}
+    return _offloaded(factory.workload(given, dict(args.set)), Offload() if args.offload else NO_OFFLOAD)
+
+
+def _offloaded(workload: Workload, offload: Offload) -> Workload:
+    """The workload with an offload; without one, as the user made it."""
+    return workload if offload == NO_OFFLOAD else dataclasses.replace(workload, offload=offload)
 
 
 def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
-    return plan_sharding(workload.model, mesh, *workload.init_inputs, tx=workload.tx, **workload.freezing)
+    return plan_sharding(
+        workload.model, mesh, *workload.init_inputs, tx=workload.tx, offload=workload.offload, **workload.freezing
+    )
 
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
     """The forecast, the plan, and what is to be said of the cache."""
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
-    workload = _workload(factory, mesh, dict(args.set))
+    workload = _workload(factory, mesh, args)
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
@@ -186,7 +195,7 @@ def run_plan(args: Namespace, say: Say) -> Report:
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
     say("tracing the model")
-    found = _plan(_workload(factory, mesh, dict(args.set)), mesh)
+    found = _plan(_workload(factory, mesh, args), mesh)
     refusals = tuple(_check(found, args.max_replicated_fraction, args.max_bytes_per_device))
     if args.explain:
         sentence = found.explain(args.explain)
@@ -334,11 +343,12 @@ class _StepBuilder:
         given = {name: getattr(options, name) for name in ("shard_axes", "min_weight_size", "remat", "keep_gathered")}
         given["devices"] = math.prod(options.mesh.values())
         arguments = self.factory.arguments(given, self.chosen)
-        key = repr((options.mesh, options.num_minibatches, arguments))
+        workload = _offloaded(self.factory.workload(given, self.chosen), options.offload)
+        key = repr((options.mesh, options.num_minibatches, arguments, workload.offload))
         if key in self.built:
             raise ValueError(f"as before: {self.factory.name} has no option for this")
         self.built.add(key)
-        return self.factory.workload(given, self.chosen).build_step(options.mesh, options.num_minibatches)
+        return workload.build_step(options.mesh, options.num_minibatches)
 
 
 def _said(options: Options) -> str:
@@ -347,7 +357,8 @@ def _said(options: Options) -> str:
     minibatches = f", {options.num_minibatches} minibatches" if options.num_minibatches > 1 else ""
     other = options.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE
     threshold = f", threshold {options.min_weight_size:,}" if other else ""
-    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}{threshold}"
+    offload = ", offload" if options.offload != NO_OFFLOAD else ""
+    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}{threshold}{offload}"
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:

@@ -2,6 +2,7 @@
 
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
+    BLOCK_INPUT,
     NnxModel,
     Replicas,
     box_like,
@@ -109,6 +110,7 @@ from xlstm_jax.distributed.training import (
 )
 
 __all__ = [
+    "BLOCK_INPUT",
     "Accuracy",
     "Binary",
     "BinnedRanking",

@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_lay
 from xlstm_jax.distributed.data_parallel.fronts.linen.stacking import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_module_params
 from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.fronts.remat import BLOCK_INPUT, remat_policy
 from xlstm_jax.distributed.data_parallel.fronts.renaming import rename_leaves
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params, sync_gradients
@@ -39,6 +39,7 @@ from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 
 __all__ = [
+    "BLOCK_INPUT",
     "NnxModel",
     "Replicas",
     "box_like",

@@ -15,6 +15,8 @@ from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_names, lea
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 
+HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
+
 
 def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.

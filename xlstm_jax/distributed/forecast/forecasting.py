@@ -36,6 +36,7 @@ from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_c
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory
+from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_traffic
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
@@ -85,6 +86,8 @@ class Forecast:
         share of them is ``flops.shared``. None in forecasts of version 0.1.
       host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
         without figures.
+      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and of devices without
+        figures.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -113,6 +116,7 @@ class Forecast:
     kernel_seconds: float | None = None
     shared_flops: float | None = None
     host: HostTraffic | None = None
+    packed: PackedTraffic | None = None
 
     @property
     def devices(self) -> int:
@@ -360,4 +364,5 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
         shared_flops=shared_flops(program, flops),
         host=host_traffic(program, chip) if chip and moved else None,
+        packed=packed_traffic(program, found, links) if links else None,
     )

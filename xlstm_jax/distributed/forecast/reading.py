@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled
 from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops
+from xlstm_jax.distributed.forecast.cost.host import visitors
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.products import executed_flops
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline, step_bounds
@@ -43,7 +44,8 @@ def rates_note(chip: Chip) -> str:
 def memory_of(compiled: Compiled, program: Program) -> Memory:
     """What the step takes of memory, by module where XLA's own texts are there."""
     if compiled.buffers and compiled.live_ranges:
-        return read_memory(compiled.buffers, compiled.live_ranges, operation_names(program))
+        names = operation_names(program)
+        return read_memory(compiled.buffers, compiled.live_ranges, names, visitors=visitors(program))
     stats = compiled.memory or {}
     alias = stats.get("alias", 0)
     return Memory(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.wording import TIMES, format_bytes, how_to_install, rich_table
+from xlstm_jax.wording import TIMES, format_axes, format_bytes, how_to_install, joined, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
 NAMED = 3  # of the leaves that travel together
@@ -86,11 +86,34 @@ def closing(forecast: Any) -> list[str]:
             f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
             f"(here {here:,.0f})."
         )
+    if forecast.packed:
+        said.append(_packed(forecast.packed))
     if forecast.fits is False:
         said.append(DOES_NOT_FIT)
     if forecast.unknown_loops:
         said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
     return said + list(forecast.notes)
+
+
+def _packed(packed: Any) -> str:
+    """Whether traffic in blocks of bytes pays."""
+    parts = [
+        f"{format_bytes(part.sent_bytes)} over {format_axes(part.axes)} where bfloat16 would send "
+        f"{format_bytes(part.bfloat16_bytes)}, which takes its links {_milliseconds(part.saved_s)} less"
+        for part in packed.over
+    ]
+    takes = f"packing and unpacking take {_milliseconds(packed.packing_s)}"
+    return f"Sent in blocks of 8 or 4 bits: {joined(parts)}. Alone, {takes}: {_pays(packed)}."
+
+
+def _pays(packed: Any) -> str:
+    if packed.pays:
+        return "it pays"
+    if len(packed.over) > 1:
+        return "it does not pay"
+    (part,) = packed.over
+    enough = (part.bfloat16_bytes - part.sent_bytes) / packed.packing_s / 1e9
+    return f"it does not pay, as it would below {enough:.2g} GB/s of each device"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -51,6 +51,7 @@ class LeafPlan:
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered, and in plans of older releases.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
+      host: bytes of the optimizer's state that offload keeps in the memory of the host; they are not in ``optimizer``.
       trainable: False for a frozen parameter, which has no gradient and no optimizer state.
 
     >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
@@ -78,6 +79,7 @@ class LeafPlan:
     optimizer: ByteCount = NO_BYTES
     other: ByteCount = NO_BYTES
     trainable: bool = True
+    host: ByteCount = NO_BYTES
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -106,13 +108,13 @@ class LeafPlan:
 
     @property
     def all_bytes(self) -> ByteCount:
-        """Everything that is kept for this leaf between two steps, and its gradient."""
+        """Everything that devices keep for this leaf between two steps, and its gradient; not what lies on the host."""
         return sum((getattr(self, kind) for kind in COUNTED), NO_BYTES)
 
     @property
     def description(self) -> str:
         """``'head/kernel' float32[4096, 50257] (785 MiB)``"""
-        size = self.parameters.total or self.other.total or self.optimizer.total
+        size = self.parameters.total or self.other.total or self.optimizer.total or self.host.total
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"
 
     def sentence(self, devices: int) -> str:
@@ -135,7 +137,8 @@ class LeafPlan:
         }
         kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
         frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
-        return f"; a device keeps {joined(kept)}{frozen}" if kept else ""
+        on_host = f", its host {format_bytes(self.host.per_device)} of optimizer state" if self.host.total else ""
+        return f"; a device keeps {joined(kept)}{on_host}{frozen}" if kept else ""
 
     def _gathers(self) -> str:
         if not self.uses:

@@ -38,11 +38,12 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
-from xlstm_jax.distributed.data_parallel.placement import partition_specs
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     initial_state,
     optimizer_state_shardings,
@@ -65,6 +66,7 @@ def plan_sharding(
     rng: PyTree = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
+    offload: Offload = NO_OFFLOAD,
     **kwargs: Any,
 ) -> ShardingPlan:
     """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
@@ -86,7 +88,7 @@ def plan_sharding(
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: its default.
       tx: an optax optimizer, whose state the plan then counts.
       rng: a key, or a dict of keys, as ``model.init`` takes it, arrays or abstract; None: any key.
-      trainable, frozen_dtype: as for ``create_train_state``.
+      trainable, frozen_dtype, offload: as for ``create_train_state``.
       **kwargs: passed to ``model.init`` as they are, as ``train=False``.
     Returns:
       The plan.
@@ -110,7 +112,7 @@ def plan_sharding(
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
     with watching_matrices() as told:
-        of_params, beside = _optimizer_rows(tx, params, mesh)
+        of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
     rows += [_other_row(name, *found, sizes) for name in variables for found in leaves_with_path(variables[name])]
     return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(told))
@@ -163,8 +165,8 @@ def _check_not_given(**options: Any) -> None:
         )
 
 
-def _parameter_row(path: str, leaf: Any, optimizer: ByteCount, sizes: dict[str, int]) -> LeafPlan:
-    kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), "optimizer": optimizer}
+def _parameter_row(path: str, leaf: Any, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
+    kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), **state}
     kept["trainable"] = is_trainable(leaf)
     if is_differentiable(leaf):
         kept["gradients"] = kept["parameters"]
@@ -263,23 +265,23 @@ def _gathered_as(leaf: Any) -> str:
 
 
 def _optimizer_rows(
-    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh
-) -> tuple[Mapping[str, ByteCount], list[LeafPlan]]:
-    """Bytes of the optimizer's state by the parameter that they belong to, and rows for what belongs to none."""
-    of_params: dict[str, ByteCount] = defaultdict(ByteCount)
+    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Offload
+) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
+    """Bytes of the optimizer's state by parameter and by where they lie, and rows for what belongs to no parameter."""
+    of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:
         return of_params, beside
     opt_state = jax.eval_shape(lambda params: stored_state(initial_state(tx, params, mesh), params), params)
-    shardings = dict(leaves_with_path(optimizer_state_shardings(opt_state, params, mesh)))
-    paths = {path: path for path, _ in leaves_with_path(params)}
+    placed = on_host(optimizer_state_shardings(opt_state, params, mesh), opt_state, params, offload)
+    shardings, paths = dict(leaves_with_path(placed)), {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):
-        value = leaf_value(leaf)
-        on_device = math.prod(shardings[path].shard_shape(value.shape))
-        kept = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, on_device * value.dtype.itemsize)
+        value, sharding = leaf_value(leaf), shardings[path]
+        stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
+        kept = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, stored)
         owner = owner_of_state(path, paths)
         if owner is None:
             beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, value, OfNoParameter(), {}, optimizer=kept))
         else:
-            of_params[owner] += kept
+            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += kept
     return of_params, beside

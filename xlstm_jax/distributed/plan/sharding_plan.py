@@ -87,8 +87,13 @@ class ShardingPlan:
 
     @property
     def optimizer(self) -> ByteCount:
-        """Bytes of the optimizer's state; none where the plan was made without an optimizer."""
+        """Bytes of the optimizer's state on devices; none where the plan was made without an optimizer."""
         return sum((row.optimizer for row in self.rows), ByteCount())
+
+    @property
+    def host(self) -> ByteCount:
+        """Bytes of the optimizer's state in the memory of the host; none without offload."""
+        return sum((row.host for row in self.rows), ByteCount())
 
     @property
     def other(self) -> ByteCount:
@@ -97,7 +102,7 @@ class ShardingPlan:
 
     @property
     def bytes_per_device(self) -> int:
-        """Parameters, gradients, optimizer state and other collections on each device; no activations."""
+        """Parameters, gradients, optimizer state and other collections on each device, not its host; no activations."""
         return sum(row.all_bytes.per_device for row in self.rows)
 
     @property
@@ -196,6 +201,8 @@ class ShardingPlan:
         lines += ['  "gathered_with": {', *([modules] if modules else []), "  },"]
         frozen = [row.path for row in self.rows if not row.trainable]
         lines += [f'  "frozen": {json.dumps(frozen)},'] if frozen else []
+        on_host = {row.path: row.host for row in self.rows if row.host.total}
+        lines += [f'  "on_host": {json.dumps(on_host)},'] if on_host else []
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
@@ -212,9 +219,7 @@ class ShardingPlan:
                 f"a plan of format {version!r}; this release reads formats {READABLE_VERSIONS}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
-        module_of, frozen = data.get("gathered_with", {}), set(data.get("frozen", ()))
-        leaves = data["leaves"].items()
-        rows = tuple(_leaf_from_json(path, leaf, module_of.get(path), path not in frozen) for path, leaf in leaves)
+        rows = tuple(_leaf_from_json(path, leaf, _beside_leaves(data, path)) for path, leaf in data["leaves"].items())
         matrices = tuple(MatrixPlan.from_json(fields) for fields in data.get("matrices", ()))
         plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows, matrices=matrices)
         if data["totals"] != (totals := _totals(plan)):
@@ -268,13 +273,22 @@ def _leaf_json(row: LeafPlan) -> str:
 
 
 def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
-    """By leaf; beside the leaves, of which older releases read no more fields than they know."""
+    """By leaf; beside the leaves, see ``_beside_leaves``."""
     return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
 
 
-def _leaf_from_json(path: str, leaf: dict[str, Any], gathered_with: str | None, trainable: bool) -> LeafPlan:
+def _beside_leaves(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """What a plan says of a leaf beside the leaves, of which older releases read no more fields than they know."""
+    return {
+        "gathered_with": data.get("gathered_with", {}).get(path),
+        "trainable": path not in data.get("frozen", ()),
+        "host": ByteCount(*data.get("on_host", {}).get(path, ())),
+    }
+
+
+def _leaf_from_json(path: str, leaf: dict[str, Any], beside: dict[str, Any]) -> LeafPlan:
     counts = {kind: ByteCount(*leaf[kind]) for kind in COUNTED}
     shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
     fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
-    return LeafPlan(path=path, gathered_with=gathered_with, trainable=trainable, **fields)
+    return LeafPlan(path=path, **beside, **fields)

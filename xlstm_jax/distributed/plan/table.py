@@ -16,6 +16,8 @@ from xlstm_jax.distributed.plan.matrix_plan import matrices_table
 from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
 
 KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
+COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
+HOST = "on its host"  # a further column, where there is offload
 
 
 @dataclass(frozen=True)
@@ -89,39 +91,41 @@ def _by_module(lines: list[Line]) -> list[tuple[str, list[Line]]]:
 
 def _leaves_table(plan: Any, lines: list[Line]) -> Any:
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
+    offloads = bool(plan.host.total)
     table = rich_table(
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
-        ["leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered"],
+        [*COLUMNS[:-1], *[HOST] * offloads, COLUMNS[-1]],
         left=3,
         caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
         caption_justify="left",
     )
     for module, members in _by_module(lines):
-        table.add_row(module or "(top)", "", "", *_sums(members), "", style="bold")
+        table.add_row(module or "(top)", "", "", *_sums(members, offloads), "", style="bold")
         for line in members:
-            table.add_row(*_cells(line))
+            table.add_row(*_cells(line, offloads))
         table.add_section()
-    table.add_row("total", "", "", *_sums(lines), "", style="bold")
+    table.add_row("total", "", "", *_sums(lines, offloads), "", style="bold")
     return table
 
 
-def _sums(lines: list[Line]) -> list[str]:
+def _sums(lines: list[Line], offloads: bool) -> list[str]:
     """Bytes of all lines: those of the values, then what a device keeps, by kind; other collections are values too."""
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
-    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in KEPT[1:]]
+    kinds = [*KEPT[1:], *["host"] * offloads]
+    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in kinds]
     counts = [sum(v.total for v in values), sum(v.per_device for v in values), *kept]
     return [format_bytes(count) if count else "" for count in counts]
 
 
-def _cells(line: Line) -> list[Any]:
+def _cells(line: Line, offloads: bool) -> list[Any]:
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
-    shape, (total, per_device, gradient, optimizer) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line])
-    kept = [total, per_device, gradient if row.trainable else "frozen", optimizer]
+    shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
+    kept = [total, per_device, gradient if row.trainable else "frozen", *state]
     return [name, f"{_short(row.dtype)} {shape}", split or "whole", *kept, gathered]
 
 
@@ -136,10 +140,12 @@ def _short(dtype: str) -> str:
 
 def _summary(plan: Any) -> str:
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
+    host = format_bytes(plan.host.per_device)
+    on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
     return (
         f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
         f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
-        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n"
+        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
 

@@ -281,6 +281,7 @@ def updated_state(
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     params, grads = trainable(state.params), trainable(grads)
     tx, value = optax.with_extra_args_support(state.tx), _nan_where_spoiled(loss, state, collections)
+    where = optimizer_state_shardings(state.opt_state, state.params, mesh)
 
     def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         opt_state = given_state(stored)
@@ -297,10 +298,8 @@ def updated_state(
             "step": state.step + 1,
             "params": jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
         }
-        where = optimizer_state_shardings(opt_state, state.params, mesh)
         return jax.lax.with_sharding_constraint(opt_state, where), fields
 
-    where = optimizer_state_shardings(state.opt_state, state.params, mesh)
     opt_state, fields = streamed(update, state.opt_state, where, owners(state.opt_state, state.params))
     updated = state.replace(**fields, opt_state=opt_state)
     return _with_collections(updated, collections, mesh) if collections else updated

@@ -31,12 +31,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core.primitives import mul_p
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_nodes
 
 Policy = Callable[..., Any]
+
+BLOCK_INPUT = "block_input"  # the name (``checkpoint_name``) of what a wrapped module is given
 
 GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
 _CASTS = (
@@ -78,7 +82,8 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
         what it names, whatever that is.
       offload: names of values (``checkpoint_name``) that are kept in the memory of the host, until the backward pass
-        needs them; with base "nothing" these alone are kept.
+        needs them; with base "nothing" these alone are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped
+        module.
     Returns:
       The same object for the same base: JAX compares policies by identity, and would trace again for another.
     Raises:
@@ -109,7 +114,7 @@ def _offload_or(keep: Policy, offloaded: tuple[str, ...], primitive: Any, *input
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=offloaded,
         offload_src="device",
-        offload_dst="pinned_host",
+        offload_dst=HOST_MEMORY,
     )
     return to_host(primitive, *inputs, **params) if params["name"] in offloaded else keep(primitive, *inputs, **params)
 
@@ -144,6 +149,25 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
         for eqn in body
         if eqn.primitive.name not in passed
     )
+
+
+def named_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *objects: type[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a wrapped module, floats in the first of them (or in all, given by keyword) named BLOCK_INPUT.
+
+    What comes after the first, a mask, say, is often the same for all layers: kept for each, it would take more.
+    Instances of ``objects``, whatever they hold, stay as they are.
+    """
+
+    def named(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+        return checkpoint_name(x, BLOCK_INPUT) if is_float else x
+
+    def all_named(tree: PyTree) -> PyTree:
+        return map_nodes(named, tree, lambda node: isinstance(node, objects))
+
+    return (all_named(args[:1]) + args[1:], kwargs) if args else (args, all_named(kwargs))
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:

@@ -61,6 +61,9 @@ FORMATS = {
     "int4": Format(4, 7.0, 0.0, 1.0),
 }
 
+# What ``pack`` and ``unpack`` are called in compiled programs, and the format of each.
+PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in FORMATS}
+
 
 def packed_size(size: int, format_name: str) -> int:
     """Bytes of a row of ``size`` values, packed: their codes, up to a whole number of blocks, and the scales."""
@@ -70,6 +73,11 @@ def packed_size(size: int, format_name: str) -> int:
 
 def pack(values: jax.Array, format_name: str) -> jax.Array:
     """Real floats [..., r] -> uint8 [..., packed_size(r)]."""
+    with jax.named_scope(f"pack_{format_name}"):
+        return _packed(values, format_name)
+
+
+def _packed(values: jax.Array, format_name: str) -> jax.Array:
     *lead, size = values.shape
     count, block = _blocks_of(size)
     values = jnp.pad(values.astype(jnp.float32), [(0, 0)] * len(lead) + [(0, count * block - size)])
@@ -81,6 +89,11 @@ def pack(values: jax.Array, format_name: str) -> jax.Array:
 
 def unpack(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """uint8 [..., packed_size(size)] -> [..., size] of ``dtype``; the product with the scale is taken in float32."""
+    with jax.named_scope(f"unpack_{format_name}"):
+        return _unpacked(packed, format_name, size, dtype)
+
+
+def _unpacked(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     *lead, packed_bytes = packed.shape
     count, block = _blocks_of(size)
     codes, high, low = jnp.split(packed, [packed_bytes - 2 * count, packed_bytes - count], -1)

@@ -52,7 +52,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
     inputs = [sharding or alone for sharding in step.in_shardings_jax(mesh)]
     args = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_in_its_memory(sharding, aval))
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_in_its_memory(sharding, aval, request["host_memory"]))
         for aval, sharding in zip(step.in_avals, inputs, strict=True)
     ]
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
@@ -62,14 +62,14 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
 
 
-def _in_its_memory(sharding: Any, aval: Any) -> Any:
-    """The sharding of an argument, which for one in host memory says so.
+def _in_its_memory(sharding: Any, aval: Any, host_memory: str) -> Any:
+    """The sharding of an argument, which for one in the memory of the host says so.
 
     It is then one without devices: those of GPUs that are not there know no memories, and a sharding on them drops it.
     """
     if sharding is None or aval.memory_space != jax.memory.Space.Host:
         return sharding
-    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=host_memory)
 
 
 def main(folder: Path) -> None:

@@ -27,6 +27,7 @@ from jax.stages import Traced, Wrapped
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.child_process import RESULT, CompileError, CompileRequest, Pending
@@ -287,6 +288,7 @@ def begin_for_topology(
         "options": dict(compiler_options or {}),
         "topology": slice_.description(),
         "packages": packages,
+        "host_memory": HOST_MEMORY,
     }
     names, missing = traced.jaxpr.jaxpr.debug_info.arg_names, leaf_without_sharding(traced, args, kwargs)
 

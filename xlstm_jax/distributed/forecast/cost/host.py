@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by, scheduled
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
-from xlstm_jax.distributed.forecast.hlo.instruction import HOST
+from xlstm_jax.distributed.forecast.hlo.instruction import HOST, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip
 
@@ -53,6 +53,25 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
     if not (stored or any(moved)):
         return None
     return HostTraffic(stored, moved[IN], moved[OUT], sum(moved) / chip.host_bandwidth, waited)
+
+
+def visitors(program: Program) -> frozenset[str]:
+    """What in the device's memory comes from the host or leaves for it, by the names of live ranges: "fusion.3{1}"."""
+    found: set[str] = set()
+    for computation, _, instruction in scheduled(program):
+        moved = moved_by(program, computation, instruction, HOST)
+        if moved[IN]:
+            found |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
+        if moved[OUT]:
+            found |= {_range_name(computation.by_name[name]) for name in instruction.operands}
+    return frozenset(found)
+
+
+def _range_name(value: Instruction) -> str:
+    """An array by what has made it; an element of a tuple by the maker of the tuple."""
+    if value.opcode == "get-tuple-element":
+        return f"{value.operands[0]}{{{value.tuple_index}}}"
+    return f"{value.name}{{}}"
 
 
 def _of_schedule(program: Program, computation: Computation, chip: Chip) -> tuple[list[int], float]:

@@ -17,7 +17,7 @@ counts, which is XLA's memory space 0: not the on-chip VMEM.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,6 +88,8 @@ class Memory:
       temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
       arguments: largest first.
       timeline: use over the schedule, the peak among its points.
+      resident_peak_bytes: the bytes in use at the peak, were what comes from the host and leaves for it not there; None
+        where that is not known.
     """
 
     argument_bytes: int
@@ -100,6 +102,7 @@ class Memory:
     temporaries: tuple[Temporary, ...]
     arguments: tuple[Argument, ...]
     timeline: tuple[Moment, ...]
+    resident_peak_bytes: int | None = None
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -125,7 +128,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in an allocation: its range of bytes, and the first and last point at which it is live."""
+    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whose it is."""
 
     name: str
     shape: str
@@ -133,6 +136,7 @@ class _Value:
     stop: int
     first: int
     last: int
+    is_visitor: bool
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,12 @@ _Operations = Mapping[str, _Operation]  # by the name of the instruction
 
 
 def read_memory(
-    buffer_assignment: str, live_range: str, op_names: Mapping[str, str], *, points: int = TIMELINE_POINTS
+    buffer_assignment: str,
+    live_range: str,
+    op_names: Mapping[str, str],
+    *,
+    visitors: Collection[str] = (),
+    points: int = TIMELINE_POINTS,
 ) -> Memory:
     """Reads XLA's two texts (see the top of this file).
 
@@ -164,6 +173,7 @@ def read_memory(
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
       live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
       op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
+      visitors: the values that come from the host or leave for it, by their names in ``live_range``.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
       ValueError: a text does not have the known form, or the two are not of one program.
@@ -172,7 +182,7 @@ def read_memory(
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     schedule, ranges = _live_ranges(live_range)
-    values, temporary_bytes = _temporaries(allocations, ranges)
+    values, temporary_bytes = _temporaries(allocations, ranges, visitors)
     live = _live_bytes(values, len(schedule))
     peak = int(live.argmax())
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
@@ -187,6 +197,7 @@ def read_memory(
         temporaries=_temporaries_at(peak, values, operations),
         arguments=_arguments(allocations, operations),
         timeline=_timeline(live, schedule, operations, points),
+        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_visitor], len(schedule)).max()),
     )
 
 
@@ -243,7 +254,9 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
-def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> tuple[list[_Value], int]:
+def _temporaries(
+    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], visitors: Collection[str]
+) -> tuple[list[_Value], int]:
     """All values that are temporaries, and the bytes of their allocations, which are laid one behind the other."""
     values, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
@@ -255,7 +268,10 @@ def _temporaries(allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[
                     f"live-range text; it knows {len(ranges)} values. Pass both texts of one and the same program."
                 )
             start = base + offset
-            values.append(_Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index]))
+            is_visitor = name + index in visitors
+            values.append(
+                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_visitor)
+            )
         base += allocation.bytes
     return values, base
 

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
 from xlstm_jax.wording import format_axes, format_mesh
 
 
@@ -26,11 +27,22 @@ def code_of(options: Any) -> str:
             ")",
             *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
+            *(_offloaded(options) if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
             f"    loss_fn, mesh, {tuple(options.mesh)}, num_minibatches={options.num_minibatches}",
             ")",
         ]
     )
+
+
+def _offloaded(options: Any) -> list[str]:
+    return [
+        "state = create_train_state(",
+        "    model, tx, mesh, rng, inputs,",
+        f"    batch_axes={tuple(options.mesh)},",
+        "    offload=Offload(),",
+        ")",
+    ]
 
 
 def command_of(options: Any, factory: str, topology: str, settings: Mapping[str, Any]) -> str:
@@ -42,10 +54,11 @@ def command_of(options: Any, factory: str, topology: str, settings: Mapping[str,
       topology: as ``--topology`` takes it.
       settings: values of the factory's arguments, each of which becomes a ``--set``.
     """
-    minibatches = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
+    more = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
+    more += ["--offload"] if options.offload != NO_OFFLOAD else []
     parts = [
         f"xlstm-jax forecast --factory {factory}",
-        " ".join([f"--topology {topology} --mesh {format_mesh(options.mesh)}", *minibatches]),
+        " ".join([f"--topology {topology} --mesh {format_mesh(options.mesh)}", *more]),
         *(f"--set {shlex.quote(f'{name}={value!r}')}" for name, value in settings.items()),
     ]
     return " \\\n    ".join(parts)

@@ -4,12 +4,14 @@
   2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
   3. each other mesh: with the options of the fastest that fits; where nothing fits yet, with those of 1 that took
      least, and then minibatches as in 2
-  4. another threshold, with the options of the fastest that fits
+  4. where nothing fits on any mesh: 3 for all meshes with the optimizer's state in the memory of the host
+  5. another threshold, with the options of the fastest that fits
 
 Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
 the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
 what is best here need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3 once
-something fits, as none of them waits for what another says; how many run at once does not change what is tried. Options
+something fits, as none of them waits for what another says; how many run at once does not change what is tried. Offload
+comes last, as its transfers are no part of any other step: it is found only where nothing fits without it. Options
 that fail (they do not divide the batch, the compiler refuses the step, the user's code raises) are a row of the result
 that says why; at the very first, that is an error.
 """
@@ -23,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -36,6 +39,7 @@ from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.wording import format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
@@ -57,6 +61,7 @@ class Options:
       keep_gathered: whether gathered weights are kept from the forward to the backward pass.
       remat: whether the activations of each block are computed again in the backward pass.
       num_minibatches: see ``make_train_step``.
+      offload: see ``create_train_state``.
 
     >>> Options({"dp": 4, "fsdp_x": 8, "fsdp_y": 8}).shard_axes
     ('fsdp_x', 'fsdp_y')
@@ -67,6 +72,7 @@ class Options:
     keep_gathered: bool = True
     remat: bool = False
     num_minibatches: int = 1
+    offload: Offload = NO_OFFLOAD
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -127,16 +133,30 @@ class Fit:
     def __str__(self) -> str:
         return plain_text(self.table())
 
+    @property
+    def why_offload(self) -> str:
+        """Why the best has its optimizer's state on the host, and what that takes; "" where it has not."""
+        if self.best is None or not self.best.forecast or self.best.options.offload == NO_OFFLOAD:
+            return ""
+        host = self.best.forecast.host
+        assert host is not None  # or ``fit`` had refused the step
+        return (
+            f"Nothing fits without offload. With it {format_bytes(host.stored_bytes)} of optimizer state lie in the "
+            f"host's memory for each device, and travel there and back in every step: {host.seconds * 1e3:.1f} ms, for "
+            f"{host.waited_s * 1e3:.1f} ms of which the step waits."
+        )
+
     def table(self) -> RenderableType:
         """For ``rich``: a table with one row for each trial, and the code that applies the first."""
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
-        columns = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "bytes per device", "step", "fits"]
-        trials = rich_table(title, columns, rows, right=1)
+        options = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "offload"]
+        trials = rich_table(title, [*options, "bytes per device", "step", "fits"], rows, right=1)
         if self.best is None:
             return trials
         code = textwrap.indent(code_of(self.best.options), "    ")
-        return Group(trials, Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold"))
+        applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
+        return Group(trials, *([Text(f"{self.why_offload}\n")] if self.why_offload else []), applied)
 
     def to_json(self) -> str:
         """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
@@ -147,13 +167,16 @@ class Fit:
             for trial in self.trials
         ]
         found = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
-        return json.dumps(found | {"code": code_of(self.best.options) if self.best else None}, indent=2)
+        code = code_of(self.best.options) if self.best else None
+        return json.dumps(found | {"why_offload": self.why_offload, "code": code}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:
     options = trial.options
     kept, remat = "kept" if options.keep_gathered else "gathered again", "yes" if options.remat else "no"
-    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, remat, str(options.num_minibatches)]
+    offload = "no" if options.offload == NO_OFFLOAD else "yes"
+    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, remat]
+    cells += [str(options.num_minibatches), offload]
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
     fits = "yes" if trial.fits else "no"
@@ -179,7 +202,8 @@ def fit(
 
     Args:
       build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
-        ``Workload.build_step`` makes them. It may raise for options that it does not support.
+        ``Workload.build_step`` makes them. It may raise for options that it does not support. ``options.offload``
+        is for ``Workload(..., offload=...)``: if it asks for offload and nothing lies on the host, the row says so.
       topology: as "v5e:16x16" or "h100:32x8".
       budget_bytes: of each device; None: what the compiler lets a program have on that chip.
       meshes: those to try, the first one first. By default one axis for each dim of the torus (of GPUs: one across
@@ -213,7 +237,8 @@ def fit(
 
     def build(options: Options) -> BuiltStep:
         step, args = build_step(options)
-        trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
+        traced = trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
+        _check_offload(options, traced)
         return step, args
 
     def begin(built: BuiltStep) -> Pending[Forecast]:
@@ -222,6 +247,16 @@ def fit(
     kept = chosen_cache(cache) or False  # one for all trials
     limit = room_for_jobs if jobs is None else lambda: jobs
     return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
+
+
+def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
+    """Refuses a step of which nothing lies on the host, though its options say so."""
+    spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
+    if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
+        raise ValueError(
+            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
+            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+        )
 
 
 @dataclass
@@ -242,12 +277,10 @@ class Search:
         smallest = min(
             (trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device or 0
         )
-        self.try_minibatches(smallest.options)
-        rest = list(meshes[1:])
-        while rest and self.best is None:
-            options = dataclasses.replace(smallest.options, mesh=rest.pop(0))
-            if self.attempt(options).forecast is not None:
-                self.try_minibatches(options)
+        self.try_minibatches(smallest)
+        rest = self.try_meshes(smallest.options, meshes[1:])
+        if self.best is None:
+            rest = self.try_meshes(dataclasses.replace(smallest.options, offload=Offload()), meshes)
         if self.best is not None:
             self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
             self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
@@ -258,13 +291,24 @@ class Search:
         """The fastest so far of what fits."""
         return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
 
-    def try_minibatches(self, options: Options) -> None:
-        """Twice as many each time, until something fits or no more can be made of the batch."""
-        count = 2 * options.num_minibatches
-        while self.best is None and count <= MAX_MINIBATCHES:
-            if self.attempt(dataclasses.replace(options, num_minibatches=count)).forecast is None:
+    def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+        """One mesh after the other, each with more and more minibatches, until it fits; returns those that are left."""
+        rest = list(meshes)
+        while rest and self.best is None:
+            options = dataclasses.replace(options, mesh=rest.pop(0))
+            self.try_minibatches(self.attempt(options))
+        return rest
+
+    def try_minibatches(self, trial: Trial) -> None:
+        """Twice as many each time, until something fits, no more can be made of the batch, or none would help.
+
+        Parameters, optimizer state and the batch take the same whatever number of minibatches it is cut into.
+        """
+        while self.best is None and trial.forecast and trial.forecast.memory.argument_bytes <= self.budget_bytes:
+            count = 2 * trial.options.num_minibatches
+            if count > MAX_MINIBATCHES:
                 return
-            count *= 2
+            trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
         """More trials, side by side; returns the last. Without a forecast of the very first, a ``ValueError``."""

@@ -18,12 +18,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from xlstm_jax.distributed.data_parallel.gathering.quantized import PACK_SCOPES
+
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
 
 # Scopes that JAX puts around the body of a call, and those of this library: no modules.
 CALLS = {"shard_map", "call_exported", "closed_call", "eval_jaxpr", "core_call", "core_closed_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "checkpoint", "rematted_computation"}
-CALLS |= {"gather_params", "sync_gradients"}
+CALLS |= {"gather_params", "sync_gradients", *PACK_SCOPES}
 LOOP_PARTS = re.compile(r"(body|cond)(_pred)?$")
 BRANCH = re.compile(r"branch_\d+_fun$")
 TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)$", re.DOTALL)

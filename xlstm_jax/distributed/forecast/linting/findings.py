@@ -14,6 +14,7 @@
   replicated-leaf        a large leaf stays whole on every device
   shared-matrix-product  an optimizer multiplies matrices of which devices have shards
   repeated-product       each device does more of an optimizer's matrix products than its share
+  needless-offload       the optimizer's state lies on the host, though it would fit, or though little memory is saved
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
 number of their module (``block_0``, ``block_1``, ...) are one finding.

@@ -16,6 +16,7 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_si
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
 from xlstm_jax.distributed.forecast.linting.gpu_rules import hosts_last, small_collectives, waited_for
+from xlstm_jax.distributed.forecast.linting.offload_rules import needless_offload
 from xlstm_jax.distributed.forecast.linting.optimizer_rules import repeated_products, shared_matrix_products
 from xlstm_jax.distributed.forecast.linting.step import (
     Finding,
@@ -336,4 +337,5 @@ RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
     "replicated-leaf": _replicated_leaves,
     "shared-matrix-product": shared_matrix_products,
     "repeated-product": repeated_products,
+    "needless-offload": needless_offload,
 }

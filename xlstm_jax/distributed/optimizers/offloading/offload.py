@@ -16,11 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import boxes, placement, trees
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
 from xlstm_jax.distributed.optimizers.state import owner_of_state
-
-HOST = "pinned_host"  # memory of the host that the device reaches by itself
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
 
     def placed(path: str, leaf: Any, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
-        return sharding.with_memory_kind(HOST) if _is_large(leaf, owner) else sharding
+        return sharding.with_memory_kind(placement.HOST_MEMORY) if _is_large(leaf, owner) else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
 

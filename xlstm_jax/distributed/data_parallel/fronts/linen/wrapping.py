@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_her
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
 from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 from xlstm_jax.wording import kind_of
@@ -157,7 +157,8 @@ def _lift_function(target: Method, axes: tuple[str, ...], rule: ShardRule, resha
     @functools.wraps(target)
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):
-            return lifted(*args, **kwargs)
+            inputs, kwargs = named_input(args[1:], kwargs)
+            return lifted(args[0], *inputs, **kwargs)
         made = target(*args, **kwargs)
         if not isinstance(made, nn.Module):
             first = kind_of(args[0]) if args else "no argument by position"
@@ -223,6 +224,7 @@ def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Me
         # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
         name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
         with name, named_in_errors(self, axes), inside_wrapper(), nn.intercept_methods(vary_carries):
+            args, kwargs = named_input(args, kwargs)
             return lifted(self, *args, **kwargs)
 
     return method

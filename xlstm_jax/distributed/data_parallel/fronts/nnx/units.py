@@ -18,11 +18,13 @@ from flax import nnx
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
 from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
+
+OBJECTS = (nnx.Pytree, nnx.Variable)  # what is passed on as it is, though JAX might take it apart
 
 
 def predicate(where: Any) -> Callable[[str, nnx.Module], Any]:
@@ -107,6 +109,7 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
 
         if unit is None or not split:
             return run(self, {}, args, kwargs)
+        args, kwargs = named_input(args, kwargs, *OBJECTS)
         with jax.named_scope(f"{cls.__name__}.sharded"):
             drops = unit.reshard_after_forward and running(unit.axes) == "manual"
             if drops and collectives.axis_size(unit.axes) > 1:
@@ -122,14 +125,13 @@ _running: ContextVar[frozenset[int]] = ContextVar("_running", default=frozenset(
 
 def _dropping_gathered(run: Method, module: nnx.Module, args: Any, kwargs: Any) -> Any:
     """Runs a method; what it gathers is gathered again for the backward pass."""
-    objects = (nnx.Pytree, nnx.Variable)
-    values, put_back = split_arrays((args, kwargs), *objects)
+    values, put_back = split_arrays((args, kwargs), *OBJECTS)
     rebuild: list[Callable[[Any], Any]] = []
 
     def rerun(module: nnx.Module, values: dict[int, Any]) -> dict[int, Any]:
         args, kwargs = put_back(values)
         split = {path: leaf for path, leaf in own_variables(module).items() if is_split(leaf)}
-        results, put_results_back = split_arrays(run(module, split, args, kwargs), *objects)
+        results, put_results_back = split_arrays(run(module, split, args, kwargs), *OBJECTS)
         rebuild.append(put_results_back)
         return results
 

@@ -1,0 +1,211 @@
+"""LoRA on a quantised base.
+
+    python docs/examples/lora.py
+
+The code of docs/tutorials/lora.md, written by docs/write_examples.py: change the page, and run that.
+"""
+
+import tempfile
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import linen as nn
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_train_state,
+    create_train_state,
+    export_safetensors,
+    freeze_params,
+    import_safetensors,
+    make_train_step,
+    plan_sharding,
+    shard_module_params,
+    simulate_cpu_devices,
+    unbox,
+)
+
+simulate_cpu_devices(8)
+mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
+AXES = ("dp", "fsdp")
+wrap = partial(shard_module_params, axis_name="fsdp", min_weight_size=2**10)
+
+
+# ---- A layer with an adapter
+class LoRADense(nn.Dense):
+    rank: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        shapes = (x.shape[-1], self.rank), (self.rank, self.features)
+        a = self.param("lora_a", nn.initializers.normal(0.1), shapes[0])
+        b = self.param("lora_b", nn.initializers.zeros, shapes[1])
+        return super().__call__(x) + x @ a @ b
+
+
+class Block(nn.Module):
+    dense: type[nn.Module] = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        h = nn.LayerNorm(name="norm")(x)
+        h = nn.gelu(self.dense(4 * width, name="up")(h))
+        return x + self.dense(width, name="down")(h), None
+
+
+class Model(nn.Module):
+    """Of each token the next one; the blocks are one scan."""
+
+    dense: type[nn.Module] = nn.Dense
+    width: int = 64
+    layers: int = 2
+    vocabulary: int = 64
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = wrap(nn.Embed)(self.vocabulary, self.width, name="embed")
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        blocks = nn.scan(nn.remat(wrap(Block)), length=self.layers, **axes)
+        x = blocks(self.dense, name="blocks")(embed(tokens))[0]
+        return wrap(nn.Dense)(self.vocabulary, name="head")(x)
+
+
+def loss_fn(params, apply_fn, tokens, rng):
+    logits = apply_fn({"params": params}, tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(logits, tokens[:, 1:]).mean()
+
+
+# ---- A base
+def counting(by, seed, rows=64, length=17):
+    start = np.random.default_rng(seed).integers(0, 64, (rows, 1))
+    return (start + by * np.arange(length)) % 64
+
+
+step = make_train_step(loss_fn, mesh, AXES)
+
+
+def train(state, by, steps):
+    losses = []
+    for number in range(steps):
+        tokens = counting(by, [by, number])
+        state, metrics = step(state, tokens, jax.random.key(1))
+        losses.append(metrics["loss"])
+    return state, np.array(losses)
+
+
+inputs = (jax.random.key(0), counting(1, 0)[:, :-1])
+base, of_base = train(
+    create_train_state(Model(), optax.adamw(3e-3), mesh, *inputs, batch_axes=AXES),
+    by=1,
+    steps=40,
+)
+folder = tempfile.mkdtemp()
+export_safetensors(base.params, f"{folder}/base")
+print(f"loss when counting by one: {of_base[0]:.2f} -> {of_base[-1]:.4f}")
+
+
+# ---- Adapters on the base, in int8
+frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "int8"}
+adapted = Model(LoRADense)
+state = create_train_state(
+    adapted, optax.adamw(1e-2), mesh, *inputs, batch_axes=AXES, **frozen
+)
+
+plain = abstract_train_state(Model(), optax.identity(), mesh, *inputs, batch_axes=AXES)
+read = import_safetensors(f"{folder}/base", plain.params)
+
+
+def with_base(params, base):
+    """The tree of ``params`` with the leaves that ``base`` has."""
+    if not isinstance(base, dict):
+        return base
+    return {
+        name: with_base(leaf, base[name]) if name in base else leaf
+        for name, leaf in params.items()
+    }
+
+
+packed = jax.jit(partial(freeze_params, **frozen))
+state = state.replace(params=packed(with_base(state.params, read)))
+
+sizes, like = dict(mesh.shape), inputs[1]
+plan = plan_sharding(adapted, sizes, like, tx=optax.adamw(1e-2), **frozen)
+print("leaf                   stored as  trained  bytes of weights, moments")
+for row in plan.rows:
+    if row.path.startswith("blocks/up/"):
+        each = row.parameters.per_device, row.optimizer.per_device
+        print(f"{row.path:21}  {row.dtype:9}  {row.trainable!s:7}  {each}")
+
+
+before = jax.tree.map(np.asarray, unbox(state.params))
+state, of_adapters = train(state, by=3, steps=40)
+after = unbox(state.params)
+same = np.array_equal(before["head"]["kernel"], after["head"]["kernel"])
+print(f"loss when counting by three: {of_adapters[0]:.2f}", end=" -> ")
+print(f"{of_adapters[-1]:.4f}; the base is unchanged: {same}")
+
+
+fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
+ax.plot(of_base, label="all weights: count by one")
+ax.plot(range(40, 80), of_adapters, label="adapters alone: count by three")
+ax.set(xlabel="step", ylabel="loss (nats)")
+ax.legend()
+ax.grid(alpha=0.3)
+
+
+# ---- What it takes of memory
+tokens = jax.ShapeDtypeStruct((8, 2048), jnp.int32)
+adamw = optax.adamw(1e-4)
+large = partial(Model, width=8192, layers=32, vocabulary=32768)
+plans = {"all weights": plan_sharding(large(), sizes, tokens, tx=adamw)}
+for dtype in ("float32", "bfloat16", "int8", "int4"):
+    with_lora, options = large(LoRADense), frozen | {"frozen_dtype": dtype}
+    plan = plan_sharding(with_lora, sizes, tokens, tx=adamw, **options)
+    plans[f"LoRA on {dtype}"] = plan
+
+print(f"{'GB of each device':18}  parameters  gradients  moments   in all")
+parts = {}
+for name, plan in plans.items():
+    counts = (plan.parameters, plan.gradients, plan.optimizer)
+    parts[name] = [count.per_device / 1e9 for count in counts]
+    each = "  ".join(f"{gb:9.2f}" for gb in parts[name])
+    print(f"{name:18}  {each}  {sum(parts[name]):8.2f}")
+
+
+fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
+left = np.zeros(len(parts))
+for index, what in enumerate(["parameters", "gradients", "moments"]):
+    widths = np.array([part[index] for part in parts.values()])
+    ax.barh(list(parts), widths, left=left, label=what)
+    left += widths
+ax.invert_yaxis()
+ax.set_xlabel("GB of each device")
+ax.legend(loc="lower right")
+ax.grid(alpha=0.3, axis="x")
+
+
+# ---- Merged and exported
+def merged(params):
+    """W + A B in place of W, A and B."""
+    if not isinstance(params, dict):
+        return params
+    if "lora_a" not in params:
+        return {name: merged(leaf) for name, leaf in params.items()}
+    change = params["lora_a"] @ params["lora_b"]
+    return {"kernel": params["kernel"] + change, "bias": params["bias"]}
+
+
+weights = jax.jit(lambda params: merged(nn.unbox(params)))(state.params)
+export_safetensors(weights, f"{folder}/merged")
+like = jax.tree.map(np.zeros_like, weights)
+exported = import_safetensors(f"{folder}/merged", like)
+
+tokens = counting(3, seed=[9, 9])
+logits = jax.jit(Model().apply)({"params": exported}, tokens)
+print("the plain model continues", tokens[0, 3:6], "with", end=" ")
+print(logits[0, 3:6].argmax(-1))

@@ -1,0 +1,145 @@
+"""What the library raises and warns, read from its source: the text of each message, with ``…`` for what varies."""
+
+import ast
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
+HOLE = "…"
+WARN = {"warnings.warn", "_warn"}
+PASSED_ON = {"distributed/optimizers/shard_guard.py:check": "_verdict"}  # who says the text, where a thread hands it on
+
+
+class Message(NamedTuple):
+    """One text of one ``raise``; ``where`` is ``file.py:function``."""
+
+    where: str
+    line: int
+    kind: str
+    text: str
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
+    """The functions and methods of the package by name."""
+    found: dict[str, list[tuple[Path, ast.FunctionDef]]] = {}
+    for path, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append((path, node))
+    return found
+
+
+@cache
+def constants(path: Path) -> dict[str, str]:
+    """The strings at the top of a file, and those that it imports, by name."""
+    found = {}
+    for node in modules()[path].body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {target.id: str(node.value.value) for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
+            there = PACKAGE.parent / f"{node.module.replace('.', '/')}.py"
+            theirs = constants(there) if there in modules() else {}
+            found |= {name.name: theirs[name.name] for name in node.names if name.name in theirs}
+    return found
+
+
+def texts(node: ast.AST, path: Path, around: ast.AST, depth: int = 0) -> list[str]:
+    """The texts that an expression may be; HOLE where that cannot be read off the source."""
+    if depth > 6:
+        return [HOLE]
+    deeper = (path, around, depth + 1)
+    match node:
+        case ast.Constant(value=str(value)):
+            return [value]
+        case ast.JoinedStr(values=values):
+            text = "".join(_part(value, path) for value in values)
+            if is_read(text):
+                return [text]
+            inside = [[_part(v, path)] if isinstance(v, ast.Constant) else texts(v.value, *deeper) for v in values]
+            return ["".join(parts) for parts in itertools.product(*inside)]  # what it says, others say
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [a + b for a in texts(left, *deeper) for b in texts(right, *deeper)]
+        case ast.IfExp(body=body, orelse=orelse):
+            return texts(body, *deeper) + texts(orelse, *deeper)
+        case ast.Name(id=name):
+            values = [n.value for n in ast.walk(around) if _assigns(n, name)]
+            return [text for value in values for text in texts(value, *deeper)] or [constants(path).get(name, HOLE)]
+        case ast.Call(func=function, args=args):
+            name = ast.unparse(function).rsplit(".", 1)[-1]
+            if args and (name[:1].isupper() or name == "next"):  # an exception, or the first that a function yields
+                return texts(args[0], *deeper)
+            return [text for where, made in _called(name, path) for text in _returned(made, where, depth)] or [HOLE]
+    return [HOLE]
+
+
+def _part(value: ast.AST, path: Path) -> str:
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    inside = value.value if isinstance(value, ast.FormattedValue) else value
+    return constants(path).get(inside.id, HOLE) if isinstance(inside, ast.Name) else HOLE
+
+
+def _assigns(node: ast.AST, name: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return hasattr(node, "value") and any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def _called(name: str, path: Path) -> list[tuple[Path, ast.FunctionDef]]:
+    """The functions of this name: that of the same file, where there is one."""
+    found = functions().get(name, [])
+    return [one for one in found if one[0] == path] or found
+
+
+def _returned(function: ast.FunctionDef, path: Path, depth: int) -> list[str]:
+    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield) and node.value]
+    return [text for value in returns for text in texts(value, path, function, depth + 1)]
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Each message of each ``raise`` and warning; the text is HOLE for one that cannot be read."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Message]:
+    for path, tree in modules().items():
+        for function, node in _raises(tree, tree):
+            where = f"{path.relative_to(PACKAGE)}:{getattr(function, 'name', '')}"
+            if where in PASSED_ON:
+                sayers = _called(PASSED_ON[where], path)
+                kind, said = "raise", [text for there, sayer in sayers for text in _returned(sayer, there, 0)]
+            elif isinstance(node, ast.Call):
+                kind, said = "warning", texts(node.args[0], path, function)
+            elif node.exc is None:
+                kind, said = "raise", [HOLE]
+            elif isinstance(node.exc, ast.Call):
+                kind = ast.unparse(node.exc.func)
+                made_by = kind.rsplit(".", 1)[-1] in functions()
+                first = node.exc if made_by else (node.exc.args or [ast.Constant(HOLE)])[0]
+                said = texts(first, path, function)
+            else:
+                kind, said = ast.unparse(node.exc), texts(node.exc, path, function)
+            for text in dict.fromkeys([text for text in said if is_read(text)] or [HOLE]):
+                yield Message(where, node.lineno, kind, text)
+
+
+def is_read(text: str) -> bool:
+    """Whether the source says anything of the text."""
+    return any(letter.isalpha() for letter in text)
+
+
+def _raises(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        inside = child if isinstance(child, ast.FunctionDef) else function
+        if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and ast.unparse(child.func) in WARN):
+            yield inside, child
+        yield from _raises(child, inside)

@@ -1,0 +1,112 @@
+"""Whether traffic in blocks of 8 or 4 bits pays: the time of the bytes that it saves beside that of packing them.
+
+  saved      what bfloat16 would send more, over the same links at their published rates
+  packing    what is scheduled of ``pack`` and ``unpack``: the compiler's cycles (TPUs), or bytes at HBM's bandwidth
+
+Both are times alone, with nothing beside them. Of a matrix product that unpacks what it reads no part counts, as that
+of unpacking is not known; where the compiler merges a cast into it, that counts with it.
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.data_parallel.gathering.packing import sent_itemsize
+from xlstm_jax.distributed.data_parallel.gathering.quantized import PACK_SCOPES
+from xlstm_jax.distributed.forecast.cost.cycles import scheduled
+from xlstm_jax.distributed.forecast.cost.kernels import Kernels
+from xlstm_jax.distributed.forecast.cost.schedule import axes_of
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
+from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, upstream
+from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
+from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.hardware.links import Links
+
+PACKED_DTYPE = "u8"  # as compilers write it
+_SCOPE = re.compile("|".join(f"\\b{scope}\\b" for scope in PACK_SCOPES))
+
+
+@dataclass(frozen=True)
+class PackedOver:
+    """What each device sends packed over some mesh axes in a step, and what that saves.
+
+    Attributes:
+      axes: of the mesh.
+      sent_bytes, bfloat16_bytes: what is sent, and what would be in bfloat16.
+      saved_s: what the difference takes over their links.
+    """
+
+    axes: tuple[str, ...]
+    sent_bytes: float
+    bfloat16_bytes: float
+    saved_s: float
+
+
+@dataclass(frozen=True)
+class PackedTraffic:
+    """All that a step sends packed, and how long packing and unpacking take.
+
+    >>> slow = PackedOver(("dp",), sent_bytes=5e8, bfloat16_bytes=1e9, saved_s=0.01)
+    >>> PackedTraffic((slow,), packing_s=0.002).pays
+    True
+    """
+
+    over: tuple[PackedOver, ...]
+    packing_s: float
+
+    @property
+    def saved_s(self) -> float:
+        """The time of all bytes that are not sent."""
+        return sum(part.saved_s for part in self.over)
+
+    @property
+    def pays(self) -> bool:
+        """Whether more time is saved than packing takes."""
+        return self.saved_s > self.packing_s
+
+
+def packed_traffic(program: Program, collectives: Iterable[Collective], links: Links) -> PackedTraffic | None:
+    """What is sent packed; None where nothing is."""
+    formats = {site.scheduled.name: name for site in sites(program) if (name := _format_of(program, site))}
+    packed = [(c, formats[c.name]) for c in collectives if c.dtype == PACKED_DTYPE and c.name in formats]
+    by_axes: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for collective, name in packed:
+        sent = collective.wire_bytes_per_step
+        by_axes[axes_of(links, collective)].append((sent, sent * sent_itemsize("bfloat16") / sent_itemsize(name)))
+    if not packed:
+        return None
+    sums = {axes: [sum(column) for column in zip(*parts, strict=True)] for axes, parts in by_axes.items()}
+    over = [PackedOver(axes, sent, wide, links.seconds(axes, wide - sent)) for axes, (sent, wide) in sums.items()]
+    return PackedTraffic(tuple(over), _packing_seconds(program, links))
+
+
+def _format_of(program: Program, site: Site) -> str | None:
+    """In which format a collective's array is packed, by the scope of what packs or unpacks it."""
+    if not any(shape.dtype == PACKED_DTYPE for shape in site.inner.shapes):
+        return None
+    operands = [Value(site.within, name) for name in site.inner.operands]
+    near = [downstream(program, Value(site.within, site.inner.name)), *(upstream(program, value) for value in operands)]
+    names = (found.instruction.op_name for found in itertools.chain(*near))
+    return next((PACK_SCOPES[scope[0]] for name in names if (scope := _SCOPE.search(name))), None)
+
+
+def _packing_seconds(program: Program, links: Links) -> float:
+    kernels, seconds = Kernels(program, links.chip), 0.0
+    for computation, trips, instruction in scheduled(program):
+        if instruction.is_work and any(_SCOPE.search(name) for name in _names_in(program, instruction)):
+            by_roofline = kernels.seconds_of(computation, instruction)
+            cycles, clock_hz = instruction.estimated_cycles, links.chip.clock_hz
+            alone = cycles / clock_hz if cycles is not None and clock_hz else by_roofline.total
+            seconds += 0.0 if by_roofline.products else trips * alone
+    return seconds
+
+
+def _names_in(program: Program, instruction: Instruction) -> Iterator[str]:
+    """The names of an instruction and of those that a fusion holds."""
+    yield instruction.op_name
+    for name in instruction.called.get("calls", ()):
+        for inner in program.computations[name].instructions:
+            yield from _names_in(program, inner)
