@@ -1,6 +1,5 @@
 """The plan against what is really placed, gathered and kept: leaf by leaf and byte by byte, on 8 simulated devices."""
 
-import contextlib
 import io
 import json
 import math
@@ -8,7 +7,6 @@ import re
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -651,24 +649,6 @@ def test_modules_that_differ_in_a_number_are_one_in_the_table():
 def test_a_plan_without_wrappers_says_what_it_assumes():
     plan = plan_sharding(Model(), {"fsdp": 4}, X)
     assert "No module is wrapped; planned as shard_module_params(Model, 'fsdp', 262144)." in rendered(plan, 100)
-
-
-def test_the_page_shows_what_its_examples_print():
-    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec("\n".join(blocks), names)
-    shown = re.search(r"^```text\n(Sharding plan.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
-    table = rendered(names["plan"], 100)
-    assert [line.rstrip() for line in shown.strip().splitlines()] == [
-        line.rstrip() for line in table.strip().splitlines()
-    ]
-    plan, quoted = names["plan"], " ".join(line[2:] for line in page.splitlines() if line.startswith("> "))
-    with pytest.raises(ValueError, match="stay whole") as refusal:
-        plan.check(max_replicated_fraction=0)
-    assert plan.explain("blocks/up/kernel") in quoted and str(refusal.value) in quoted
-    assert all(f"{difference}\n" in page for difference in plan.diff(names["smaller"])[:2])
 
 
 def test_what_offload_keeps_on_the_host_is_told_apart():
