@@ -400,7 +400,7 @@ def test_a_forecast_says_from_which_bandwidth_on_packing_pays():
     packed = PackedTraffic((PackedOver(("dp",), 5e8, 1e9, 0.05), PackedOver(("fsdp",), 2**30, 2**31, 0.01)), 0.02)
     assert packed.pays and not replace(packed, packing_s=0.07).pays
     said = _packed(replace(packed, packing_s=0.07))
-    assert "477 MiB over 'dp' where bfloat16 would send 954 MiB, which takes its links 50 ms less, and 1 GiB" in said
+    assert "477 MiB over 'dp' where bfloat16 would send 954 MiB, which takes its links 50 ms less and 1 GiB" in said
     assert said.endswith("packing and unpacking take 70 ms: it does not pay.")
     assert _packed(replace(packed, over=packed.over[:1], packing_s=0.1)).endswith(
         "take 100 ms: it does not pay, as it would below 5 GB/s of each device."

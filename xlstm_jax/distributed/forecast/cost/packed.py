@@ -88,7 +88,8 @@ def _format_of(program: Program, site: Site) -> str | None:
     if not any(shape.dtype == PACKED_DTYPE for shape in site.inner.shapes):
         return None
     operands = [Value(site.within, name) for name in site.inner.operands]
-    near = [downstream(program, Value(site.within, site.inner.name)), *(upstream(program, value) for value in operands)]
+    # What packs stands right before it; what was stored packed is only unpacked, together with others maybe.
+    near = [*(upstream(program, value) for value in operands), downstream(program, Value(site.within, site.inner.name))]
     names = (found.instruction.op_name for found in itertools.chain(*near))
     return next((PACK_SCOPES[scope[0]] for name in names if (scope := _SCOPE.search(name))), None)
 
