@@ -31,15 +31,19 @@ OUT = Path(__file__).parent / "results" / "out_of_memory"
 SEQUENCES = 4  # on each device
 GIB = 2**30
 
-# What is changed, as a page says it: options of the model, fields of the workload, minibatches.
+# What is changed, as the page says it: options of the model, fields of the workload, minibatches.
 Change = dict[str, Any]
 MEASURES: dict[str, Change] = {
     "FSDP alone": {},
     "`reshard_after_forward=True`": {"reshard_after_forward": True},
-    '`nn.remat`, `remat_policy("dots")`': {"reshard_after_forward": False, "remat": remat_policy("dots")},
+    f"`num_minibatches={SEQUENCES}`": {"num_minibatches": SEQUENCES},
+    'in place of both: `nn.remat`, `remat_policy("dots")`': {
+        "reshard_after_forward": False,
+        "num_minibatches": 1,
+        "remat": remat_policy("dots"),
+    },
     "`nn.remat` without a policy": {"remat": True},
     "`chunked_cross_entropy`": {"chunked_head": True},
-    f"`num_minibatches={SEQUENCES}`": {"num_minibatches": SEQUENCES},
     "`optax.adamw(mu_dtype=jnp.bfloat16)`": {"tx": optax.adamw(3e-4, mu_dtype=jnp.bfloat16)},
     "`offload=Offload()`": {"offload": Offload()},
 }

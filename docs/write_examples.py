@@ -12,11 +12,11 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 LINK = re.compile(r"\]\(\.\./examples/(\w+)\.py\)")
 HEADING_OR_BLOCK = re.compile(r"^(#+) ([^\n]*)$|^```python\n(.*?)^```$|^```.*?^```$", re.MULTILINE | re.DOTALL)
-HEAD = '''"""{title}: the code of the page docs/tutorials/{name}.md.
+HEAD = '''"""{title}.
 
     python docs/examples/{name}.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/{name}.md, written by docs/write_examples.py: change the page, and run that.
 """
 '''
 

@@ -1,8 +1,8 @@
-"""LoRA on a quantised base: the code of the page docs/tutorials/lora.md.
+"""LoRA on a quantised base.
 
     python docs/examples/lora.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/lora.md, written by docs/write_examples.py: change the page, and run that.
 """
 
 import tempfile
@@ -100,9 +100,7 @@ def train(state, by, steps):
 
 inputs = (jax.random.key(0), counting(1, 0)[:, :-1])
 base, of_base = train(
-    create_train_state(
-        Model(), optax.adamw(3e-3), mesh, *inputs, batch_axes=AXES
-    ),
+    create_train_state(Model(), optax.adamw(3e-3), mesh, *inputs, batch_axes=AXES),
     by=1,
     steps=40,
 )
@@ -118,9 +116,7 @@ state = create_train_state(
     adapted, optax.adamw(1e-2), mesh, *inputs, batch_axes=AXES, **frozen
 )
 
-plain = abstract_train_state(
-    Model(), optax.identity(), mesh, *inputs, batch_axes=AXES
-)
+plain = abstract_train_state(Model(), optax.identity(), mesh, *inputs, batch_axes=AXES)
 read = import_safetensors(f"{folder}/base", plain.params)
 
 

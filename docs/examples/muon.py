@@ -1,8 +1,8 @@
-"""Muon beside AdamW: the code of the page docs/tutorials/muon.md.
+"""Muon beside AdamW.
 
     python docs/examples/muon.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/muon.md, written by docs/write_examples.py: change the page, and run that.
 """
 
 # ---- Text and model
@@ -86,9 +86,7 @@ optimizers = {
 }
 curves = {name: train(tx) for name, tx in optimizers.items()}
 for name, losses in curves.items():
-    print(
-        f"{name:5}  mean loss of the last 20 steps: {losses[-20:].mean():.3f}"
-    )
+    print(f"{name:5}  mean loss of the last 20 steps: {losses[-20:].mean():.3f}")
 
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -101,9 +99,7 @@ ax.grid(alpha=0.3)
 
 
 # ---- Which matrices, and who works on them
-plan = plan_sharding(
-    Model(), mesh.shape, windows(0)[:, :-1], tx=optimizers["Muon"]
-)
+plan = plan_sharding(Model(), mesh.shape, windows(0)[:, :-1], tx=optimizers["Muon"])
 for group in plan.matrices:
     print(", ".join(group.leaves))
     print("   ", group)

@@ -1,8 +1,8 @@
-"""The whole loop: the code of the page docs/tutorials/whole_loop.md.
+"""The whole loop.
 
     python docs/examples/whole_loop.py
 
-Written by docs/write_examples.py: change the page, and run that.
+The code of docs/tutorials/whole_loop.md, written by docs/write_examples.py: change the page, and run that.
 """
 
 # ---- Devices, model, data

@@ -38,12 +38,12 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
-from xlstm_jax.distributed.data_parallel.placement import partition_specs
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
-from xlstm_jax.distributed.optimizers.offloading.offload import HOST, NO_OFFLOAD, Offload, on_host
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     initial_state,
     optimizer_state_shardings,
@@ -283,5 +283,5 @@ def _optimizer_rows(
         if owner is None:
             beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, value, OfNoParameter(), {}, optimizer=kept))
         else:
-            of_params[owner]["host" if sharding.memory_kind == HOST else "optimizer"] += kept
+            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += kept
     return of_params, beside

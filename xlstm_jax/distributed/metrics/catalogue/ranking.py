@@ -62,7 +62,8 @@ class BinnedRanking(PureMetric):
     Rounding to float32 adds up to 1e-6 to the errors.
 
     >>> ranking = BinnedRanking()
-    >>> values = ranking.result(ranking.observe(jnp.array([0.9, 0.4, 0.6, 0.1]), jnp.array([1, 1, 0, 0])))
+    >>> scores, labels = jnp.array([0.9, 0.4, 0.6, 0.1]), jnp.array([1, 1, 0, 0])
+    >>> values = jax.jit(lambda *batch: ranking.result(ranking.observe(*batch)))(scores, labels)
     >>> float(values["auroc"]), float(values["auroc_error_bound"])
     (0.75, 0.0)
 

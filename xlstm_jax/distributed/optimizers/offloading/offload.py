@@ -27,6 +27,8 @@ class Offload:
 
     Attributes:
       optimizer_state: of the optimizer's state what is split like the parameters.
+      params: False; True is refused. JAX would have the gradient of what lies on the host lie there, too, where nothing
+        can be computed with it; and parameters that all come in as the step begins need as much memory as ever.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> where = {"batch_axes": ("dp", "fsdp"), "offload": Offload()}
@@ -36,6 +38,16 @@ class Offload:
     """
 
     optimizer_state: bool = True
+    params: bool = False
+
+    def __post_init__(self) -> None:
+        if self.params:
+            raise ValueError(
+                "Offload(params=True): parameters stay on the device. All are read in forward and backward, and "
+                "brought in as the step begins they would fill as much memory. Leave params=False, and need less by "
+                "more devices along the axes that split them, by remat_policy(..., offload=[BLOCK_INPUT]) for "
+                "activations, or by freezing what need not be trained (freeze_params), which is stored in int8, say."
+            )
 
 
 NO_OFFLOAD = Offload(optimizer_state=False)

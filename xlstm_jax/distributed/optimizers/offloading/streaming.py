@@ -7,9 +7,10 @@ device's memory as without offload. So the update is traced once, as it is, and 
   1 ... K    groups of moments of one or several parameters, and in each phase all that its moments were missing for
 
 The fetch of a group waits for the group before it (``optimization_barrier``): while group k is updated, k + 1 travels
-in and k - 1 out, and the device holds two groups. Whatever the transform is, the equations are the same, and so is
-every value. One that couples moments of several parameters (Muon's rounds, a norm of the updates) has its coupled part
-in the phase of the last of them.
+in and k - 1 out, so that the device holds two groups, and the new values of one. (XLA's schedule for TPUs begins many
+transfers of 1 MiB at once all the same: see docs/offload.md.) Whatever the transform is, the equations are the
+same, and so is every value. One that couples moments of several parameters (Muon's rounds, a norm of the updates) has
+its coupled part in the phase of the last of them.
 
 A leaf larger than a group, layers that ``nn.scan`` has stacked, say, is a loop over its leading dim, if that is whole
 and if what happens to the leaf is arithmetic on single elements; else it is brought in whole.
