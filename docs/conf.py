@@ -24,13 +24,15 @@ BUILT = DOCS / "_build"
 KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"  # nothing of the user's own
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
 KERNEL.write_text("c.Application.log_level = 40\n")  # it warns of its transport at each start
+PICTURES = DOCS / "matplotlibrc"  # by its name too, as pages run in folders of their own
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "IPYTHONDIR": str(BUILT / "ipython")}
+os.environ["MATPLOTLIBRC"] = str(PICTURES)
 
 
 def _digest_of_the_library():
     """What a page prints may change with the library and with the results, and so may what is kept of its last run."""
     package, results = Path(xlstm_jax.__file__).parent, DOCS.parent / "benchmarks" / "results"
-    files = sorted([*package.rglob("*.py"), *results.rglob("*.json")])
+    files = sorted([*package.rglob("*.py"), *results.rglob("*.json"), PICTURES])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -146,11 +148,11 @@ def read_for_the_site(app, page, source):
 def _executed(page, text):
     """The page as a notebook. It may leave files behind, which go with the folder that it runs in.
 
-    The pages of results read what lies in the repository, so they run where they lie.
+    On the page of results the code is folded: one comes for the tables.
     """
-    in_temp = str(not page.startswith("results")).lower()
-    head = f"---\nfile_format: mystnb\nkernelspec: {{name: python3}}\nmystnb: {{execution_in_temp: {in_temp}}}\n---\n"
-    return head + PYTHON.sub("```{code-cell} python", text)
+    folded = "\n:tags: [hide-input]" if page == "results" else ""
+    head = "---\nfile_format: mystnb\nkernelspec: {name: python3}\nmystnb: {execution_in_temp: true}\n---\n"
+    return head + PYTHON.sub("```{code-cell} python" + folded, text)
 
 
 def _with_links(text, targets):

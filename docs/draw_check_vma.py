@@ -3,7 +3,7 @@
 from svg import QUARTERS, arrow, line, rect, text, write
 
 WIDTH = 480
-LEFT, COLUMN, BOX, THICK = 132, 88, 64, 22
+LEFT, COLUMN, BOX, THICK = 150, 84, 62, 22
 X = (1, 2, 3, 6)  # of each device
 SUM, MEAN = sum(X), sum(X) // len(X)
 END = LEFT + (len(X) - 1) * COLUMN + BOX

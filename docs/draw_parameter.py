@@ -5,7 +5,7 @@ from svg import QUARTERS, arrow, line, rect, text, write
 DEVICES, WIDTH, HEIGHT = 4, 480, 286
 SHAPE = (1024, 1024)
 MIB = 2**20
-LEFT, COLUMN, STRIPE, THICK = 100, 95, 20, 15
+LEFT, COLUMN, STRIPE, THICK = 112, 92, 20, 15
 WHOLE = range(DEVICES)
 
 # What a device may hold: (bytes of an entry, y). "m, v" are two arrays.

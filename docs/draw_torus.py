@@ -58,8 +58,8 @@ def picture():
     below = TOP + SIDE * STEP + 22
     yield text(8, below, "one ring of 16 chips, 15 hops;", "start")
     yield text(8, below + 18, "XLA replaces its reduce-scatters", "start")
-    yield text(258, below, "two stages, 3 hops each: 4 rings", "start")
-    yield text(258, below + 18, "along x, then 4 rings along y", "start")
+    yield text(258, below, "two stages of 3 hops each:", "start")
+    yield text(258, below + 18, "rings along x, then along y", "start")
 
 
 def main():

@@ -13,8 +13,8 @@ STYLE = f"""<style>
 @media (prefers-color-scheme: dark) {{ .drawn {{ {DARK} }} }}
 body[data-theme="light"] .drawn {{ --ink: #222222; --quiet: #666666; --faint: #cfcfcf; }}
 body[data-theme="dark"] .drawn {{ {DARK} }}
-.drawn text {{ font: 12px system-ui, sans-serif; fill: var(--ink); }}
-.drawn text.title {{ font-size: 14px; font-weight: 600; }}
+.drawn text {{ font: 14px system-ui, sans-serif; fill: var(--ink); }}
+.drawn text.title {{ font-size: 15.5px; font-weight: 600; }}
 .drawn text.quiet {{ fill: var(--quiet); }}
 .drawn text.accent {{ fill: {ACCENT}; }}
 .drawn .line {{ stroke: var(--quiet); stroke-width: 1.3; fill: none; }}
