@@ -70,12 +70,12 @@ class PackedTraffic:
 
 def packed_traffic(program: Program, collectives: Iterable[Collective], links: Links) -> PackedTraffic | None:
     """What is sent packed; None where nothing is."""
-    formats = {site.scheduled.name: name for site in sites(program) if (name := _format_of(program, site))}
-    packed = [(c, formats[c.name]) for c in collectives if c.dtype == PACKED_DTYPE and c.name in formats]
+    wider = {site.scheduled.name: ratio for site in sites(program) if (ratio := _times_bfloat16(program, site))}
+    packed = [c for c in collectives if c.dtype == PACKED_DTYPE and c.name in wider]
     by_axes: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for collective, name in packed:
+    for collective in packed:
         sent = collective.wire_bytes_per_step
-        by_axes[axes_of(links, collective)].append((sent, sent * sent_itemsize("bfloat16") / sent_itemsize(name)))
+        by_axes[axes_of(links, collective)].append((sent, sent * wider[collective.name]))
     if not packed:
         return None
     sums = {axes: [sum(column) for column in zip(*parts, strict=True)] for axes, parts in by_axes.items()}
@@ -83,14 +83,24 @@ def packed_traffic(program: Program, collectives: Iterable[Collective], links: L
     return PackedTraffic(tuple(over), _packing_seconds(program, links))
 
 
-def _format_of(program: Program, site: Site) -> str | None:
-    """In which format a collective's array is packed, by the scope of what packs or unpacks it."""
-    if not any(shape.dtype == PACKED_DTYPE for shape in site.inner.shapes):
+def _times_bfloat16(program: Program, site: Site) -> float | None:
+    """How many times its bytes bfloat16 would send of the arrays of a collective; None if one is not packed."""
+    arrays = [Value(site.within, name) for name in site.inner.operands]
+    sent = [sum(shape.nbytes for shape in array.instruction.shapes) for array in arrays]
+    formats = [_format_of(program, site, i, array) for i, array in enumerate(arrays)]
+    if not arrays or not all(formats):
         return None
-    operands = [Value(site.within, name) for name in site.inner.operands]
-    # What packs stands right before it; what was stored packed is only unpacked, together with others maybe.
-    near = [*(upstream(program, value) for value in operands), downstream(program, Value(site.within, site.inner.name))]
-    names = (found.instruction.op_name for found in itertools.chain(*near))
+    values = sum(count / sent_itemsize(name) for count, name in zip(sent, formats, strict=True) if name)
+    return values * sent_itemsize("bfloat16") / sum(sent)
+
+
+def _format_of(program: Program, site: Site, position: int, array: Value) -> str | None:
+    """In which format an array is packed, by the scope of what packs it; of one stored so, of what unpacks it."""
+    if not any(shape.dtype == PACKED_DTYPE for shape in array.instruction.shapes):
+        return None
+    result = Value(site.within, site.inner.name, (position,) if len(site.inner.operands) > 1 else ())
+    near = itertools.chain(upstream(program, array), downstream(program, result))
+    names = itertools.chain([array.instruction.op_name], (found.instruction.op_name for found in near))
     return next((PACK_SCOPES[scope[0]] for name in names if (scope := _SCOPE.search(name))), None)
 
 
