@@ -61,6 +61,7 @@ nb_execution_cache_path = str(BUILT / "executed" / _digest_of_the_library())
 nb_execution_timeout = 300  # seconds for one block
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_output_stderr = "remove-warn"  # and a warning fails the build
 
 intersphinx_mapping = {
