@@ -100,9 +100,8 @@ class StepCheck:
         if self.findings:
             return "\n".join([f"{title}: WRONG", *map(_LINES.fill, self.findings)])
         worst = max(self.leaves, key=lambda leaf: abs(leaf.ratio - 1))
-        return (
-            f"{title}: right\n  worst factor {worst.ratio:.6g}, of '{worst.path}'; noise between keys {self.noise:.1g}"
-        )
+        of = f", of '{worst.path}'" if f"{worst.ratio:.6g}" != "1" else ""  # which one is then a matter of rounding
+        return f"{title}: right\n  worst factor {worst.ratio:.6g}{of}; noise between keys {self.noise:.1g}"
 
 
 def check_step(
