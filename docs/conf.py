@@ -26,6 +26,7 @@ KERNEL.parent.mkdir(parents=True, exist_ok=True)
 KERNEL.write_text("c.Application.log_level = 40\n")  # it warns of its transport at each start
 PICTURES = DOCS / "matplotlibrc"  # by its name too, as pages run in folders of their own
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "IPYTHONDIR": str(BUILT / "ipython")}
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm would draw its bars by widgets
 os.environ["COLUMNS"] = "92"  # as wide as a page, for tables that are printed
 os.environ["MATPLOTLIBRC"] = str(PICTURES)
 
