@@ -154,7 +154,7 @@ def test_the_fields_of_format_1_are_those_that_kept_forecasts_have():
     """A name that changes is a new format; a loop of unknown length comes back from JSON as a name."""
     names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
         hbm_bytes roofline exposed_seconds tokens unknown_loops compile_seconds versions notes kernel_seconds
-        shared_flops host"""
+        shared_flops host packed"""
     assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
     run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x))
     found = forecast(run, jnp.ones((8, 8)))

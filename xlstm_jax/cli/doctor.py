@@ -38,6 +38,7 @@ _CHECKPOINT, _FORECAST, _TENSORBOARD = ("orbax-checkpoint",), ("flatbuffers", "l
 _FORECAST_GPU = ("flatbuffers", "jax-cuda12-plugin", "matplotlib", "nvidia-cuda-nvcc-cu12")
 _TRAIN = ("matplotlib", *_CHECKPOINT)
 _TEST = ("chex", "hypothesis", "pytest", "pytest-xdist", "safetensors", "scikit-learn", "setuptools")
+_DOCS = ("datasets", "furo", "grain", "matplotlib", "myst-nb", "safetensors", "sphinx", "sphinx-copybutton")
 EXTRAS = {
     "checkpoint": _CHECKPOINT,
     "forecast": _FORECAST,
@@ -48,7 +49,7 @@ EXTRAS = {
     "torch": ("torch",),
     "models": ("diffusers", "mamba2-jax", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
-    "docs": ("furo", "myst-parser", "sphinx", "sphinx-copybutton"),
+    "docs": (*_DOCS, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
 # What they are for; the first four concern every user.
