@@ -48,9 +48,10 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
 def not_averaged(path: str, leaf: Any, stray: list[str], caller: str) -> str:
     """The text of a leaf that differs between devices along other axes than its box names."""
+    declared = f"its box names {boxes.leaf_names(leaf)}" if boxes.is_box(leaf) else "it is in no box"
     return (
         f"{caller}: '{path}' of shape {np.shape(boxes.leaf_value(leaf))} differs between devices along "
-        f"{', '.join(map(repr, stray))}, but its box names {boxes.leaf_names(leaf)}. If it is a gradient, "
+        f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
         f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all that the "
         "batch is split over, in one call (value_and_grad does it for you). If it is a shard, it must come in its box."
     )
