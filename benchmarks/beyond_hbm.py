@@ -37,8 +37,8 @@ RATE, DECAY = 3e-4, 0.999
 OF_BASE = ("float32", "bfloat16", "int8", "int4")
 
 
-def _trained(**changes: Any) -> Callable[..., Workload]:
-    """All weights are trained."""
+def trained(**changes: Any) -> Callable[..., Workload]:
+    """All weights are trained; ``changes`` are options of ``language_model``, and fields of the workload."""
     of_workload = {name: changes.pop(name) for name in ("tx", "offload") if name in changes}
 
     def build(size: Size, **options: Any) -> Workload:
@@ -58,11 +58,11 @@ def _adapted(frozen_dtype: str) -> Callable[..., Workload]:
 
 AVERAGED = with_ema(optax.adamw(RATE), DECAY)
 CASES: dict[str, Callable[..., Workload]] = {
-    "adamw": _trained(),
-    "moments on the host": _trained(offload=Offload()),
-    "an average of the weights": _trained(tx=AVERAGED),
-    "an average, on the host": _trained(tx=AVERAGED, offload=Offload()),
-    "gathers in int8": _trained(gather_dtype="int8"),
+    "adamw": trained(),
+    "moments on the host": trained(offload=Offload()),
+    "an average of the weights": trained(tx=AVERAGED),
+    "an average, on the host": trained(tx=AVERAGED, offload=Offload()),
+    "gathers in int8": trained(gather_dtype="int8"),
     **{f"LoRA on {dtype}": _adapted(dtype) for dtype in OF_BASE},
 }
 WORDS = (

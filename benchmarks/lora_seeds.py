@@ -67,12 +67,12 @@ def run(job: Job, steps: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
         base = first.setdefault("base", base).replace(params=base.params, opt_state=base.opt_state, step=base.step)
         for index in range(job.config.steps):
             base, _ = step(base, fitting.draw_batch(here, index), rng)
+        whole = create_train_state(adapted, optax.identity(), job.mesh, rng, tokens, batch_axes=job.batch_axes)
         found = {"seed": seed, "base": float(evaluate(base))}
         for dtype in DTYPES:
             frozen = {"trainable": is_adapter, "frozen_dtype": dtype}
             state = create_train_state(adapted, tx, job.mesh, rng, tokens, batch_axes=job.batch_axes, **frozen)
             like = first.setdefault(dtype, state)
-            whole = create_train_state(adapted, optax.identity(), job.mesh, rng, tokens, batch_axes=job.batch_axes)
             params = jax.jit(partial(freeze_params, **frozen))(with_base(whole.params, base.params))
             state = state.replace(params=params, apply_fn=like.apply_fn, tx=like.tx)
             for index in range(steps):

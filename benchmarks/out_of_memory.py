@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.beyond_hbm import figures
+from benchmarks.beyond_hbm import figures, trained
 from benchmarks.cases import CASES as STEPS
 from benchmarks.cases import mesh_axes
 from benchmarks.forecasts import on_gpus
-from benchmarks.large_models import CONTEXT, SIZES, language_model
+from benchmarks.large_models import CONTEXT, SIZES
 from xlstm_jax.distributed import Offload, remat_policy
 from xlstm_jax.distributed.forecast import Forecast, Workload, forecast, parse_topology
 
@@ -47,7 +47,6 @@ MEASURES: dict[str, Change] = {
     "`optax.adamw(mu_dtype=jnp.bfloat16)`": {"tx": optax.adamw(3e-4, mu_dtype=jnp.bfloat16)},
     "`offload=Offload()`": {"offload": Offload()},
 }
-OF_WORKLOAD = ("tx", "offload")
 
 
 def changes_up_to(measure: str) -> Change:
@@ -61,10 +60,9 @@ def changes_up_to(measure: str) -> Change:
 
 def workload(devices: int, shard_axes: tuple[str, ...], **changes: Any) -> Workload:
     """The training with these changes."""
-    of_workload = {name: changes.pop(name) for name in OF_WORKLOAD if name in changes}
-    made = language_model(SIZES["7B"], devices=devices, shard_axes=shard_axes, **changes)
+    made = trained(**changes)(SIZES["7B"], devices=devices, shard_axes=shard_axes)
     tokens = jax.ShapeDtypeStruct((SEQUENCES * devices, CONTEXT + 1), jnp.int32)
-    return dataclasses.replace(made, batch=tokens, **of_workload)
+    return dataclasses.replace(made, batch=tokens)
 
 
 def compiled(measure: str, topology: str) -> Forecast:

@@ -21,14 +21,19 @@ sys.path.insert(0, str(DOCS))
 import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
 
 BUILT = DOCS / "_build"
-KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"  # nothing of the user's own
+KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
 KERNEL.write_text("c.Application.log_level = 40\n")  # it warns of its transport at each start
 PICTURES = DOCS / "matplotlibrc"  # by its name too, as pages run in folders of their own
-os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "IPYTHONDIR": str(BUILT / "ipython")}
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm would draw its bars by widgets
-os.environ["COLUMNS"] = "92"  # as wide as a page, for tables that are printed
-os.environ["MATPLOTLIBRC"] = str(PICTURES)
+# Of the processes in which pages run: no accelerator, nothing of the user's own, and tables as wide as a page.
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "IPYTHONDIR": str(BUILT / "ipython"),
+    "MATPLOTLIBRC": str(PICTURES),
+    "COLUMNS": "92",
+    "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm would draw its bars by widgets
+}
 
 
 def _digest_of_the_library():

@@ -274,7 +274,7 @@ def _time_table(forecast: Any) -> Any:
 
 
 def _rows_of_host(host: Any) -> list[list[str]]:
-    moved, hidden = format_bytes(host.to_device_bytes + host.to_host_bytes), f"{host.hidden_fraction:.0%} of it hidden"
+    moved, hidden = format_bytes(host.moved_bytes), f"{host.hidden_fraction:.0%} of it hidden"
     return [
         ["to the host's memory and back, one by one", moved, _milliseconds(host.seconds)],
         ["waiting for it", hidden, _milliseconds(host.waited_s)],

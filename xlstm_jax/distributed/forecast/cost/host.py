@@ -35,6 +35,11 @@ class HostTraffic:
     waited_s: float
 
     @property
+    def moved_bytes(self) -> int:
+        """What travels in a step, there and back."""
+        return self.to_device_bytes + self.to_host_bytes
+
+    @property
     def hidden_fraction(self) -> float:
         """How much of ``seconds`` nothing waits for, as the two ways or the device are busy meanwhile: 0 to 1."""
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0

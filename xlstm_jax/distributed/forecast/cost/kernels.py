@@ -75,13 +75,11 @@ class Kernels:
 
     def _product_seconds(self, computation: Computation, instruction: Instruction) -> float:
         """The time of the matrix products in an instruction at their peak rates."""
-        if instruction.opcode == "fusion":
-            inside = [self.program.computations[name] for name in _called(instruction)]
-            return sum(self._product_seconds(within, inner) for within in inside for inner in within.instructions)
-        if flops := product_flops(computation, instruction):
-            (first, *_) = operand_shapes(computation, instruction)
-            return flops / peak_rate(self.chip, _dtype(first))
-        return 0.0
+        return sum(
+            flops / peak_rate(self.chip, _dtype(operand_shapes(within, inner)[0]))
+            for within, inner in self.program.with_fused(computation, instruction)
+            if (flops := product_flops(within, inner))
+        )
 
 
 def _dtype(shape: Shape) -> str:

@@ -10,7 +10,7 @@ of unpacking is not known; where the compiler merges a cast into it, that counts
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.data_parallel.gathering.packing import sent_itemsize
@@ -21,7 +21,6 @@ from xlstm_jax.distributed.forecast.cost.schedule import axes_of
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, upstream
-from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.links import Links
 
@@ -107,17 +106,11 @@ def _format_of(program: Program, site: Site, position: int, array: Value) -> str
 def _packing_seconds(program: Program, links: Links) -> float:
     kernels, seconds = Kernels(program, links.chip), 0.0
     for computation, trips, instruction in scheduled(program):
-        if instruction.is_work and any(_SCOPE.search(name) for name in _names_in(program, instruction)):
+        if instruction.is_work and any(
+            _SCOPE.search(inner.op_name) for _, inner in program.with_fused(computation, instruction)
+        ):
             by_roofline = kernels.seconds_of(computation, instruction)
             cycles, clock_hz = instruction.estimated_cycles, links.chip.clock_hz
             alone = cycles / clock_hz if cycles is not None and clock_hz else by_roofline.total
             seconds += 0.0 if by_roofline.products else trips * alone
     return seconds
-
-
-def _names_in(program: Program, instruction: Instruction) -> Iterator[str]:
-    """The names of an instruction and of those that a fusion holds."""
-    yield instruction.op_name
-    for name in instruction.called.get("calls", ()):
-        for inner in program.computations[name].instructions:
-            yield from _names_in(program, inner)

@@ -11,7 +11,7 @@ window holds one value. Other custom calls (attention of cuDNN, kernels of Palla
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from xlstm_jax.distributed.forecast.cost.flops import window_taps
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
@@ -39,19 +39,11 @@ def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> f
         sum(
             trips * product_flops(within, instruction)
             for computation, trips in program.executed()
-            for within, instruction in _with_fused(program, computation)
+            for outer in computation.instructions
+            for within, instruction in program.with_fused(computation, outer)
             if counts(instruction)
         )
     )
-
-
-def _with_fused(program: Program, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    for instruction in computation.instructions:
-        yield computation, instruction
-        if instruction.opcode == "fusion":
-            for names in instruction.called.values():
-                for name in names:
-                    yield from _with_fused(program, program.computations[name])
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:

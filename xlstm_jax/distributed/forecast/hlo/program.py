@@ -92,6 +92,17 @@ class Program:
                     inside.update(_executed_callees(instruction))
         return frozenset(inside)
 
+    def with_fused(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """The instruction, and those that it holds if it is a fusion; each with the computation that it stands in."""
+        yield computation, instruction
+        if instruction.opcode == "fusion":
+            for name in (name for names in instruction.called.values() for name in names):
+                within = self.computations[name]
+                for inner in within.instructions:
+                    yield from self.with_fused(within, inner)
+
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         """By the name of a computation: who calls it, as a fusion or a reducer too."""

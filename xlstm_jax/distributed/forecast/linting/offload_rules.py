@@ -39,26 +39,25 @@ def needless_offload(step: Step) -> Iterator[Finding]:
 
 def _not_needed(step: Step, host: HostTraffic, without: int) -> Finding:
     available, seconds = step.forecast.available_bytes or 0, step.forecast.step_seconds or 0.0
-    moved = host.to_device_bytes + host.to_host_bytes
     return Finding(
         "needless-offload",
         "the optimizer",
         f"{format_bytes(host.stored_bytes)} of its state lie on the host, though with them on the device the step "
-        f"would take {format_bytes(without)} of {format_bytes(available)} at most. {format_bytes(moved)} travel there "
-        f"and back in a step, which waits {host.waited_s * 1e3:.3g} of its {seconds * 1e3:.3g} ms for them.",
+        f"would take {format_bytes(without)} of {format_bytes(available)} at most. "
+        f"{format_bytes(host.moved_bytes)} travel there and back in a step, which waits {host.waited_s * 1e3:.3g} of "
+        f"its {seconds * 1e3:.3g} ms for them.",
         "Leave offload out.",
-        moved,
+        host.moved_bytes,
     )
 
 
 def _saves_little(host: HostTraffic, saved: int) -> Finding:
-    moved = host.to_device_bytes + host.to_host_bytes
     return Finding(
         "needless-offload",
         "the optimizer",
         f"{format_bytes(host.stored_bytes)} of its state lie on the host, but most come to the device at once: of its "
         f"memory {format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for "
-        f"{format_bytes(moved)} that travel in a step, {host.seconds * 1e3:.3g} ms.",
+        f"{format_bytes(host.moved_bytes)} that travel in a step, {host.seconds * 1e3:.3g} ms.",
         "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of gradients "
         "for clipping of updates), and the step of make_train_step, which brings them in groups; or leave offload out.",
         host.stored_bytes - saved,
