@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -144,3 +145,8 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
 def count_collectives(text: str) -> int:
     """In StableHLO or in compiled HLO, where some are asynchronous; one over several operands is one."""
     return len(re.findall(rf"stablehlo\.(?:{KINDS})\b|\s(?:{KINDS})(?:-start)?\(", text))
+
+
+def blocks_of(page: Path, language: str = "python") -> list[str]:
+    """The blocks of a page that begin with this language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

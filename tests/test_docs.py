@@ -14,6 +14,7 @@ import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
 import xlstm_jax.distributed.metrics.cells
 from tests.optimizer_cases import CASES, RIGHT
+from tests.support import blocks_of
 from tests.test_layers import ORDER
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 
@@ -42,15 +43,11 @@ def name_of(page):
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
-def python_blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
 # Those of docs/ run while the site is built: `make docs`.
-@pytest.mark.parametrize("page", [page for page in ABOVE if python_blocks(page)], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in ABOVE if blocks_of(page)], ids=name_of)
 def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
     script = tmp_path / "page.py"
-    script.write_text("\n".join(python_blocks(page)))
+    script.write_text("\n".join(blocks_of(page)))
     # -P keeps the checkout off the path: what runs is what was installed.
     done = subprocess.run([sys.executable, "-W", "error", "-P", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

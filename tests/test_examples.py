@@ -2,12 +2,13 @@
 
 import ast
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import blocks_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 FILES = sorted((DOCS / "examples").glob("*.py"))
@@ -29,8 +30,7 @@ def test_the_programs_are_what_the_script_makes_of_the_pages():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_program_has_all_blocks_of_its_page_in_their_order(file):
-    page = (DOCS / "tutorials" / f"{file.stem}.md").read_text()
-    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    blocks = "\n".join(blocks_of(DOCS / "tutorials" / f"{file.stem}.md"))
     docstring, *program = ast.parse(file.read_text()).body
     assert ast.unparse(ast.Module(program, [])) == ast.unparse(ast.parse(blocks))
     assert f"docs/tutorials/{file.stem}.md" in docstring.value.value

@@ -22,13 +22,14 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import xlstm_jax
-from tests.support import mesh_of
+from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
 from xlstm_jax.distributed.processes.agreement import entries_of
 from xlstm_jax.distributed.processes.jax_config import COMPARED_OPTIONS, jax_settings
 from xlstm_jax.distributed.processes.joining import _own_address
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "processes.md"
 LIMIT_S = 120  # of a run on a busy machine; the promises about time are asserted one by one
 RAISED_WITHIN_S = 5
 
@@ -186,13 +187,8 @@ def test_the_coordinator_listens_where_its_name_leads_the_others(monkeypatch, re
     assert _own_address(f"{name}:7") == bind
 
 
-def page_blocks(language):
-    text = (ROOT / "docs" / "processes.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
 def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
-    (program,) = page_blocks("python")
+    (program,) = blocks_of(PAGE)
     (tmp_path / "page.py").write_text(program + "print(jax.process_count(), dict(mesh.shape), metrics['loss'])\n")
     port = free_port()
     running = [
@@ -210,7 +206,7 @@ def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
 
 
 def test_the_commands_of_the_page_start_two_processes(tmp_path):
-    (commands,) = page_blocks("bash")
+    (commands,) = blocks_of(PAGE, "bash")
     commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
     done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("process "))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import xlstm_jax
-from tests.test_docs import ROOT, python_blocks
+from tests.support import blocks_of
+from tests.test_docs import ROOT
 from xlstm_jax.cli import doctor
 
 SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md")
@@ -88,7 +89,7 @@ def test_what_is_imported_is_the_installed_library(environment, tmp_path):
 
 
 def test_the_first_example_runs(environment, tmp_path):
-    (tmp_path / "example.py").write_text(python_blocks(ROOT / "README.md")[0])
+    (tmp_path / "example.py").write_text(blocks_of(ROOT / "README.md")[0])
     assert "loss" in run([environment / "bin" / "python", "-W", "error", "example.py"], tmp_path)
 
 
@@ -100,7 +101,7 @@ def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path
 
 
 def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):
-    (tmp_path / "train.py").write_text(python_blocks(ROOT / "docs" / "cli.md")[0])
+    (tmp_path / "train.py").write_text(blocks_of(ROOT / "docs" / "cli.md")[0])
     command = [environment / "bin" / "xlstm-jax", "forecast", "--factory", "train:training", "--topology", "v5e:2x4"]
     with pytest.raises(AssertionError, match=r'pip install "FILE.whl\[forecast\]" with a wheel'):
         run(command, tmp_path)
