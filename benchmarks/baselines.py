@@ -11,6 +11,7 @@ Both take the model, loss, optimizer and batch of a ``Workload`` whose modules a
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int |
     return max(dims, key=lambda dim: shape[dim]) if dims and large else None
 
 
+SplitDim = Callable[[tuple[int, ...], int, int], int | None]
+
+
 def remodelled(workload: Workload, **fields: Any) -> Workload:
     """The same training of the model with other fields."""
     return dataclasses.replace(workload, model=workload.model.clone(**fields))
@@ -45,8 +49,10 @@ def remodelled(workload: Workload, **fields: Any) -> Workload:
 # ---------------------------------------------------------------------------------------------------- jit and shardings
 
 
-def jit_step(workload: Workload, mesh: Any, min_weight_size: int) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step of a trainer on global arrays; ``mesh`` has one axis."""
+def jit_step(
+    workload: Workload, mesh: Any, min_weight_size: int, split_dim: SplitDim = split_dim
+) -> tuple[Any, tuple[PyTree, ...]]:
+    """The step of a trainer on global arrays; ``mesh`` has one axis. ``split_dim`` chooses the dim of each leaf."""
     (axis,), parts = mesh.axis_names, mesh.size
     # Without the constraint XLA splits activations as it splits the weights, and holds those of the whole batch.
     split = NamedSharding(mesh, P(axis))

@@ -30,6 +30,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from benchmarks import baselines, limits
+from benchmarks.decoder import SIZES as DECODERS
+from benchmarks.decoder import DecoderSize, decoder
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size, language_model
 from benchmarks.limits import Counts
@@ -46,14 +48,16 @@ from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes
+from xlstm_jax.distributed.hardware.slices import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
-# The large models; 1.3B with kernels of rank 3 and 4; and one for trying things out, and for tests.
+# The large models; 1.3B with kernels of rank 3 and 4; one for trying things out, and for tests; decoders.
 OF_HIGHER_RANK = "1.3B_heads"
-SIZES = LARGE_SIZES | {
+SIZES: dict[str, Size] = LARGE_SIZES | {
     OF_HIGHER_RANK: dataclasses.replace(LARGE_SIZES["1.3B"], block="transformer_heads"),
     "small": Size(256, 2, 2, 2048),
+    **DECODERS,
 }
 REPLICA_AXIS = "dp"
 
@@ -67,7 +71,7 @@ class Case:
       mesh: "flat", "staged" or "hybrid".
       tuned: whether it is compiled with ``compiler_options``.
       xla_options: others that it is compiled with.
-      options: of ``language_model``.
+      options: of ``training``.
       one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
     """
 
@@ -158,6 +162,17 @@ def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[s
     return {REPLICA_AXIS: copies} | {axis: devices // copies for axis, devices in flat.items()}
 
 
+def training(size: Size, **options: Any) -> Workload:
+    """The model of a size as a workload; ``options`` of ``language_model``, or of ``decoder``."""
+    return decoder(size, **options) if isinstance(size, DecoderSize) else language_model(size, **options)
+
+
+def exists(size: Size, case: Case) -> bool:
+    """Whether a size has a case: a decoder is wrapped by no hand, and takes no option that its source had to know."""
+    in_the_source = case.algorithm == "flat" or case.options.keys() & {"chunked_head", "prefetch"}
+    return not (isinstance(size, DecoderSize) and in_the_source)
+
+
 def build(
     size: Size,
     case: Case,
@@ -182,7 +197,7 @@ def build(
     options = {"devices": math.prod(shape), "min_weight_size": threshold(size), **case.options}
     if case.algorithm == "ours":
         options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
-    workload, mesh = language_model(size, **options), mesh_of(sizes, devices)
+    workload, mesh = training(size, **options), mesh_of(sizes, devices)
     workload = in_a_loop(workload) if loop else workload
     if case.algorithm in ("ours", "replicated"):
         step, (state, *rest) = workload.build_step(mesh if devices else sizes)
@@ -242,17 +257,17 @@ def threshold(size: Size) -> int:
     return min(DEFAULT_MIN_WEIGHT_SIZE, size.dim**2)
 
 
-def options_of(case: Case, device_kind: str) -> dict[str, Any] | None:
+def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
     """XLA's options for a case."""
     if not case.tuned:
         return dict(case.xla_options) or None
-    return compiler_options(device_kind)
+    return compiler_options(place.chip.device_kinds[0], shape=place.shape)
 
 
 @functools.cache
 def counts(size: Size) -> Counts:
     """How many parameters the model has, by when they are needed."""
-    model, (tokens,) = (workload := language_model(size, devices=1)).model, workload.init_inputs
+    model, (tokens,) = (workload := training(size, devices=1)).model, workload.init_inputs
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     found = dict.fromkeys(("blocks", "embed", "head", "small"), 0)
     for path, leaf in leaves_with_path(shapes):

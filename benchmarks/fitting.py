@@ -210,22 +210,23 @@ class Programs(NamedTuple):
     flops: float  # of the model for one step, on each device; what is computed again does not count
 
 
-def compile_programs(job: Job, run: Run) -> Programs:
+def traced_step(job: Job, run: Run) -> tuple[jax.stages.Traced, float]:
+    """The step, and the model's FLOP in it, as ``Programs`` has them."""
     metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
     options = {"metric": metric, "whole_ok": job.config.replicated}
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
-    sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
-    evaluate = make_evaluate(job)
     traced = step.trace(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh))
     flops = count_flops(traced.jaxpr, mesh.size).by_direction()
+    return traced, sum(flops.values()) - flops.get("recompute", 0.0)
+
+
+def compile_programs(job: Job, run: Run) -> Programs:
+    metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
+    sync = jax.shard_map(metric.sync, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec())
+    evaluate = make_evaluate(job)
+    traced, flops = traced_step(job, run)
     evaluate(run.state).block_until_ready()
-    return Programs(
-        traced.lower().compile(),
-        make_log_step(metric, mesh, axes),
-        jax.jit(sync),
-        evaluate,
-        sum(flops.values()) - flops.get("recompute", 0.0),
-    )
+    return Programs(traced.lower().compile(), make_log_step(metric, mesh, axes), jax.jit(sync), evaluate, flops)
 
 
 def fit(

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import CASES, SIZES, Case, build, names_in_words, options_of
+from benchmarks.cases import CASES, SIZES, Case, build, exists, names_in_words, options_of
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options, complete
@@ -41,7 +41,7 @@ from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.wording import format_bytes, rich_table
 
 FORMAT = 2  # of what is kept
-GPU_FORMAT = 1  # of what is kept of GPUs besides
+GPU_FORMAT = 2  # of what is kept of GPUs besides
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")
 OVERVIEW = ("replicated", "flat, no remat", "flat", "ours")
 GPU_OVERVIEW = ("jit", "jit, best options", "flat", "ours")
@@ -162,7 +162,7 @@ def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] |
     """What is kept of a case: ``known``, where that is of the same program, else made by compiling."""
     place = parse_topology(topology)
     step, args = build(size, case, place.shape, gpus=on_gpus(place))
-    options = options_of(case, place.chip.device_kinds[0])
+    options = options_of(case, place)
     program = fingerprint(step, args, place, options)
     if known is not None and known["program"] == program:
         return known
@@ -221,8 +221,9 @@ def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str
       ImportError: the compiler for the topology is not installed, or flatbuffers.
     """
     kept.mkdir(parents=True, exist_ok=True)
-    task = progress.add_task("", total=len(sizes) * len(topologies) * len(cases))
-    for name, topology, case in ((n, t, c) for n in sizes for t in topologies for c in cases):
+    jobs = [(n, t, c) for n in sizes for t in topologies for c in cases if exists(SIZES[n], CASES[c])]
+    task = progress.add_task("", total=len(jobs))
+    for name, topology, case in jobs:
         progress.update(task, description=f"{name} on {topology}: {case}")
         path = path_of(kept, name, topology)
         found = forecast_case(SIZES[name], CASES[case], topology, read(path).get(case))

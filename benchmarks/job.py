@@ -184,7 +184,8 @@ def _agreed_text(config: TrainConfig) -> Text:
     What fails on one process alone, before they have agreed, the others are told too: none waits for it.
     """
     place = (config.coordinator, config.processes, config.process_id) if config.processes > 1 else ()
-    initialize_distributed(*place, initialization_timeout_s=config.start_timeout)
+    heartbeat_s = max(config.start_timeout, config.step_timeout)  # A pause that the guard allows is no death.
+    initialize_distributed(*place, initialization_timeout_s=config.start_timeout, heartbeat_timeout_s=heartbeat_s)
     text, problem = None, None
     try:
         _check_checkpoints(config)

@@ -83,7 +83,7 @@ def temporary_bytes(
     wire = gather_bytes + scatter_bytes
     kept = 2 * counts.layers * tokens * counts.dim
     block = counts.blocks / counts.layers * wire + 8 * tokens * counts.dim
-    head = counts.head * wire + 4 * tokens * counts.vocab_size
+    head = (counts.head or counts.embedding) * wire + 4 * tokens * counts.vocab_size  # a tied one is the embedding
     return kept + max(block, head)
 
 

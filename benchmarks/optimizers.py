@@ -27,9 +27,9 @@ import optax
 from rich.console import Console
 
 from benchmarks.cases import CASES as STEPS
-from benchmarks.cases import OURS, SIZES, mesh_axes, threshold
+from benchmarks.cases import OURS, SIZES, mesh_axes, threshold, training
 from benchmarks.forecasts import on_gpus
-from benchmarks.large_models import Size, language_model
+from benchmarks.large_models import Size
 from benchmarks.report import bars, draw_losses, panels
 from benchmarks.train_lm import read_rows
 from xlstm_jax.distributed import matrix_dimensions, muon
@@ -73,7 +73,7 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
     parsed = parse_topology(topology)
     sizes = mesh_axes(STEPS["ours"], parsed.shape, gpus=on_gpus(parsed))
     options = {"devices": parsed.num_devices, "min_weight_size": threshold(size), **OURS, "shard_axes": tuple(sizes)}
-    workload = dataclasses.replace(language_model(size, **options), tx=CASES[case]())
+    workload = dataclasses.replace(training(size, **options), tx=CASES[case]())
     step, args = workload.build_step(sizes)
     return forecast(step, *args, topology=topology, compiler_options="auto")
 

@@ -16,7 +16,6 @@ from benchmarks.options import complete
 from tests.compiled_cases import compiled, kept_folder
 from tests.gpu import __main__ as on_card
 from tests.gpu import measures
-from tests.support import NEEDS_CUDA_PLUGIN
 from tests.test_forecast import workload
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
@@ -90,7 +89,6 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_ours_sends_the_least_and_across_hosts_the_least(kept):
     found = traffic.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, COMPARED))["cases"]
     ours, jit = found["ours"], found["jit"]
@@ -103,7 +101,6 @@ def test_ours_sends_the_least_and_across_hosts_the_least(kept):
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_the_commands_leave_tables_files_and_pictures(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw", "--sizes", SIZE]
     for module in (traffic, memory):
@@ -129,7 +126,6 @@ def text_with(options):
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_every_option_of_gpus_is_accepted_and_changes_the_program():
     options = compiler_options(parse_topology("h100:1x2").chip.device_kinds[0])
     without = text_with({})

@@ -9,7 +9,6 @@ from benchmarks import limits, memory
 from benchmarks.cases import SIZES, counts
 from benchmarks.forecasts import phases
 from tests.compiled_cases import compiled, kept_folder
-from tests.support import NEEDS_LIBTPU
 from xlstm_jax.distributed.forecast.cost.memory import Memory, Moment
 
 SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
@@ -24,7 +23,6 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_flat_algorithm(kept):
     found = memory.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))
     ours, flat = (found["cases"][case] for case in ("ours", "flat"))
@@ -38,7 +36,6 @@ def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_fl
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 def test_no_phase_has_more_in_use_than_there_is(kept):
     for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
         live = found["live_temporary_bytes"]
@@ -63,7 +60,6 @@ def test_phases_are_told_by_direction_and_place():
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert memory.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0

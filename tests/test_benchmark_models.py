@@ -11,14 +11,21 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from benchmarks import lora
-from benchmarks.cases import CASES, WORDS, names_in_words
+from benchmarks import decoder, lora
+from benchmarks.cases import CASES, WORDS, counts, exists, names_in_words
 from benchmarks.large_models import Size, language_model
 from benchmarks.models import BLOCKS, LanguageModel, causal_attention
 from benchmarks.step_time import STEP_WORDS, TORCH_CASES
 from benchmarks.step_time_variants import CASES as STEP_CASES
 from tests.support import AXES, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import init_sharded, make_generate, plan_sharding, unbox
+from xlstm_jax.distributed import (
+    create_train_state,
+    init_sharded,
+    make_generate,
+    make_train_step,
+    plan_sharding,
+    unbox,
+)
 
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
@@ -117,6 +124,49 @@ def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, r
     assert_allclose(got, want, rtol=2e-3)  # the logits of the plain loss are rounded to bfloat16
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         close(g, w, 5e-2)
+
+
+def attention_of_each_group(q, k, v):
+    """Queries h share the keys h // (heads / kv_heads)."""
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    return jnp.swapaxes(plain_attention(q, k, v), 1, 2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_decoder_with_an_attention_that_it_is_given_has_the_gradient_of_the_plain_one(tied):
+    size = decoder.DecoderSize(32, 2, 4, 64, hidden=48, kv_heads=2, tied=tied)
+    sharding = {"shard_axes": AXES, "min_weight_size": 64, "gather_dtype": None}
+    made = decoder.decoder(size, devices=4, context=24, attention=attention_of_each_group, **sharding)
+    plain = decoder.decoder(size, devices=4, context=24, remat=False)
+    rows = jax.random.randint(jax.random.key(0), made.batch.shape, 0, size.vocab_size)
+    mesh = mesh_of(2, 2)
+    state = create_train_state(made.model, optax.sgd(1.0), mesh, jax.random.key(1), rows, batch_axes=AXES)
+    start = jax.device_get(unbox(state.params))  # before the step takes its memory
+    state, metrics = make_train_step(made.loss_fn, mesh, AXES)(state, rows, jax.random.key(2))
+
+    value = jax.jit(jax.value_and_grad(lambda params, rows: plain.loss_fn(params, plain.model.apply, rows, None)))
+    loss, want = value(start, rows)
+    assert_allclose(metrics["loss"], loss, rtol=2e-3)
+    found = jax.tree.map(lambda before, after: before - after, start, jax.device_get(unbox(state.params)))
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        close(got, np.asarray(right), 5e-2)
+    of_a_device = value(start, rows[:1])[1]
+    assert (
+        np.abs(of_a_device["blocks"]["query"]["kernel"] / want["blocks"]["query"]["kernel"] - 1).mean() > 0.5
+    )  # guard
+
+
+def test_sizes_of_decoders_have_the_parameters_that_are_published():
+    found = {name: counts(size).total for name, size in decoder.SIZES.items()}
+    assert found["llama3.2_1B"] == 1_235_814_400 and found["llama3.1_8B"] == 8_030_261_248
+    assert round(found["decoder_0.8B"] / 1e9, 3) == 0.825
+
+
+def test_a_decoder_has_no_case_that_its_source_would_have_to_know():
+    there = [name for name, case in CASES.items() if exists(decoder.SIZES["decoder_small"], case)]
+    assert {"jit", "ours", "ours, ZeRO-1"} < set(there)
+    assert not {"flat", "ours, chunked head", "ours, ahead"} & set(there)
 
 
 def test_pictures_say_what_the_names_of_cases_mean():

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import optimizers
+from xlstm_jax.distributed.forecast import CompileError
 
 FIGURES = {"wire_bytes": 100.0, "flops": 1e12, "temporary_bytes": 2**30, "compile_seconds": 10.0, "all_to_alls": 0}
 FOUND = {
@@ -49,3 +50,13 @@ def test_every_optimizer_takes_the_model(case):
     params["layers"]["up"] = {"kernel": jax.ShapeDtypeStruct((2, 8, 16), "float32")}
     _, state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     assert jax.tree.leaves(state)
+
+
+def test_a_refused_program_is_no_row_of_figures(monkeypatch):
+    def compiled(size, case, topology):
+        raise CompileError("UNIMPLEMENTED: not on this slice")
+
+    monkeypatch.setattr(optimizers, "compiled", compiled)
+    found = optimizers.measured("small", ["muon"], "v5e:16x16")
+    assert list(found) == ["adamw", "muon"] and all(row.keys() == {"problem"} for row in found.values())
+    assert "UNIMPLEMENTED: not on this slice" in found["muon"]["problem"]

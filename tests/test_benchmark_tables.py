@@ -65,11 +65,9 @@ def of_traffic(found):
 def of_gpus(found):
     tables = traffic.gpu_tables("1.3B", "h100:32x8", found | {"cases": failing(found["cases"])})
     options = failing(kept("options", "1.3B_h100_32x8_jax0.12.0.1")["ours"])
-    waiting = kept("scaling", "1.3B_h100_waiting")["ours, best options"].items()
+    waiting = {256: gpu_scaling.row_of(kept("forecasts", "1.3B_h100_32x8")["ours, best options"])}
     swept = xla_options.table("1.3B", "h100:32x8", "ours", options)
-    return Group(
-        *tables, *swept, gpu_scaling.table("1.3B", "h100", "ours, best options", {int(n): row for n, row in waiting})
-    )
+    return Group(*tables, *swept, gpu_scaling.table("1.3B", "h100", "ours, best options", waiting))
 
 
 def of_accuracy():

@@ -7,14 +7,12 @@ import pytest
 from benchmarks import forecasts, limits, traffic
 from benchmarks.cases import SIZES, counts
 from tests.compiled_cases import NoProgress, compiled, kept_folder
-from tests.support import NEEDS_LIBTPU
 
 SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
 DEVICES = 16
 COUNTS = counts(SIZES[SIZE])
 pytestmark = [
     pytest.mark.libtpu,
-    NEEDS_LIBTPU,
 ]
 
 

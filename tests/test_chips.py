@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import NEEDS_LIBTPU
 from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
@@ -64,10 +63,15 @@ def test_a_device_without_figures_has_no_chip():
 
 
 def test_a_new_chip_is_one_entry(monkeypatch):
-    figures = {"name": "v9", "device_kinds": ("TPU v9",), "pod": (8, 8, 16), "xla_options": {"xla_tpu_new": True}}
+    figures = {
+        "name": "v9",
+        "device_kinds": ("TPU v9",),
+        "pod": (8, 8, 16),
+        "xla_options": {"xla_tpu_new": ((2, 2, 1),)},
+    }
     monkeypatch.setitem(CHIPS, "v9", dataclasses.replace(CHIPS["v5p"], **figures))
     assert parse_topology("v9:4x8x16").wraps == (True,) * 3 and chip_of("TPU v9") is CHIPS["v9"]
-    assert compiler_options("TPU v9") == {"xla_tpu_new": True}
+    assert compiler_options("TPU v9", shape=(2, 2, 1)) == {"xla_tpu_new": True}
     with pytest.raises(ValueError, match=r"there is no such slice of v9\..* up to 8x8x16"):
         parse_topology("v9:4x8x24")
 
@@ -168,7 +172,6 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 def test_libtpu_knows_the_slices_and_names_the_chips_alike():
     names = ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v6e:1x1", "v6e:8x8", "v4:2x2x1", "v4:4x4x4", "v4:16x16x16"]
     names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]

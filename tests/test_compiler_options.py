@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from xlstm_jax.distributed.forecast import CHIPS
 from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.hardware.slices import every_slice, slice_shape
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +30,7 @@ import jax, jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from xlstm_jax.distributed.hardware.slices import slice_shape
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
@@ -84,7 +87,7 @@ def traffic(options):
         sums[found.kind][1] += found.wire_bytes_per_step * found.asynchronous
     return sums
 
-every = compiler_options(devices[0].device_kind)
+every = compiler_options(devices[0].device_kind, shape=slice_shape(devices[0]))
 sets = {"none": {}, "all": every}
 if sys.argv[2] == "each":
     sets |= {name: {other: value for other, value in every.items() if other != name} for name in every}
@@ -136,7 +139,7 @@ def test_on_v5e_gathers_in_a_loop_become_asynchronous():
     found = traffic("v5e:2x4")
     assert share(found[ALL], "all-gather") >= 0.7 > 0.1 >= share(found[NONE], "all-gather")
     assert share(found[ALL], "all-to-all") == 1 > 0 == share(found[NONE], "all-to-all")
-    assert len(compiler_options("TPU v5 lite")) == 2, "an option that is not tested"
+    assert len(compiler_options("TPU v5 lite", shape=(2, 4))) == 2, "an option that is not tested"
 
 
 # --------------------------------------------------------------------------------------------------------------- kinds
@@ -168,6 +171,44 @@ def test_without_pipelining_the_compiler_begins_no_gather_a_layer_ahead():
     assert ["all_gather" in name for name in left_out("NVIDIA H100 80GB HBM3")] == [True]
     assert left_out("TPU v5 lite") == ["xla_tpu_enable_ici_ag_pipelining"]
     assert left_out("TPU v5p") == []  # SparseCores run gathers by themselves
+
+
+ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
+
+
+def test_a_slice_gets_only_what_was_compiled_on_it():
+    def has_all_to_all(kind, shape):
+        return ALL_TO_ALL in compiler_options(kind, shape=shape)
+
+    assert has_all_to_all("TPU v5 lite", (4, 4)) and has_all_to_all("TPU v5 lite", (4, 2))
+    assert not any(has_all_to_all("TPU v5 lite", shape) for shape in [(4, 8), (8, 8), (8, 16), (16, 16)])
+    assert not has_all_to_all("TPU v5 lite", None)  # a slice that nobody names may be one that refuses it
+    assert has_all_to_all("TPU v6 lite", (16, 16)) and has_all_to_all("TPU v6 lite", None)
+    assert compiler_options("TPU v6 lite", shape=(3, 5)) == {}  # nobody has compiled for it
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS.values() if chip.xla_options], ids=lambda chip: chip.name)
+def test_options_name_slices_that_there_are(chip):
+    for slices in chip.xla_options.values():
+        assert set(slices) <= set(every_slice(chip)) and len(slices) == len(set(slices)) > 3
+
+
+class Tpu:
+    """A TPU among others, as JAX shows it."""
+
+    device_kind, slice_index = "TPU v5 lite", 0
+
+    def __init__(self, coords, client):
+        self.coords, self.client = coords, client
+
+
+def test_a_device_knows_its_slice_whatever_part_a_mesh_takes():
+    others = []
+    client = types.SimpleNamespace(devices=lambda: others)
+    others += [Tpu((x, y, 0), client) for y in range(16) for x in range(8)]
+    assert slice_shape(others[0]) == (8, 16) and slice_shape(jax.devices()[0]) is None
+    del others[8:]
+    assert slice_shape(others[0]) == (8, 1)  # guard: it is the coordinates that tell
 
 
 def test_the_dict_is_the_callers_own():

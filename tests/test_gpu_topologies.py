@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import NEEDS_CUDA_PLUGIN
 from tests.test_forecast import LAYERS, workload
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import forecast
@@ -28,7 +27,6 @@ WHOLE = LAYERS * WIDTH + 32
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 @pytest.mark.parametrize(
     "topology, mesh, kind",
     [("h100:1x8", {"fsdp": 8}, "NVIDIA H100 80GB HBM3"), ("b200:2x4", {"dp": 2, "fsdp": 4}, "NVIDIA B200")],
@@ -55,7 +53,6 @@ def test_a_forecast_for_gpus_from_a_machine_without_one(topology, mesh, kind):
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_what_does_not_fit_into_a_gpu_is_reported_and_fits_nowhere():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     sharding = NamedSharding(mesh, P("fsdp"))
@@ -80,7 +77,6 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_xla_takes_the_description_of_every_gpu():
     names = [chip.name for chip in CHIPS.values() if not chip.torus_axes]
     topologies = [parse_topology(f"{name}:2x{CHIPS[name].devices_per_node}") for name in names]
@@ -92,7 +88,6 @@ def test_xla_takes_the_description_of_every_gpu():
 
 
 @pytest.mark.cuda_plugin
-@NEEDS_CUDA_PLUGIN
 def test_a_key_of_the_cache_is_of_this_gpu_and_this_plugin(monkeypatch):
     def key(topology):
         mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})

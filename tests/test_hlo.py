@@ -73,7 +73,6 @@ def test_a_loop_of_constant_length_runs_as_often_as_it_does(name):
 @pytest.mark.libtpu
 def test_loops_of_a_tpu_are_counted():
     """Its compiler writes no known_trip_count."""
-    pytest.importorskip("libtpu")
     whole = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 1}), P())
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole)
     fns, trips = zip(*LOOPS.values(), strict=True)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import NEEDS_LIBTPU, fsdp
+from tests.support import fsdp
 from xlstm_jax.distributed import Offload, plan_sharding
 from xlstm_jax.distributed.forecast import ReportCache, Workload, fit, forecast, lint
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
@@ -18,7 +18,7 @@ GIB = 2**30
 TOPOLOGY, MESH = "v5e:2x2", {"fsdp": 4}
 X = jax.ShapeDtypeStruct((4, 16384), jnp.bfloat16)  # a row for each device: of which no minibatches can be made
 
-pytestmark = [pytest.mark.libtpu, NEEDS_LIBTPU]
+pytestmark = pytest.mark.libtpu
 
 
 class Layer(nn.Module):

@@ -11,7 +11,15 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import Replicas, init_sharded, partition_specs, shard_module_params, sync_gradients
+from xlstm_jax.distributed import (
+    Replicas,
+    gather_params,
+    init_sharded,
+    partition_specs,
+    plan_sharding,
+    shard_module_params,
+    sync_gradients,
+)
 from xlstm_jax.distributed.data_parallel.boxes import true_value
 
 KEY = jax.random.key(0)
@@ -114,6 +122,12 @@ def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
     lines = [line for line in run.lower(weight, X).as_text().splitlines() if "all_gather" in line]
     assert len(lines) == 2 and all("bf16" in line for line in lines)
 
+    def gathered(weight):  # what a call leaves open, the wrapper says
+        return gather_params(weight, "fsdp", "float16"), gather_params(weight, "fsdp", None, "float32")
+
+    found = jax.eval_shape(on_mesh(gathered, mesh, False, (partition_specs(weight, mesh),), P()), weight)
+    assert [str(whole.dtype) for whole in found] == ["float16", "bfloat16"]
+
 
 def test_a_split_of_the_model_itself_is_left():
     """Tensor parallel: the module computes with its shard over "dp", and "fsdp" alone is gathered."""
@@ -128,6 +142,9 @@ def test_a_split_of_the_model_itself_is_left():
     variables = init_sharded(shard_module_params(Column, "fsdp", 16)(), mesh, KEY, X, batch_axes="fsdp")
     weight = variables["params"]["weight"]
     assert weight.names == ("fsdp", "dp") and weight.model_axes == ("dp",)
+
+    model = shard_module_params(Column, "fsdp", 16)()
+    assert plan_sharding(model, mesh.shape, X).row("weight").gathered_bytes == 12 * 4 * 4
 
     def read(weight, x):
         assert weight.shape == (12, 4)

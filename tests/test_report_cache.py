@@ -6,14 +6,16 @@ The entries themselves are tested without a compiler; a request's key on steps t
 import dataclasses
 import json
 import os
+import re
+import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CompileError, ReportCache, forecast
+from xlstm_jax.distributed import DeviceMeshManager, ShardingPlan
+from xlstm_jax.distributed.forecast import CompileError, Forecast, ReportCache, forecast
 from xlstm_jax.distributed.forecast.compiling import child_process, report_cache
 from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
 from xlstm_jax.distributed.forecast.compiling.report_cache import chosen_cache, user_cache
@@ -48,9 +50,11 @@ def test_a_damaged_entry_is_none_and_is_replaced(cache):
     places = [*range(0, len(sound), 9), len(sound) - 1]
     flipped = [sound[:i] + bytes([sound[i] ^ 1]) + sound[i + 1 :] for i in places]
     cut = [sound[:i] for i in places]
-    for damaged in (*flipped, *cut, sound + b"\0", b"\0" * len(sound)):
-        entry(cache).write_bytes(damaged)
-        assert cache.read(KEY) is None
+    with pytest.warns(UserWarning, match=r"was not read from .*kept: an entry does not have its digest") as warned:
+        for damaged in (*flipped, *cut, sound + b"\0", b"\0" * len(sound)):
+            entry(cache).write_bytes(damaged)
+            assert cache.read(KEY) is None
+    assert len(warned) == 1
     cache.write(KEY, TEXTS)
     assert cache.read(KEY) == TEXTS and len(flipped) > 9  # guard
 
@@ -58,12 +62,89 @@ def test_a_damaged_entry_is_none_and_is_replaced(cache):
 def test_an_entry_under_the_name_of_another_is_none(cache):
     cache.write(KEY, TEXTS)
     entry(cache).rename(entry(cache, OTHER))
-    assert cache.read(OTHER) is None and cache.read(KEY) is None
+    with pytest.warns(UserWarning, match="digest"):
+        assert cache.read(OTHER) is None and cache.read(KEY) is None
+
+
+def planted(content):
+    """An entry whose digest is right."""
+    return lambda path: path.write_bytes(report_cache._digest(KEY, content) + content)
+
+
+def linked(path):
+    path.rename(path.with_name("sound"))
+    path.symlink_to("sound")
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+UNUSABLE = {
+    "another's": (lambda path: os.chown(path, 65534, 65534), "another user .number 65534."),
+    "written by others": (lambda path: path.chmod(0o620), "others may write .*report"),
+    "in a folder of others": (lambda path: os.chown(path.parent, 65534, 65534), "kept belongs to another user"),
+    "in a folder that others may write": (lambda path: path.parent.chmod(0o777), "others may write .*kept .run chmod"),
+    "a link": (linked, "is no regular file"),
+    "a pipe": (a_pipe, "is no regular file"),
+    "too large": (lambda path: os.truncate(path, 2**28 + 1), "has 268435457 bytes, more than the 268435456"),
+    "of zeros": (planted(zlib.compress(b'{"hlo":"' + bytes(2**20) + b'"}')), "inflates to more than 1000000 bytes"),
+    "cut off": (planted(zlib.compress(b"{}")[:-1]), "is cut off"),
+    "not zlib": (planted(b"xx"), "holds no texts .Error -3"),
+    "not JSON": (planted(zlib.compress(b"{")), "holds no texts .Expecting"),
+    "deep": (planted(zlib.compress(b"[" * 100_000)), "holds no texts .maximum recursion|holds no texts"),
+    "a list": (planted(zlib.compress(b"[1]")), "holds no texts"),
+    "of numbers": (planted(zlib.compress(b'{"hlo": 1}')), "holds no texts"),
+}
+
+
+@pytest.mark.parametrize("hurt, reason", UNUSABLE.values(), ids=UNUSABLE)
+def test_what_others_may_have_written_or_nobody_has_is_not_read(hurt, reason, cache, monkeypatch):
+    cache.write(KEY, TEXTS)
+    try:
+        hurt(entry(cache))
+    except PermissionError:
+        pytest.skip("only root gives files away")
+    if "1000000" in reason:
+        monkeypatch.setattr(report_cache, "MAX_ENTRY_BYTES", 1_000_000)
+    with pytest.warns(UserWarning, match=f"a compiled report was not read from .*{reason}.*compiled anew") as warned:
+        assert cache.read(KEY) is None and cache.read(KEY) is None
+    assert len(warned) == 1 and cache.misses == 2
+    cache.write(KEY, TEXTS)
+    folder_is_bad = "kept" in reason
+    assert bool(cache.problem) == folder_is_bad and (cache.read(KEY) == TEXTS) != folder_is_bad
+
+
+def test_a_report_that_could_not_be_read_again_is_not_kept(cache, monkeypatch):
+    monkeypatch.setattr(report_cache, "MAX_ENTRY_BYTES", 100)
+    cache.write(KEY, TEXTS)
+    assert re.search(r"the report has \d+ bytes, more than the 100 that an entry may", cache.problem)
+    assert os.listdir(cache.folder) == []
+
+
+@pytest.mark.parametrize("what, read", {"a plan": ShardingPlan.from_json, "a forecast": Forecast.from_json}.items())
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("[" * 100_000, r"but no JSON"),
+        ('{"format": ' + "9" * 5000 + "}", r"but no JSON: Exceeds the limit"),
+        ("", r"but no JSON: Expecting value"),
+        ('{"format": 1}', r"as the library writes it: it has no '\w+'"),
+        ('{"format": 1, "leaves": [], "unknown_loops": 3}', r"as the library writes it: .* object"),
+    ],
+    ids=["deep", "long number", "empty", "no fields", "other types"],
+)
+def test_a_text_that_is_no_plan_or_forecast_is_a_value_error(what, read, text, why):
+    with pytest.raises(ValueError, match=f"^this is not {what}.* {why}|^this is not {what}, {why}"):
+        read(text)
 
 
 def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_path, monkeypatch):
     entry(cache).mkdir(parents=True)
-    assert cache.read(KEY) is None
+    cache.folder.chmod(0o700)
+    with pytest.warns(UserWarning, match="is no regular file"):
+        assert cache.read(KEY) is None
     cache.write(KEY, TEXTS)
     assert "Is a directory" in cache.problem
     beneath = ReportCache(tmp_path / "file" / "kept")
@@ -138,7 +219,6 @@ def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), s
 
 @pytest.mark.libtpu
 def test_a_key_is_of_the_program_and_not_of_who_asks_for_it():
-    pytest.importorskip("libtpu")
 
     def from_elsewhere():
         return request()  # other lines are on the way to the step
@@ -163,7 +243,6 @@ def test_a_key_is_of_the_program_and_not_of_who_asks_for_it():
     ids=str,
 )
 def test_another_program_topology_or_option_has_another_key(changed):
-    pytest.importorskip("libtpu")
     base = {"topology": "v5e:2x2", "axes": {"dp": 4}} if "axes" in changed else {}
     assert request(**base | changed).key != request(**base).key
 
@@ -176,7 +255,6 @@ def bumped(name):
 @pytest.mark.libtpu
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "libtpu"])
 def test_another_version_has_another_key(package, monkeypatch):
-    pytest.importorskip("libtpu")
     before = request().key
     monkeypatch.setattr(child_process, "version", bumped(package))
     assert request().key != before
@@ -184,7 +262,6 @@ def test_another_version_has_another_key(package, monkeypatch):
 
 @pytest.mark.libtpu
 def test_what_the_compiler_reads_from_the_environment_is_in_the_key(monkeypatch, tmp_path):
-    pytest.importorskip("libtpu")
     before = request().key
     monkeypatch.setenv("LESS", "-R")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")  # of another backend: the child does not get it
@@ -236,14 +313,14 @@ def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch
     (path,) = cache.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     misses = cache.misses
-    again = forecast(step, x, topology="v5e:1x1", cache=cache)
+    with pytest.warns(UserWarning, match="digest"):
+        again = forecast(step, x, topology="v5e:1x1", cache=cache)
     assert dataclasses.replace(again, compile_seconds=found.compile_seconds) == found and cache.misses == misses + 1
     assert forecast(step, x, topology="v5e:1x1", cache=cache) == again
 
 
 @pytest.mark.libtpu
 def test_what_another_attempt_may_answer_otherwise_is_not_kept(monkeypatch):
-    pytest.importorskip("libtpu")
     errors = {None: True, "XlaRuntimeError: RESOURCE_EXHAUSTED: of HBM": True, "INTERNAL: disk": False}
     versions = child_process._versions(packages := ["jax", "jaxlib", "libtpu"])
     told = {error: json.dumps({"error": error, "versions": versions}) for error in errors}

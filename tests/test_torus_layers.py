@@ -155,7 +155,6 @@ def test_the_kernels_of_all_layers_are_split_gathered_and_scattered(all_layers):
 @pytest.mark.libtpu
 def test_scattered_as_arrays_of_their_own_rank_they_are_all_reduced(monkeypatch):
     """Guard: it is the matrices that do it, and an all-reduce is seen."""
-    pytest.importorskip("libtpu")
     monkeypatch.setattr(collectives, "_matrix_shape", lambda shape: shape)
     found, _ = compiled("v5e:4x4", OF_HIGHER_RANK)
     assert all_reduced(found) == set(OF_HIGHER_RANK)

@@ -526,7 +526,6 @@ def collectives_on_tpu(topology, sizes):
 
 @pytest.mark.libtpu
 def test_a_rectangular_torus_gathers_and_scatters():
-    pytest.importorskip("libtpu")
     found = collectives_on_tpu("v5e:2x4", {"dp": 2, "fsdp": 4})
     payload = 4096 * 1024 * 2
     gathers = [c for c in found if c.kind == "all-gather"]
@@ -543,7 +542,6 @@ def test_a_rectangular_torus_gathers_and_scatters():
 
 @pytest.mark.libtpu
 def test_a_square_torus_reduces_all_where_it_was_asked_to_scatter():
-    pytest.importorskip("libtpu")
     found = collectives_on_tpu("v5e:4x4", {"fsdp": 16})
     stands = [c for c in found if c.stands_for == "reduce-scatter"]
     assert sum(c.count * c.payload_bytes for c in stands) == 6 * 2 * 4096 * 1024 * 2

@@ -9,9 +9,7 @@ hold is marked so, with the figure, and strictly: the day it holds, the mark mus
 
 import pytest
 
-from tests.support import NEEDS_CUDA_PLUGIN
-
-pytestmark = [pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN]
+pytestmark = pytest.mark.cuda_plugin
 
 H100 = "h100:32x8"
 TOPOLOGIES = (H100, "h200:16x8", "b200:8x8")

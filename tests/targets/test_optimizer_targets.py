@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks.cases import SIZES
 from benchmarks.optimizers import measured, more_than_adamw
-from tests.support import NEEDS_CUDA_PLUGIN, NEEDS_LIBTPU
 from xlstm_jax.distributed.optimizers.matrices.momentum import DEFAULT_NS_STEPS
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
 
@@ -24,8 +23,8 @@ FORMS = {(2048, 12288): 24, (2048, 6144): 48, (2048, 2048): 24}
 FEW, MANY = "v5e:16x16", "v5e:2x4"  # fewer matrices of each form than devices, and more
 TPUS = (MANY, FEW, "v5p:4x4x8")
 GPUS = "h100:32x8"
-OF_TPUS = [pytest.param(topology, marks=[pytest.mark.libtpu, NEEDS_LIBTPU]) for topology in TPUS]
-OF_GPUS = pytest.param(GPUS, marks=[pytest.mark.cuda_plugin, NEEDS_CUDA_PLUGIN])
+OF_TPUS = [pytest.param(topology, marks=pytest.mark.libtpu) for topology in TPUS]
+OF_GPUS = pytest.param(GPUS, marks=pytest.mark.cuda_plugin)
 everywhere = pytest.mark.parametrize("topology", [*OF_TPUS, OF_GPUS])
 SIZE = {MANY: 8, FEW: 256, "v5p:4x4x8": 128, GPUS: 256}
 
@@ -58,7 +57,6 @@ def test_two_all_to_alls_for_each_round_and_none_in_newton_schulz(topology):
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 @pytest.mark.parametrize("case, itemsize", [("muon", 4), ("muon, bfloat16", 2)])
 @pytest.mark.parametrize(
     "topology",
@@ -80,7 +78,6 @@ def test_work_is_one_share_or_less_than_a_twentieth_of_the_step(topology):
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 @pytest.mark.parametrize(
     "topology, case, part",
     [
@@ -97,7 +94,7 @@ def test_a_small_part_is_sent_of_what_optax_sends(topology, case, part):
     assert on_top[case] <= part * on_top["muon, optax"]
 
 
-SLOW = pytest.param(MANY, marks=[pytest.mark.libtpu, NEEDS_LIBTPU, unmet("1.6 to 1.7")])
+SLOW = pytest.param(MANY, marks=[pytest.mark.libtpu, unmet("1.6 to 1.7")])
 
 
 @pytest.mark.parametrize("topology", [SLOW, *OF_TPUS[1:], OF_GPUS])

@@ -2,7 +2,7 @@
 
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
@@ -21,6 +21,7 @@ __all__ = [
     "Forecast",
     "LintError",
     "Options",
+    "Range",
     "ReportCache",
     "Roofline",
     "Topology",

@@ -23,7 +23,7 @@ from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
-from xlstm_jax.distributed.forecast.compiling.child_process import Pending
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.compile import (
     Compiled,
     begin_for_topology,
@@ -32,12 +32,13 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
     trace,
 )
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.distributed.forecast.cost.custom_calls import pallas_seconds, unknown_calls
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory
 from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_traffic
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
@@ -50,11 +51,12 @@ from xlstm_jax.distributed.forecast.reading import (
     shared_flops,
 )
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
+from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.hardware.xla_options import resolved
-from xlstm_jax.wording import plain_text
+from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
+from xlstm_jax.wording import plain_text, read_json
 
-FORMAT = 1
+FORMAT, DERIVED = 1, "step_time"
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,23 @@ class Forecast:
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: how long the schedule waits for collectives. TPUs: one after the other, each on its own links;
-        of an asynchronous one what its links take longer than what runs beside it. GPUs: by ``schedule``, with latency.
-        None where the roofline is.
+      exposed_seconds: how long the schedule is expected to wait for collectives. TPUs: one after the other, each on its
+        own links; of an asynchronous one what its links take longer than what runs beside it. GPUs: by ``schedule``,
+        with latency and the rates that are reached. None where the roofline is.
       tokens: in the batch of all devices; None where ``forecast`` was not given it.
       unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
-      kernel_seconds: on GPUs the sum of what each kernel takes by its roofline; else None.
+      kernel_seconds: on GPUs the sum of what each kernel takes at least, by its roofline; else None.
       shared_flops: what a device does of the matrix products outside of ``shard_map``, in the compiled program; its
         share of them is ``flops.shared``. None in forecasts of version 0.1.
       host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
         without figures.
       packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and of devices without
         figures.
+      expected_kernel_seconds: on GPUs the same by the rates that kernels reach, ``Chip.efficiency``; else None.
+      pallas_seconds: on TPUs what kernels of Pallas take by their roofline; None where there are none.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -117,6 +121,8 @@ class Forecast:
     shared_flops: float | None = None
     host: HostTraffic | None = None
     packed: PackedTraffic | None = None
+    expected_kernel_seconds: float | None = None
+    pallas_seconds: float | None = None
 
     @property
     def devices(self) -> int:
@@ -153,7 +159,7 @@ class Forecast:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """How much of the bytes travels beside matrix products that take as long by rooflines; None but for GPUs."""
+        """How much of the bytes is expected to travel beside matrix products that take as long; None but for GPUs."""
         return self._fraction(lambda collective: collective.is_hidden)
 
     @property
@@ -179,7 +185,7 @@ class Forecast:
 
     @property
     def exposed_bandwidth_seconds(self) -> float | None:
-        """``exposed_seconds`` by bandwidth alone, without the latency of GPUs' collectives."""
+        """The least of ``exposed_seconds``: by published rates alone, without the latency of GPUs' collectives."""
         if not self.on_gpus:
             return self.exposed_seconds
         return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
@@ -199,22 +205,34 @@ class Forecast:
 
     @property
     def cycle_seconds(self) -> float | None:
-        """The compiler's cycles at the chip's clock: the time of all that is not communication."""
+        """The compiler's cycles at the chip's clock, and ``pallas_seconds``: the time of all but communication."""
         clock_hz = self.chip.clock_hz if self.chip else None
-        return self.cycles.total / clock_hz if self.cycles and clock_hz else None
+        return self.cycles.total / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
+
+    @property
+    def step_time(self) -> Range | None:
+        """A step's time: what runs, and the collectives and transfers to the host that it waits for.
+
+        least: by published rates alone. What runs takes its rooflines, on GPUs those of each kernel, and links have no
+          latency.
+        expected: what runs takes the compiler's estimate of cycles (TPUs), or each kernel by the rates that are reached
+          (GPUs), but no less than the rooflines; GPUs' collectives take what NCCL does.
+
+        No step is shorter than its links take. None where the roofline is.
+        """
+        waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
+        if self.roofline is None or waits[0] is None or waits[1] is None:
+            return None
+        least = max(self.kernel_seconds or 0.0, self.roofline.compute_s, self.roofline.memory_s)
+        busy = max(self.cycle_seconds or 0.0, self.expected_kernel_seconds or 0.0, least)
+        host_s = self.host.waited_s if self.host else 0.0
+        times = (least + waits[0] + host_s, busy + waits[1] + host_s)
+        return Range(*(max(seconds, self.roofline.wire_s) for seconds in times))
 
     @property
     def step_seconds(self) -> float | None:
-        """An estimate of a step's time: what runs, and the collectives and transfers to the host that it waits for.
-
-        What runs is the compiler's estimate, on GPUs each kernel at its roofline, but no less than the rooflines of
-        compute and memory; and no step is shorter than its links take.
-        """
-        if self.roofline is None or self.exposed_seconds is None:
-            return None
-        busy = max(self.cycle_seconds or 0, self.kernel_seconds or 0, self.roofline.compute_s, self.roofline.memory_s)
-        waited_s = self.exposed_seconds + (self.host.waited_s if self.host else 0.0)
-        return max(busy + waited_s, self.roofline.wire_s)
+        """The expected of ``step_time``, by which variants of a step are compared."""
+        return self.step_time.expected if self.step_time else None
 
     def __str__(self) -> str:
         return plain_text(self.table())
@@ -229,18 +247,23 @@ class Forecast:
 
     def to_json(self) -> str:
         """Everything, to be kept and compared; ``Forecast.from_json`` reads it."""
-        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1)
+        times = self.step_time._asdict() if self.step_time else None
+        return json.dumps({"format": FORMAT} | dataclasses.asdict(self) | {DERIVED: times}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Forecast":
         """The inverse of ``to_json``.
 
         Raises:
-          ValueError: another format; names both.
+          ValueError: no forecast, or one of another format; names both.
         """
-        data = json.loads(text)
+        return read_json(text, "a forecast", Forecast._of_json)
+
+    @staticmethod
+    def _of_json(data: Any) -> "Forecast":
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
+        data.pop(DERIVED, None)
         # Version 0.1 wrote some of the loops as objects.
         data["unknown_loops"] = [x["op_name"] if isinstance(x, dict) else x for x in data["unknown_loops"]]
         return _restored(Forecast, data)
@@ -282,7 +305,7 @@ def forecast(
       kwargs: what the step takes by keyword, as ``{"train": True}``.
       tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
       compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of
-        ``compiler_options(device_kind)``. (What the step itself asks for, with ``make_train_step(...,
+        ``compiler_options`` for the chip and the slice. (What the step itself asks for, with ``make_train_step(...,
         compiler_options=...)``, is for the devices of its own mesh and not taken.)
       cache: whether a program that was compiled for a topology before is read from the user's folder instead of being
         compiled again (docs/forecast.md has what tells programs apart); or a ``ReportCache``, which is another folder.
@@ -300,7 +323,7 @@ def forecast(
         return begun.start().result()
     traced = trace(step, args, kwargs)
     _check_mesh(topology, step_mesh(traced, args, kwargs))
-    options = resolved(compiler_options, jax.devices()[0].device_kind)
+    options = resolved_on(step_mesh(traced, args, kwargs), compiler_options)
     compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
     return read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens)
 
@@ -315,8 +338,10 @@ def begin_forecast(
     cache: bool | ReportCache = True,
 ) -> Pending[Forecast]:
     """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
-    traced = trace(step, args, kwargs)
-    options = resolved(compiler_options, parse_topology(topology).chip.device_kinds[0])
+    devices = parse_topology(topology)
+    with answered_for(devices.chip):
+        traced = trace(step, args, kwargs)
+    options = resolved(compiler_options, devices.chip.device_kinds[0], devices.shape)
     begun = begin_for_topology(
         step, *args, topology=topology, kwargs=kwargs, compiler_options=options, cache=chosen_cache(cache)
     )
@@ -334,9 +359,16 @@ def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """The forecast of a compiled step."""
+    """The forecast of a compiled step.
+
+    Raises:
+      CompileError: the compiler says that the step does not fit, but it does: what it refuses is something else.
+    """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
+    memory = memory_of(compiled, program)
+    if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
+        raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     found = tuple(find_collectives(program, compiled.axis_sizes))
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
     links = links_of(compiled, chip) if chip and moved else None
@@ -347,7 +379,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
         axis_sizes=compiled.axis_sizes,
-        memory=memory_of(compiled, program),
+        memory=memory,
         code_bytes=(compiled.memory or {}).get("generated_code", 0),
         available_bytes=chip.usable_hbm_bytes if chip else None,
         collectives=found,
@@ -360,9 +392,11 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
-        notes=tuple(notes_on(compiled, flops, chip)),
-        kernel_seconds=kernel_seconds(program, links) if links and on_gpus else None,
+        notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
+        kernel_seconds=kernel_seconds(program, links.chip) if links and on_gpus else None,
         shared_flops=shared_flops(program, flops),
         host=host_traffic(program, chip) if chip and moved else None,
         packed=packed_traffic(program, found, links) if links else None,
+        expected_kernel_seconds=kernel_seconds(program, links.chip.reached) if links and on_gpus else None,
+        pallas_seconds=pallas_seconds(program, flops, chip) if chip and moved and not on_gpus else None,
     )

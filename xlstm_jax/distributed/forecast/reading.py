@@ -16,7 +16,8 @@ from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip
-from xlstm_jax.distributed.hardware.links import BASE_LATENCY_S, NETWORK_HOP_S, NVLINK_HOP_S, Links
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fraction
 from xlstm_jax.distributed.hardware.slices import Topology
 
 CPU_NOTE = (
@@ -25,19 +26,20 @@ CPU_NOTE = (
 )
 GPU_NOTE = (
     "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
-    "time matrix products on (nothing is autotuned); times are rooflines of published rates."
+    "time matrix products on (nothing is autotuned)."
 )
 
 
 def rates_note(chip: Chip) -> str:
     """What the times of a forecast for GPUs rest on."""
-    assert chip.network_bandwidth  # a GPU
+    assert chip.network_bandwidth and chip.efficiency  # a GPU
     return (
-        f"Taken for {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM at "
-        f"{chip.hbm_bandwidth / 1e12:.3g} TB/s, NVLink at {chip.link_bandwidth / 1e9:,.0f} GB/s and the network at "
-        f"{chip.network_bandwidth / 1e9:,.0f} GB/s per GPU, one way. A collective is NCCL's ring: "
-        f"{BASE_LATENCY_S * 1e6:.0f} us, {NVLINK_HOP_S * 1e6:.1f} us for each hop over NVLink and "
-        f"{NETWORK_HOP_S * 1e6:.1f} us over the network, then its bytes."
+        f"Least, by published rates of {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM "
+        f"at {chip.hbm_bandwidth / 1e12:.3g} TB/s, NVLink at {chip.link_bandwidth / 1e9:,.0f} GB/s and the network at "
+        f"{chip.network_bandwidth / 1e9:,.0f} GB/s per GPU, one way. Expected: {chip.efficiency.products:.0%} of the "
+        f"FLOP/s, {chip.efficiency.memory:.0%} of HBM, {NVLINK_FRACTION:.0%} of NVLink, of the network "
+        f"{network_fraction('', 2):.0%} between 2 hosts and {network_fraction('', 32):.0%} among 32 (of gathers "
+        f"{network_fraction('all-gather', 32):.0%}), and the latency of what NCCL chooses."
     )
 
 

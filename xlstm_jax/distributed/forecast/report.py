@@ -22,6 +22,7 @@ DOES_NOT_FIT = (
     "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
     "compute and gather again what it could not keep."
 )
+HOW_NEAR = 'How near such times came to published runs: docs/forecast.md, "Published against predicted".'
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
 
 
@@ -72,8 +73,9 @@ def _takes(forecast: Any) -> str:
     waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
     if forecast.host:
         waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
-    least = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
-    return f" It takes some {_milliseconds(forecast.step_seconds)}, {waits}; at least {least}."
+    least, expected = map(_milliseconds, forecast.step_time)
+    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    return f" It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
 def closing(forecast: Any) -> list[str]:
@@ -92,6 +94,8 @@ def closing(forecast: Any) -> list[str]:
         said.append(DOES_NOT_FIT)
     if forecast.unknown_loops:
         said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
+    if forecast.step_time:
+        said.append(HOW_NEAR)
     return said + list(forecast.notes)
 
 
@@ -264,12 +268,16 @@ def _time_table(forecast: Any) -> Any:
     if forecast.cycle_seconds is not None:
         cycles = f"{forecast.cycles.total:,} cycles"
         rows.append(["the compiler's estimate, without collectives", cycles, _milliseconds(forecast.cycle_seconds)])
+    if forecast.pallas_seconds is not None:
+        rows.append(["of it kernels of Pallas, at their roofline", "", _milliseconds(forecast.pallas_seconds)])
     if forecast.on_gpus:
         rows += _rows_of_gpus(forecast)
     else:
         rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
     rows += _rows_of_host(forecast.host) if forecast.host else []
-    rows.append(["a step, estimated", "", _milliseconds(forecast.step_seconds)])
+    least, expected = forecast.step_time
+    rows.append(["a step, by published rates alone", "", _milliseconds(least)])
+    rows.append(["a step, expected", "", _milliseconds(expected)])
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 
 
@@ -285,8 +293,9 @@ def _rows_of_gpus(forecast: Any) -> list[list[str]]:
     count = f"{sum(c.count for c in forecast.collectives):,} collectives"
     return [
         ["each kernel at its roofline, one by one", "", _milliseconds(forecast.kernel_seconds)],
-        ["waiting for collectives, with latency", count, _milliseconds(forecast.exposed_seconds)],
-        ["the same by bandwidth alone", "", _milliseconds(forecast.exposed_bandwidth_seconds)],
+        ["the same by the rates that kernels reach", "", _milliseconds(forecast.expected_kernel_seconds)],
+        ["waiting for collectives, by published rates alone", "", _milliseconds(forecast.exposed_bandwidth_seconds)],
+        ["waiting for collectives, expected", count, _milliseconds(forecast.exposed_seconds)],
     ]
 
 
@@ -370,8 +379,10 @@ def _plot_time(axes: Any, forecast: Any) -> None:
         return
     bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
     runs = "each kernel" if forecast.on_gpus else "compiler's cycles"
-    bars |= {runs: forecast.kernel_seconds or forecast.cycle_seconds or 0, "a step, estimated": forecast.step_seconds}
-    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#54a24b"]
+    least, expected = forecast.step_time
+    bars |= {runs: forecast.expected_kernel_seconds or forecast.cycle_seconds or 0}
+    bars |= {"a step, published rates": least, "a step, expected": expected}
+    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#88d27a", "#54a24b"]
     drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
     axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)
     axes.invert_yaxis()

@@ -16,11 +16,22 @@ GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; of the
 same is taken for them.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import NamedTuple
 
 GIB = 2**30
+
+Shapes = tuple[tuple[int, ...], ...]  # of slices
+
+
+class Efficiency(NamedTuple):
+    """Which part of a chip's published rates kernels reach: of FLOP/s by matrix products, of HBM's bytes/s by all."""
+
+    products: float
+    memory: float
 
 
 @dataclass(frozen=True)
@@ -41,12 +52,14 @@ class Chip:
       torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
       network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
       host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
+      efficiency: what kernels reach of ``peak_flops`` and ``hbm_bandwidth``; None for TPUs, whose compiler estimates.
       devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
       cube: TPU: the side of the cubes that larger slices are made of, in multiples that ascend; None: of no cubes.
       pod: TPU: the shape of the largest slice.
       sparse_cores: TPU: it has SparseCores that can run collectives, of every kind.
-      xla_options: TPU: XLA's options that make collectives asynchronous; None where none are known.
+      xla_options: TPU: XLA's options that make collectives asynchronous, all of them switches to turn on, each with
+        the slices on which it was compiled; None where none are known.
 
     >>> CHIPS["v5e"].hbm_bytes / 2**30, CHIPS["v5e"].peak_flops["bfloat16"]
     (16.0, 197000000000000.0)
@@ -63,33 +76,59 @@ class Chip:
     torus_axes: int
     host_bandwidth: float
     network_bandwidth: float | None = None
+    efficiency: Efficiency | None = None
     devices_per_node: int | None = None
-    slices: tuple[tuple[int, ...], ...] = ()
+    slices: Shapes = ()
     cube: int | None = None
     pod: tuple[int, ...] = ()
     sparse_cores: bool = False
-    xla_options: Mapping[str, Any] | None = None
+    xla_options: Mapping[str, Shapes] | None = None
+
+    @property
+    def reached(self) -> "Chip":
+        """The same chip with the rates that kernels reach in place of those that its maker publishes."""
+        if self.efficiency is None:
+            return self
+        peaks = {dtype: self.efficiency.products * peak for dtype, peak in self.peak_flops.items()}
+        bandwidth = self.efficiency.memory * self.hbm_bandwidth
+        return dataclasses.replace(self, peak_flops=peaks, hbm_bandwidth=bandwidth, efficiency=None)
 
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 BELOW_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-BY_SPARSE_CORES = {
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-}
+
+
+def slices_of_cubes(cube: int, pod: tuple[int, ...]) -> Shapes:
+    """The slices that are made of cubes: multiples of its side in ascending order, up to the pod.
+
+    >>> slices_of_cubes(4, (4, 4, 8))
+    ((4, 4, 4), (4, 4, 8))
+    """
+    shapes = product(*(range(cube, size + 1, cube) for size in pod))
+    return tuple(shape for shape in shapes if list(shape) == sorted(shape))
+
+
+V5P_POD = (16, 16, 24)
+V5P = BELOW_CUBE + slices_of_cubes(4, V5P_POD)
 # Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
-ICI_PIPELINING = {"xla_tpu_enable_ici_ag_pipelining": True}
-ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
-BY_CORES = ICI_PIPELINING | ASYNC_ALL_TO_ALL
-BY_SPARSE_CORES = {
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-} | ASYNC_ALL_TO_ALL
+ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
+ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
+BY_SPARSE_CORES = tuple(
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
+SPARSE_CORE_OPTIONS = (*BY_SPARSE_CORES, ASYNC_ALL_TO_ALL)
+# On the larger slices libtpu refuses it: "UNIMPLEMENTED: Async all-to-all not supported on limited ICI".
+V5E_OPTIONS = {ICI_PIPELINING: FLAT, ASYNC_ALL_TO_ALL: ((1, 1), (2, 2), (2, 4), (4, 4))}
 
 
 def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
     return {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
 
+
+# What kernels of a training step reach: products as benchmarks/published.py found them, of A100 on two published runs,
+# of H100 on one; of later chips nothing was found, and that of H100 is taken. Of memory a plain copy reaches some 0.9,
+# and 0.8 is taken for all. docs/forecast.md has what the runs say that took no part in it.
+A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock; v4 and v5p have 2 cores of 4 units each,
 # v5e 1 of 4. For v6e (256 x 256) 4 units are taken: cloud.google.com names 2, but the cycles that the compiler
@@ -105,43 +144,44 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
             clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=FLAT, pod=(16, 16), xla_options=BY_CORES,
+            slices=FLAT, pod=(16, 16), xla_options=V5E_OPTIONS,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
             "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3, host_bandwidth=1.6e10,
-            slices=BELOW_CUBE, cube=4, pod=(16, 16, 24), sparse_cores=True, xla_options=BY_SPARSE_CORES,
+            slices=BELOW_CUBE, cube=4, pod=V5P_POD, sparse_cores=True,
+            xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, V5P),
         ),
         Chip(
             "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=FLAT, pod=(16, 16), sparse_cores=True, xla_options=BY_SPARSE_CORES,
+            slices=FLAT, pod=(16, 16), sparse_cores=True, xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT),
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
             clock_hz=None, link_bandwidth=3e11, torus_axes=0, host_bandwidth=3.2e10,
-            network_bandwidth=2.5e10, devices_per_node=8,
+            network_bandwidth=2.5e10, efficiency=A100_REACHES, devices_per_node=8,
         ),
         Chip(
             "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 494.5e12), 3.35e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
-            network_bandwidth=5e10, devices_per_node=8,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
             "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
-            network_bandwidth=5e10, devices_per_node=8,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
             "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, 1.125e15), 8e12,
             clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
-            network_bandwidth=5e10, devices_per_node=8,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
             "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, 1.25e15), 8e12,
             clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
-            network_bandwidth=5e10, devices_per_node=72,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=72,
         ),
     )
 }  # fmt: skip

@@ -20,6 +20,7 @@ _SAME_FOR_ALL = """\
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536"""
+CUDNN = 90800  # 9.8, as JAX counts it
 _VERSIONS = """\
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
@@ -49,6 +50,11 @@ _TARGETS = {
     "b200": _Target(10, 148, 128, 233472, 232448, 7672320000000, 191514411008, 132644864, 1.965, 18),
     "gb200": _Target(10, 152, 128, 233472, 232448, 7928064000000, 197897748480, 135528448, 2.062, 18),
 }
+
+
+def compute_capability(chip: Chip) -> tuple[int, int]:
+    """The generation of a GPU, as (9, 0)."""
+    return _TARGETS[chip.name].compute_capability, 0
 
 
 def target_config(chip: Chip) -> str:

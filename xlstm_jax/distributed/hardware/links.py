@@ -3,16 +3,14 @@
 TPUs   a torus: groups of devices along its dims, both ways around a closed ring
 GPUs   two networks: NVLink within a host, and between hosts an adapter (NIC) for each GPU
 
-A collective over n GPUs, g of them in each of h hosts, is taken to be a ring. Each GPU sends s bytes, s = payload x
-(n-1)/n, twice that in an all-reduce. The border of a host is crossed by s bytes too, which its g adapters share:
+A collective over n GPUs, g of them in each of h hosts, sends s bytes from each, as a ring does: s = payload x (n-1)/n,
+twice that in an all-reduce. The border of a host is crossed by s bytes too, which its g adapters share:
 
-    seconds           max(s / NVLink, s / (g x NIC)), of h = 1 the first, of g = 1 the second
-    nic_bytes         s / g, of h = 1 none; the least that there can be, staged, is payload x (h-1)/h / g
-    latency_seconds   14 us + 1.9 us for each hop over NVLink + 4.0 us for each hop over the network; n-1 hops, of which
-                      h-1 go over the network, twice that in an all-reduce
+    seconds    max(s / NVLink, s / (g x NIC)) by their published rates; of h = 1 the first, of g = 1 the second
+    nic_bytes  s / g, of h = 1 none; the least that there can be, staged, is payload x (h-1)/h / g
+    choice     what NCCL takes for it, latency included, by the rates that were measured: ``nccl``
 
-The latencies are those by which NCCL itself chooses its algorithm: ``src/graph/tuning.cc`` of NVIDIA/nccl, tables
-baseLatencies and hwLatencies, algorithm Ring, protocol LL128. A host is what NVLink joins.
+A host is what NVLink joins.
 """
 
 import math
@@ -22,28 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xlstm_jax.distributed.hardware import nccl
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.slices import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
-BASE_LATENCY_S, NVLINK_HOP_S, NETWORK_HOP_S = 14e-6, 1.9e-6, 4.0e-6
-ROUNDS = {"all-reduce": 2}  # around the ring; of other kinds one
-SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # from each device to others, in one hop
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The GPUs of a group: how many, on how many hosts, and how many at least on each of these."""
-
-    devices: int
-    hosts: int
-    per_host: int
-
-    @property
-    def networks(self) -> tuple[str, ...]:
-        """What a collective over them uses; nothing, where the group is one device."""
-        within, across = self.devices > self.hosts, self.hosts > 1
-        return (NVLINK,) * within + (NETWORK,) * across
 
 
 @dataclass(frozen=True)
@@ -90,25 +71,23 @@ class Links:
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Which networks of GPUs a collective over these axes uses: NVLink, that between hosts, both; TPUs: none."""
-        return () if self.chip.torus_axes else self._ring(axes).networks
+        if self.chip.torus_axes:
+            return ()
+        group = self._group(axes)
+        return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
         """What the adapter of each GPU carries to other hosts, where each sends so many bytes; TPUs have none."""
-        if self.chip.torus_axes:
-            return 0.0
-        ring = self._ring(axes)
-        return sent / ring.per_host if NETWORK in ring.networks else 0.0
+        return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
-    def latency_seconds(self, axes: Sequence[str], kind: str) -> float:
-        """What a collective of GPUs takes beside the time of its bytes; of TPUs it is not known and left out."""
-        if self.chip.torus_axes or not (ring := self._ring(axes)).networks:
-            return 0.0
-        over_network = ring.hosts - 1
-        over_nvlink = ring.devices - 1 - over_network
-        if kind in SENT_AT_ONCE:
-            over_network, over_nvlink = min(over_network, 1), min(over_nvlink, 1)
-        hops_s = over_nvlink * NVLINK_HOP_S + over_network * NETWORK_HOP_S
-        return BASE_LATENCY_S + ROUNDS.get(kind, 1) * hops_s
+    def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
+        """What NCCL takes for a collective of GPUs, and for how long; None of one device alone, and of TPUs.
+
+        Of TPUs no latency is known.
+        """
+        if not self.networks(axes):
+            return None
+        return nccl.choice(kind, self._group(axes), sent, self._bus_bandwidth(axes, kind))
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """The numbers of the devices of each group that a collective over these axes connects: [groups, devices]."""
@@ -120,14 +99,14 @@ class Links:
         numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
 
-    def _ring(self, axes: Sequence[str]) -> Ring:
-        """The ring over the most hosts of all groups; they differ where a host holds no whole number of them."""
+    def _group(self, axes: Sequence[str]) -> nccl.Group:
+        """The group over the most hosts of all groups; they differ where a host holds no whole number of them."""
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
         hosts = np.sort(self._groups(axes) // per_host, axis=1)
         borders = (np.diff(hosts, axis=1) > 0).sum(axis=1)
         _, devices = np.unique(hosts[borders.argmax()], return_counts=True)
-        return Ring(int(devices.sum()), len(devices), int(devices.min()))
+        return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
 
     def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
         """Bytes/s that a device sends along each dim of the torus on which the devices of a group differ.
@@ -146,10 +125,15 @@ class Links:
                 found[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
         return found
 
-    def _switched_bandwidth(self, axes: Sequence[str]) -> float:
+    def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
         """Bytes/s of a GPU: NVLink inside a host; between hosts the adapters of those of its group in its host."""
         assert self.chip.network_bandwidth  # a GPU
-        ring = self._ring(axes)
-        if ring.hosts == 1:
-            return self.chip.link_bandwidth
-        return min(self.chip.link_bandwidth, ring.per_host * self.chip.network_bandwidth)
+        group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
+        if group.hosts == 1:
+            return within
+        return min(within, of_network * group.per_host * self.chip.network_bandwidth)
+
+    def _bus_bandwidth(self, axes: Sequence[str], kind: str) -> float:
+        """The same as far as NCCL was measured to reach it."""
+        of_network = nccl.network_fraction(kind, self._group(axes).hosts)
+        return self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, of_network)

@@ -2,10 +2,11 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, Shapes, chip_of, slices_of_cubes
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 
 HOST = 8  # GPUs in a host, as the makers of servers build them
@@ -96,9 +97,34 @@ def parse_topology(name: str) -> Topology:
     shape = tuple(int(size) for size in match[2].split("x"))
     if chip.devices_per_node:
         return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
-    if not _is_slice(chip, shape):
+    if shape not in every_slice(chip):
         raise ValueError(f"topology={name!r}: there is no such slice of {chip.name}. There are {_slices(chip)}.")
     return Topology(name, chip, shape)
+
+
+def every_slice(chip: Chip) -> Shapes:
+    """The shapes of all slices of a TPU."""
+    return chip.slices + (slices_of_cubes(chip.cube, chip.pod) if chip.cube else ())
+
+
+def slice_shape(device: Any) -> tuple[int, ...] | None:
+    """The slice that a TPU belongs to, whatever part of it a mesh takes; None for what is no TPU, or an unknown one."""
+    chip = chip_of(device.device_kind)
+    if chip is None or not chip.torus_axes:
+        return None
+    number = getattr(device, "slice_index", None)
+    others = [other for other in device.client.devices() if getattr(other, "slice_index", None) == number]
+    spans = [1 + max(column) - min(column) for column in zip(*(other.coords for other in others), strict=True)]
+    return in_order(spans)[: chip.torus_axes]
+
+
+def in_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a slice as its name has it: dims ascend, and those of size 1 come last.
+
+    >>> in_order((1, 2, 2))
+    (2, 2, 1)
+    """
+    return tuple(sorted(shape, key=lambda size: (size == 1, size)))
 
 
 def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -120,13 +146,6 @@ def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _is_of_cubes(shape: tuple[int, ...], cube: int) -> bool:
     return all(size and size % cube == 0 for size in shape)
-
-
-def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
-    if shape in chip.slices or chip.cube is None:
-        return shape in chip.slices
-    ascending = len(shape) == len(chip.pod) and list(shape) == sorted(shape)
-    return ascending and _is_of_cubes(shape, chip.cube) and all(map(int.__le__, shape, chip.pod))
 
 
 def _slices(chip: Chip) -> str:

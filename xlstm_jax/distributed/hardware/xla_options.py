@@ -1,27 +1,29 @@
 """XLA's options that let collectives run while the cores compute, by kind of chip. Nothing is set unless asked for.
 
-    jax.jit(step, compiler_options=compiler_options(jax.devices()[0].device_kind))
-    make_train_step(..., compiler_options="auto")                                       the same
+    make_train_step(..., compiler_options="auto")                 those of the slice that the mesh lies on
+    jax.jit(step, compiler_options=compiler_options("TPU v5 lite", shape=(4, 4)))
 
 By default XLA waits for most collectives of a training step: on v5p and v6e for all of them, on v5e for all but some
 gathers. These options change it; the code of the step stays as it is:
 
   v5p, v6e   the SparseCores run collectives by themselves          all bytes are asynchronous
   v5e        gathers in a loop over layers begin a layer ahead      nearly all gathers are; scatters are not
-  all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are
+  all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
   NVIDIA     several collectives may be under way at once (by default one), and gathers in a loop over layers begin a
              layer ahead                                            nearly nothing in the loops is waited for
 
-Those of TPUs stand in the table of chips. docs/compiler_options.md has what each option does to compiled programs.
+Those of TPUs stand in the table of chips, each with the slices on which it was compiled: what one slice takes another
+may refuse. docs/compiler_options.md has what each option does to compiled programs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
+from xlstm_jax.distributed.hardware.slices import every_slice, in_order, slice_shape
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
@@ -31,14 +33,18 @@ APART = (
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
 
-def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, Any]:
+def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pipelined: bool = True) -> dict[str, Any]:
     """The options for ``jax.jit(..., compiler_options=...)`` that make collectives asynchronous.
 
-    >>> compiler_options("TPU v5 lite")
+    >>> compiler_options("TPU v5 lite", shape=(4, 4))
     {'xla_tpu_enable_ici_ag_pipelining': True, 'xla_tpu_enable_async_all_to_all': True}
+    >>> compiler_options("TPU v5 lite", shape=(16, 16))  # there the compiler refuses the second
+    {'xla_tpu_enable_ici_ag_pipelining': True}
 
     Args:
       device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
+      shape: of TPUs the slice, as (16, 16): an option is returned only where a program was compiled with it on that
+        slice. None: only where on every slice of the chip. GPUs have the same options whatever their number.
       pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which does so
         itself, and scatters a layer later.
     Returns:
@@ -59,7 +65,9 @@ def compiler_options(device_kind: str, *, pipelined: bool = True) -> dict[str, A
             f"device_kind={device_kind!r}: no options are known for it, but for {known}. Leave compiler_options out, "
             "or pass a dict of options that you have tried on it."
         )
-    return {name: value for name, value in chip.xla_options.items() if pipelined or name not in ICI_PIPELINING}
+    asked = set(every_slice(chip) if shape is None else [in_order(shape)])
+    compiled = (name for name, slices in chip.xla_options.items() if asked <= set(slices))
+    return {name: True for name in compiled if pipelined or name != ICI_PIPELINING}
 
 
 def _gpu_pipelining() -> dict[str, Any]:
@@ -68,27 +76,32 @@ def _gpu_pipelining() -> dict[str, Any]:
     return {"xla_gpu_enable_pipelined_all_gather": True}
 
 
-def resolved(options: str | Mapping[str, Any] | None, device_kind: str) -> dict[str, Any] | None:
+def resolved(
+    options: str | Mapping[str, Any] | None, device_kind: str, shape: Sequence[int] | None = None
+) -> dict[str, Any] | None:
     """What ``jax.jit`` and ``compile`` take for a user's choice: a dict, "auto" for ``compiler_options``, or None.
 
     Raises:
       ValueError: another string; or "auto", and a kind for which no options are known.
     """
-    chosen = compiler_options(device_kind) if options == "auto" else options
+    chosen = compiler_options(device_kind, shape=shape) if options == "auto" else options
     if isinstance(chosen, str):
         raise ValueError(f"compiler_options={chosen!r}: pass a dict of XLA's options, 'auto' or None.")
     return dict(chosen or {}) or None
 
 
-def resolved_on(mesh: Mesh | AbstractMesh, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``resolved`` for the chips of a mesh.
+def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``resolved`` for the devices of a mesh, or without one for those at hand, and the slice that they belong to.
 
     Raises:
       ValueError: as of ``resolved``; or "auto", and the mesh has no devices.
     """
-    if options == "auto" and isinstance(mesh, AbstractMesh):
+    if options != "auto":
+        return resolved(options, "")
+    if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            "compiler_options='auto' needs devices, and this mesh is abstract. Pass compiler_options(device_kind), or "
-            "hand the options to forecast."
+            "compiler_options='auto' needs devices, and this mesh is abstract. Pass compiler_options(device_kind, "
+            "shape=...), or hand the options to forecast."
         )
-    return resolved(options, "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return resolved(options, device.device_kind, slice_shape(device))

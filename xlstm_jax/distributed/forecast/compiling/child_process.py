@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
+from xlstm_jax.wording import one_line
 
 # Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
 # topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
@@ -42,7 +43,9 @@ FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it d
 OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may change what it writes
 
 RESULT = "result.json"
-OUT_OF_HBM = "RESOURCE_EXHAUSTED"
+# How the compilers begin to say that a program does not fit. Each has other causes too (a kernel's scratch memory, a
+# program that is invalid), so a forecast believes it only where the program takes more than the chip has.
+TOO_LARGE = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT: Invalid TPU program.")
 POLL_S = 0.02
 
 T = TypeVar("T")
@@ -50,11 +53,26 @@ U = TypeVar("U")
 
 
 class CompileError(RuntimeError):
-    """The compiler refused the step, for another reason than memory. The message quotes the compiler.
+    """The compiler refused the step, for another reason than memory. The message quotes the compiler, in one line.
 
     >>> str(CompileError("v5e:2x4: the compiler refused the step: unsupported operation"))
     'v5e:2x4: the compiler refused the step: unsupported operation'
     """
+
+
+def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -> str:
+    """What the compiler said of a step, in a line, with the options of which it may have spoken.
+
+    >>> said_of_step("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
+    "v5e:8x8, given {'xla_tpu_option': True}: UNIMPLEMENTED: not supported"
+    """
+    given = f", given {dict(options)}" if options else ""
+    return f"{where}{given}: {one_line(error)}"
+
+
+def may_be_too_large(error: str) -> bool:
+    """Whether a compiler's error may mean that the program does not fit."""
+    return any(words in error for words in TOO_LARGE)
 
 
 @dataclass(frozen=True)
@@ -223,4 +241,4 @@ def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
     """
     result = json.loads(texts[RESULT])
     error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"
-    return error is None or OUT_OF_HBM in error
+    return error is None or may_be_too_large(error)

@@ -30,9 +30,17 @@ from xlstm_jax.distributed.data_parallel.boxes import leaf_value
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
-from xlstm_jax.distributed.forecast.compiling.child_process import RESULT, CompileError, CompileRequest, Pending
+from xlstm_jax.distributed.forecast.compiling.child_process import (
+    RESULT,
+    CompileError,
+    CompileRequest,
+    Pending,
+    may_be_too_large,
+    said_of_step,
+)
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
+from xlstm_jax.distributed.hardware.cudnn import ALLOWED, answered_for
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 
 COMPILE_TIMEOUT_S = 1800.0
@@ -57,12 +65,13 @@ class Compiled:
       buffers, live_ranges: XLA's texts about them; None where the backend gives none.
       memory: bytes by XLA's own count: argument, output, alias, temp, generated_code (the CPU backend's last two are
         wrong, and left out); for a topology also total_allocation, where the release has it (temp counts a TPU's
-        temporaries twice). None where the compiler refused the program.
+        temporaries twice). None where the compiler found that the program does not fit.
       seconds: of compilation.
       coords: of TPUs: the coordinates on the torus of each device of the mesh, in the mesh's order.
       versions: of jax, jaxlib, and for a topology of the packages of its compiler.
       without_sharding: the path of the first argument leaf of a step on several devices that has no sharding; None
         where all have one.
+      too_large: what the compiler said of a program that may not fit; else None.
     """
 
     platform: str
@@ -77,6 +86,7 @@ class Compiled:
     coords: tuple[tuple[int, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     without_sharding: str | None = None
+    too_large: str | None = None
 
     @property
     def devices(self) -> int:
@@ -180,6 +190,7 @@ def compile_here(
     Raises:
       ValueError: the arguments lie on an ``AbstractMesh``, which has no devices; or they lie on no mesh, but the step
         runs on several devices.
+      CompileError: the compiler refuses the step.
     """
     traced = trace(step, args, kwargs)
     mesh = step_mesh(traced, args, kwargs)
@@ -189,7 +200,11 @@ def compile_here(
             "topology='v5e:2x4', or make them on a mesh of devices at hand."
         )
     start = time.monotonic()
-    compiled = traced.lower().compile(compiler_options=compiler_options)
+    try:
+        compiled = traced.lower().compile(compiler_options=compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        said = said_of_step("the devices at hand", error, compiler_options)
+        raise CompileError(f"the compiler refuses the step for {said}") from error
     seconds = time.monotonic() - start
     devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
     if mesh is None and len(devices) > 1:
@@ -271,11 +286,12 @@ def begin_for_topology(
       ImportError, ValueError: as ``compile_for_topology``.
     """
     slice_ = parse_topology(topology)
-    traced = trace(step, args, kwargs)
-    mesh = step_mesh(traced, args, kwargs)
-    _check_size(mesh, slice_)
-    packages = check_compiler(slice_.platform)
-    exported = _export(step, slice_.platform, args, kwargs)
+    with answered_for(slice_.chip):
+        traced = trace(step, args, kwargs)
+        mesh = step_mesh(traced, args, kwargs)
+        _check_size(mesh, slice_)
+        packages = check_compiler(slice_.platform)
+        exported = _export(step, slice_.platform, args, kwargs)
     if exported.nr_devices not in (1, slice_.num_devices):
         raise ValueError(
             f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_sizes(mesh)}. "
@@ -293,7 +309,7 @@ def begin_for_topology(
     names, missing = traced.jaxpr.jaxpr.debug_info.arg_names, leaf_without_sharding(traced, args, kwargs)
 
     def finish(texts: Texts) -> Compiled:
-        return dataclasses.replace(_read_texts(texts, slice_, settings["axes"], names), without_sharding=missing)
+        return dataclasses.replace(_read_texts(texts, slice_, settings, names), without_sharding=missing)
 
     return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, cache)
 
@@ -320,7 +336,7 @@ def _export(
     """
     try:
         with traceback_in_locations_limit(0):
-            exported = export.export(step, platforms=[platform])(*args, **(kwargs or {}))
+            exported = export.export(step, platforms=[platform], disabled_checks=ALLOWED)(*args, **(kwargs or {}))
     except ValueError as error:
         if CALLS_PYTHON not in str(error):
             raise
@@ -329,20 +345,29 @@ def _export(
             "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
             "out."
         ) from error
+    except AssertionError as error:  # JAX asks for the devices of an operation that it partitions itself
+        raise ValueError(
+            "the step holds an operation that JAX partitions by calling back into Python, such as attention of cuDNN "
+            "outside of shard_map, and that cannot be compiled for a topology. Call it inside of jax.shard_map, as the "
+            "loss of make_train_step is."
+        ) from error
     inputs: PyTree = ((0,) * len(exported.in_avals), {})
     outputs = (0,) * len(exported.out_avals)
     return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
 
 
-def _read_texts(texts: Texts, topology: Topology, axes: dict[str, int], arguments: Sequence[str]) -> Compiled:
+def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
+    """The program that the compiler wrote; what it wrote before it refused one is none, but if it may be too large."""
     result = json.loads(texts[RESULT])
-    if not (texts.get("hlo") and texts.get("buffers")):
-        raise CompileError(f"the compiler refuses the step for {topology.name}: {result['error']}")
+    error = result["error"]
+    said = said_of_step(topology.name, error or "it wrote no program", settings["options"])
+    if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
+        raise CompileError(f"the compiler refuses the step for {said}")
     return Compiled(
         platform=JAX_PLATFORM[topology.platform],
         device_kind=result["device_kind"],
         topology=topology,
-        axis_sizes=axes,
+        axis_sizes=settings["axes"],
         hlo=_with_own_names(texts["hlo"], arguments),
         buffers=texts["buffers"],
         live_ranges=texts.get("live_ranges"),
@@ -350,6 +375,7 @@ def _read_texts(texts: Texts, topology: Topology, axes: dict[str, int], argument
         seconds=result["seconds"],
         coords=tuple(map(tuple, result["coords"])),
         versions=result["versions"],
+        too_large=said if error else None,
     )
 
 

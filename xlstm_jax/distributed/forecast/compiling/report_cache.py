@@ -6,23 +6,31 @@ An entry holds the compiler's own texts and nothing that this library makes of t
 Its name is the digest of all that the compiler's process is given (see ``CompileRequest``), so another program, option
 or version has another name: there is nothing to invalidate. An entry begins with a digest of its name and its content;
 where that does not hold (damaged, cut off, renamed, of another version) it is no entry, and the program is compiled.
+A digest does not say who wrote: only regular files of this user, in a folder of this user, are read, and neither if
+others may write there.
 
 The folder may be removed at any time. Beyond ``max_bytes`` the entries that were not read for longest go.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
+
+from xlstm_jax.wording import one_line
 
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: nothing is kept
 MAX_CACHE_BYTES = 2**30
+MAX_ENTRY_BYTES = 2**28  # of one entry's texts; those of the largest models so far have some MB, and compress to 1/9
 SUFFIX = ".report"
 DIGEST_BYTES = 32
 
@@ -39,6 +47,7 @@ class ReportCache:
       hits: how many reports came from the folder.
       misses: how many programs had to be compiled.
       problem: why the last report could not be kept, in a line; "" where nothing was wrong.
+      warned: whether a warning was given; one tells of all that could not be read.
 
     >>> import tempfile
     >>> cache = ReportCache(Path(tempfile.mkdtemp()))
@@ -52,15 +61,27 @@ class ReportCache:
     hits: int = 0
     misses: int = 0
     problem: str = ""
+    warned: bool = False
 
     def read(self, key: str) -> Texts | None:
         """The texts of an entry; None where there is none, or none that is sound."""
-        path = self._path(key)
+        path, found, reason = self._path(key), None, ""
         try:
-            found = _unpacked(key, path.read_bytes())
+            reason = _not_ours_alone(self.folder, os.stat(self.folder)) or ""
+            if not reason:
+                found = _unpacked(key, _content(path))
+        except _UnusableError as error:
+            reason = str(error)
         except OSError:  # none is there, or the folder cannot be read: then it is compiled
-            found = None
+            pass
         self.hits, self.misses = self.hits + (found is not None), self.misses + (found is None)
+        if reason and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"a compiled report was not read from {self.folder}: {reason}. The program is compiled anew, as are "
+                "others there of which the same is true.",
+                stacklevel=2,
+            )
         if found is not None:
             with contextlib.suppress(OSError):  # the folder may be one that only reads
                 os.utime(path)
@@ -71,8 +92,13 @@ class ReportCache:
         self.problem = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.problem = _not_ours_alone(self.folder, os.stat(self.folder)) or ""
+            if self.problem:
+                return
             _write_whole(self._path(key), _packed(key, texts))
             self._remove_oldest()
+        except _UnusableError as error:
+            self.problem = f"{self.folder}: {error}"
         except OSError as error:
             self.problem = f"{self.folder}: {error.strerror or error}"
 
@@ -105,14 +131,71 @@ def chosen_cache(cache: bool | ReportCache) -> ReportCache | None:
     return user_cache() if cache is True else (cache or None)
 
 
+class _UnusableError(Exception):
+    """Why an entry is none."""
+
+
+def _unusable(reason: str) -> NoReturn:
+    raise _UnusableError(reason) from None
+
+
+def _not_ours_alone(path: Path, status: os.stat_result) -> str | None:
+    """What to say of a file or folder that another user owns or may write; None of others."""
+    if not hasattr(os, "geteuid"):  # Windows, where the folder is the user's by its place
+        return None
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to another user (number {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write {path} (run chmod go-w on it, if you trust what it holds)"
+    return None
+
+
+def _content(path: Path) -> bytes:
+    """All of a regular file that this user alone may write; an open of a pipe would wait for its writer."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        opened = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            _unusable(f"{path} is no regular file")
+        raise
+    try:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode):
+            _unusable(f"{path} is no regular file")
+        if reason := _not_ours_alone(path, status):
+            _unusable(reason)
+        if status.st_size > MAX_ENTRY_BYTES:
+            _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        with open(opened, "rb", closefd=False) as file:
+            return file.read(MAX_ENTRY_BYTES)
+    finally:
+        os.close(opened)
+
+
 def _packed(key: str, texts: Texts) -> bytes:
-    content = zlib.compress(json.dumps(texts).encode(), level=3)
+    plain = json.dumps(texts).encode()
+    if len(plain) > MAX_ENTRY_BYTES:
+        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+    content = zlib.compress(plain, level=3)
     return _digest(key, content) + content
 
 
-def _unpacked(key: str, data: bytes) -> Texts | None:
+def _unpacked(key: str, data: bytes) -> Texts:
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-    return json.loads(zlib.decompress(content)) if digest == _digest(key, content) else None
+    if digest != _digest(key, content):
+        _unusable("an entry does not have its digest: it is damaged, or of another version")
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
+        if not unpacking.eof:
+            _unusable(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
+        texts = json.loads(plain)
+    except (zlib.error, ValueError, RecursionError) as error:
+        _unusable(f"an entry has its digest, and holds no texts ({one_line(error)})")
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        _unusable("an entry has its digest, and holds no texts")
+    return texts
 
 
 def _digest(key: str, content: bytes) -> bytes:

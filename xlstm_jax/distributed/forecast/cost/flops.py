@@ -4,7 +4,8 @@
 
     step.trace(*abstract_args).jaxpr    -- count_flops -->    Flops: 2 for each multiply-add, per device
 
-Only matrix products and convolutions count, also those inside of Pallas kernels: the peak rates of chips are theirs.
+Only matrix products and convolutions count, also those inside of Pallas kernels and of cuDNN's attention: the peak
+rates of chips are theirs. Of a kernel of Pallas every point of the grid counts, also one that a mask lets it skip.
 Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
 output needs, such as the value of a loss of which only the gradient is taken.
 
@@ -15,7 +16,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map, module_pat
 OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
 OPAQUE |= {"io_callback", "lu", "pure_callback", "qr", "schur", "svd", "triangular_solve", "tridiagonal"}
 OPAQUE |= {"tridiagonal_solve"}
-Counts = dict[tuple[str, str], float]  # FLOP by name of the operation and dtype
+# FLOP by name of the operation, dtype, and whether it is inside of a kernel of Pallas
+Counts = dict[tuple[str, str, bool], float]
+BACKWARD = 2.5  # products of attention's backward pass over those of its forward pass: 5, with the scores again, over 2
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ class Flops:
         trip.
       opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
       shared: of the total what stands outside of ``shard_map``: the compiler shares it among devices, if it can.
+      in_kernels: of the total what is inside of kernels of Pallas, by dtype.
     """
 
     work: tuple[Work, ...]
     unknown_loops: tuple[str, ...]
     opaque: tuple[str, ...]
     shared: float = 0.0
+    in_kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -89,13 +94,17 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     """
     seen = _Seen([], [])
     counted = _flops_of(jaxpr, "jit(step)", seen)
-    paths = module_paths(name for name, _ in counted)
+    paths = module_paths(name for name, *_ in counted)
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
-    for (name, dtype), flops in counted.items():
+    in_kernels: dict[str, float] = defaultdict(float)
+    for (name, dtype, in_kernel), flops in counted.items():
         sums[(*paths[name], dtype)] += flops / num_devices
+        if in_kernel:
+            in_kernels[dtype] += flops / num_devices
     work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
-    shared = sum(flops for (name, _), flops in counted.items() if not in_shard_map(name)) / num_devices
-    return Flops(tuple(work), tuple(dict.fromkeys(seen.loops)), tuple(dict.fromkeys(seen.opaque)), shared)
+    shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
+    loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels))
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
         found: Counts = {}
         if primitive in FORMULAS:
-            found = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name): FORMULAS[primitive](eqn)}
+            found = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
@@ -140,8 +149,8 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     scope, times = RUNS.get(eqn.primitive.name, _once)(eqn)
     counted: Counts = defaultdict(float)
     for jaxpr in _jaxprs(eqn.params):
-        for key, flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
-            counted[key] += flops * (times or 1)
+        for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
+            counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
     return counted
@@ -230,7 +239,33 @@ def window_taps(
     return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
 
 
+def attention_flops(
+    heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
+) -> int:
+    """FLOP of attention that never holds its scores (see ``custom_calls``); features of queries, and of values."""
+    scores = queries * keys / (2 if causal else 1)
+    scores = min(scores, queries * window) if window else scores
+    return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))
+
+
+def _cudnn_attention(eqn: Any) -> int:
+    """Of [b, t, n, d] or, with the second layout, [b, n, t, d]."""
+    query, key, value = (v.aval.shape for v in eqn.invars[:3])
+    long, head = (2, 1) if eqn.params["layout"] else (1, 2)
+    return attention_flops(
+        query[0] * query[head],
+        query[long],
+        key[long],
+        (query[3], value[3]),
+        causal="CAUSAL" in str(getattr(eqn.params["mask_type"], "name", "")),
+        window=eqn.params["sliding_window_length"] or 0,
+        backward="bwd" in eqn.primitive.name,
+    )
+
+
 FORMULAS = {
+    "dot_product_attention_fwd_wrapper": _cudnn_attention,
+    "dot_product_attention_bwd_wrapper": _cudnn_attention,
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _conv_general_dilated,

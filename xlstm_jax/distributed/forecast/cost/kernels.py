@@ -1,11 +1,12 @@
-"""The least time of what a GPU's schedule runs: each kernel at the roofline of its chip.
+"""The time of what a GPU's schedule runs: each kernel at the roofline of its chip.
 
     kernel                              max(FLOP / peak rate of its dtype, bytes of HBM / bandwidth)
     loop                                that of its body, as often as it runs; of a conditional the longest branch
     collective                          nothing: it runs beside, or is waited for
 
-Custom calls that do not show their FLOP (attention of cuDNN, kernels of Pallas) count with their bytes alone.
-No kernel reaches its roofline; TPUs need none of this, as their compiler estimates cycles.
+Kernels of Pallas and custom calls that nobody knows (``custom_calls``) count with their bytes alone.
+By the rates that are published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one
+that is expected. TPUs need none of this, as their compiler estimates cycles.
 """
 
 from dataclasses import dataclass, field

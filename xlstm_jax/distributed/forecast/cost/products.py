@@ -6,19 +6,20 @@
     custom call of cuDNN           2 x size of its output x values of the kernel for each feature of the output
 
 TPUs' programs have convolutions for all of these. A batch of products is one along a dim that is dilated so that each
-window holds one value. Other custom calls (attention of cuDNN, kernels of Pallas) do not show their FLOP.
+window holds one value. Attention of cuDNN counts by the formula of ``custom_calls``; kernels of Pallas do not
+show their FLOP.
 """
 
 import math
 import re
 from collections.abc import Callable
 
+from xlstm_jax.distributed.forecast.cost.custom_calls import ATTENTION, cudnn_attention_flops, target_of
 from xlstm_jax.distributed.forecast.cost.flops import window_taps
 from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,"\s]*)[}\]]')
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -48,8 +49,9 @@ def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> f
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:
     """FLOP of an instruction that is a matrix product or a convolution; 0 of any other."""
-    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    target = match[1] if match else ""
+    target = target_of(instruction)
+    if target.startswith(ATTENTION):
+        return cudnn_attention_flops(computation, instruction)
     if instruction.opcode == "dot" or target.startswith(_CUBLAS):
         return _dot_flops(computation, instruction)
     if instruction.opcode == "convolution":

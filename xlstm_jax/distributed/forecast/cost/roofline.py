@@ -9,9 +9,21 @@ The largest of the three is the time of a step in which everything overlaps. Non
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 from xlstm_jax.distributed.hardware.links import Links
+
+
+class Range(NamedTuple):
+    """A time in seconds: the least, by published rates alone; and what is expected, by what of them is reached.
+
+    >>> Range(least=0.08, expected=0.13).expected
+    0.13
+    """
+
+    least: float
+    expected: float
 
 
 @dataclass(frozen=True)

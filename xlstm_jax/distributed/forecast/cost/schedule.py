@@ -2,9 +2,11 @@
 
 A clock walks through the instructions of a computation:
 
-    kernel                the clock goes on by its roofline (``kernels``)
+    kernel                the clock goes on by its time (``kernels``)
     start of a collective it takes its networks as soon as they are free: who starts first is served first
     its end               the clock waits for what is left; of a synchronous one the end comes with the start
+
+The walk is taken twice: with kernels and links at the rates that are published, and at those that are reached.
 
 A loop's body begins with free networks. What a loop waits for counts in its body and does not move the clock outside.
 """
@@ -19,7 +21,11 @@ from xlstm_jax.distributed.forecast.cost.kernels import Kernels, Seconds
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.nccl import Way
+
+NOTHING = Way("", 0.0, 0.0)  # of one device alone
 
 
 @dataclass(frozen=True)
@@ -41,27 +47,31 @@ def timed(program: Program, collectives: Iterable[Collective], links: Links) -> 
       links: between the devices of the mesh.
     """
     found = list(zip(sites(program), collectives, strict=True))
-    kernels, by_computation = Kernels(program, links.chip), defaultdict(list)
+    by_computation = defaultdict(list)
     for number, (site, _) in enumerate(found):
         by_computation[site.computation.name].append(number)
+    least, expected = Kernels(program, links.chip), Kernels(program, links.chip.reached)
     known: dict[int, Collective] = {}
     for numbers in by_computation.values():
-        known |= zip(numbers, _timed_in(kernels, [found[i] for i in numbers], links), strict=True)
+        known |= zip(numbers, _timed_in(least, expected, [found[i] for i in numbers], links), strict=True)
     return tuple(known[number] for number in range(len(found)))
 
 
-def _timed_in(kernels: Kernels, found: Sequence[tuple[Site, Collective]], links: Links) -> list[Collective]:
+def _timed_in(
+    least: Kernels, expected: Kernels, found: Sequence[tuple[Site, Collective]], links: Links
+) -> list[Collective]:
     """The collectives of one computation."""
     computation = found[0][0].computation
-    times = [kernels.seconds_of(computation, instruction) for instruction in computation.instructions]
-    until = list(accumulate(times, initial=Seconds()))
+    times = [expected.seconds_of(computation, instruction) for instruction in computation.instructions]
     run = [seconds.total for seconds in times]
+    at_peak = [least.seconds_of(computation, instruction).total for instruction in computation.instructions]
+    until = list(accumulate(times, initial=Seconds()))
     alone = [_alone(links, collective) for _, collective in found]
     real = [_flight(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
     ideal = [_flight(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
     timings = [
         dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
-        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(run, ideal), strict=True)
+        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(at_peak, ideal), strict=True)
     ]
     beside = [until[flight.end] - until[flight.start] for flight in real]
     return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
@@ -75,14 +85,17 @@ def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Coll
 def _alone(links: Links, collective: Collective) -> Timing:
     """A collective's time without regard to the schedule, as if all of it were waited for."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
-    bandwidth_s, latency_s = links.seconds(axes, sent), links.latency_seconds(axes, collective.kind)
+    bandwidth_s = links.seconds(axes, sent)
+    chosen = links.choice(axes, collective.kind, sent) or NOTHING
     return Timing(
         networks=links.networks(axes),
         nic_bytes=links.nic_bytes(axes, sent),
         bandwidth_s=bandwidth_s,
-        latency_s=latency_s,
-        waited_s=bandwidth_s + latency_s,
+        latency_s=chosen.latency_s,
+        waited_s=chosen.seconds,
         waited_by_bandwidth_s=bandwidth_s,
+        bytes_s=chosen.bytes_s,
+        choice=chosen.name,
     )
 
 
@@ -111,9 +124,9 @@ def waits(run: Sequence[float], flights: Sequence[Flight]) -> list[float]:
     return waited
 
 
-def kernel_seconds(program: Program, links: Links) -> float:
-    """The least time of all kernels of a step, one after the other; none of what runs beside them."""
-    kernels, entry = Kernels(program, links.chip), program.entry
+def kernel_seconds(program: Program, chip: Chip) -> float:
+    """The time of all kernels of a step by a chip's rates, one after the other; none of what runs beside them."""
+    kernels, entry = Kernels(program, chip), program.entry
     return sum((kernels.seconds_of(entry, instruction) for instruction in entry.instructions), Seconds()).total
 
 

@@ -46,7 +46,7 @@ class Overlap:
       modules: that they serve, in order.
       instructions: how many there are.
       cycles: the compiler's estimate for all of them; None where it gives none.
-      seconds: on GPUs, what they take by their rooflines (``kernels``); else None.
+      seconds: on GPUs, what they are expected to take (``kernels``); else None.
       product_seconds: of it, the kernels that hold a matrix product.
     """
 
@@ -63,15 +63,18 @@ NO_OVERLAP = Overlap((), (), 0, None)
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one execution of a collective of GPUs, by the figures that makers publish.
+    """The time of one execution of a collective of GPUs.
 
     Attributes:
       networks: that it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
       nic_bytes: that the network adapter of each GPU carries.
-      bandwidth_s: of its bytes, alone.
-      latency_s: of the hops of a ring, see ``hardware.links``.
-      waited_s: how long the schedule waits for it: what is left at its end, with all that was under way before it.
-      waited_by_bandwidth_s: the same, were there no latency.
+      bandwidth_s: of its bytes alone, at the links' published rates: the least.
+      latency_s: before its bytes count, in the way that NCCL chooses, see ``hardware.nccl``.
+      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` at its end, with all that
+        was under way before it, and kernels at the rates that they reach.
+      waited_by_bandwidth_s: the same by published rates alone: no latency, and each kernel at its roofline.
+      bytes_s: of its bytes, as fast as NCCL sends them.
+      choice: of NCCL, as "Ring LL128".
     """
 
     networks: tuple[str, ...]
@@ -80,11 +83,13 @@ class Timing:
     latency_s: float
     waited_s: float
     waited_by_bandwidth_s: float
+    bytes_s: float
+    choice: str
 
     @property
     def seconds(self) -> float:
-        """Alone."""
-        return self.bandwidth_s + self.latency_s
+        """Expected, alone."""
+        return self.bytes_s + self.latency_s
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,8 @@ class Collective:
 
     @property
     def is_hidden(self) -> bool:
-        """On GPUs: whether matrix products run beside it for as long as its bytes take, by rooflines."""
-        return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.bandwidth_s, MIN_S)
+        """On GPUs: whether matrix products are expected to run beside it for as long as it takes."""
+        return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.seconds, MIN_S)
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:

@@ -13,7 +13,7 @@ what is best here need not be the best of all. The three of 1 are compiled side 
 something fits, as none of them waits for what another says; how many run at once does not change what is tried. Offload
 comes last, as its transfers are no part of any other step: it is found only where nothing fits without it. Options
 that fail (they do not divide the batch, the compiler refuses the step, the user's code raises) are a row of the result
-that says why; at the very first, that is an error.
+that says why; of the very first, or of all of 1, that is an error.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side
 from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
+from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.wording import format_bytes, format_mesh, plain_text, rich_table, shortened
@@ -103,7 +104,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of a step; infinite where there is none."""
+        """Expected time of a step; infinite where there is none."""
         seconds = self.forecast.step_seconds if self.forecast else None
         return math.inf if seconds is None else seconds
 
@@ -151,7 +152,7 @@ class Fit:
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         options = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "offload"]
-        trials = rich_table(title, [*options, "bytes per device", "step", "fits"], rows, right=1)
+        trials = rich_table(title, [*options, "bytes per device", "expected", "fits"], rows, right=1)
         if self.best is None:
             return trials
         code = textwrap.indent(code_of(self.best.options), "    ")
@@ -164,11 +165,17 @@ class Fit:
             dataclasses.asdict(trial.options)
             | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
             | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
+            | {"least_step_seconds": _least(trial.forecast)}
             for trial in self.trials
         ]
         found = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         code = code_of(self.best.options) if self.best else None
         return json.dumps(found | {"why_offload": self.why_offload, "code": code}, indent=2)
+
+
+def _least(forecast: Forecast | None) -> float | None:
+    times = forecast.step_time if forecast else None
+    return times.least if times else None
 
 
 def _row(trial: Trial) -> list[str]:
@@ -236,15 +243,20 @@ def fit(
         raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
 
     def build(options: Options) -> BuiltStep:
-        step, args = build_step(options)
-        traced = trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
+        with answered_for(chip):
+            step, args = build_step(options)
+            traced = trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
         _check_offload(options, traced)
         return step, args
 
     def begin(built: BuiltStep) -> Pending[Forecast]:
-        return begin_forecast(built[0], *built[1], topology=topology, cache=kept)
+        job = begin_forecast(built[0], *built[1], topology=topology, cache=kept)
+        if job.request.key in programs:
+            raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
+        programs.add(job.request.key)
+        return job
 
-    kept = chosen_cache(cache) or False  # one for all trials
+    kept, programs = chosen_cache(cache) or False, set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
 
@@ -274,9 +286,10 @@ class Search:
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
         """All trials, sorted: what fits first, the fastest first."""
         self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
-        smallest = min(
-            (trial for trial in self.trials if trial.forecast), key=lambda trial: trial.bytes_per_device or 0
-        )
+        compiled = [trial for trial in self.trials if trial.forecast]
+        if not compiled:
+            raise _no_forecast(self.trials[0].options, self.trials[0].problem)
+        smallest = min(compiled, key=lambda trial: trial.bytes_per_device or 0)
         self.try_minibatches(smallest)
         rest = self.try_meshes(smallest.options, meshes[1:])
         if self.best is None:
@@ -342,9 +355,13 @@ class Search:
             return Trial(options, found, found.total_bytes <= self.budget_bytes, took_s=job.seconds)
         assert error is not None
         problem = in_a_line(error)
-        if not self.trials:
-            raise ValueError(f"no forecast of the first options, {options}: {problem}") from error
+        if not self.trials and not isinstance(error, CompileError):  # what this one refuses it may take otherwise
+            raise _no_forecast(options, problem) from error
         return Trial(options, None, False, problem)
+
+
+def _no_forecast(options: Options, problem: str) -> ValueError:
+    return ValueError(f"no forecast of the first options, {options}: {problem}")
 
 
 def meshes_of(topology: Topology) -> list[dict[str, int]]:

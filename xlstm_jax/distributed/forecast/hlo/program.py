@@ -17,6 +17,7 @@ from xlstm_jax.distributed.forecast.hlo.computation import MAIN_THREAD, Computat
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, element, parse_instruction
 from xlstm_jax.distributed.forecast.hlo.trip_counts import trip_count
 
+_END = re.compile(r'\}(?:, execution_thread="(\w+)")?\s*$')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
@@ -162,17 +163,19 @@ def parse(text: str) -> Program:
 
 def _computations(body: str) -> Iterator[Computation]:
     name, is_entry = None, False
-    instructions: list[Instruction] = []
+    lines: list[str] = []
     for line in body.splitlines():
         if name is None:
             if line.endswith("{") and (match := _COMPUTATION.match(line)):
-                name, is_entry, instructions = match[2], bool(match[1]), []
-        elif line.startswith("}"):
-            thread = re.search(r'execution_thread="(\w+)"', line)
-            yield Computation(name, _with_elements(instructions), is_entry, thread[1] if thread else MAIN_THREAD)
+                name, is_entry, lines = match[2], bool(match[1]), []
+        elif end := _END.match(line):
+            instructions = [instruction for text in lines if (instruction := parse_instruction(text))]
+            yield Computation(name, _with_elements(instructions), is_entry, end[1] or MAIN_THREAD)
             name = None
-        elif instruction := parse_instruction(line):
-            instructions.append(instruction)
+        elif lines and line[:1].strip():  # what a kernel of Pallas says of itself has line breaks
+            lines[-1] += line
+        else:
+            lines.append(line)
     if name is not None:
         raise ValueError(f"the HLO text ends inside of the computation {name!r}; it is cut off.")
 

@@ -17,9 +17,13 @@
   needless-offload       the optimizer's state lies on the host, though it would fit, or though little memory is saved
 
 The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
-number of their module (``block_0``, ``block_1``, ...) are one finding.
+number of their module (``block_0``, ``block_1``, ...) are one finding, and so are findings of a rule that differ in
+their numbers alone and have one cure.
 """
 
+import dataclasses
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
@@ -29,6 +33,8 @@ from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_bytes, listed, rich_table
+
+_NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # and its unit
 
 
 class LintError(ValueError):
@@ -70,7 +76,25 @@ def lint(
     """
     step = Step(forecast, plan, num_minibatches, keep_gathered)
     _check(step)
-    return [finding for rule in RULES.values() for finding in sorted(rule(step), key=lambda finding: -finding.bytes)]
+    found = [finding for rule in RULES.values() for finding in sorted(rule(step), key=lambda finding: -finding.bytes)]
+    causes = defaultdict(list)
+    for finding in found:
+        causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
+    return [_as_one(alike) for alike in causes.values()]
+
+
+def _as_one(findings: Sequence[Finding]) -> Finding:
+    """Findings of one cause, the largest first, as one that lists all of them."""
+    first, *others = findings
+    if not others:
+        return first
+    more = ", ".join(f"{other.where} ({format_bytes(other.bytes)})" if other.bytes else other.where for other in others)
+    return dataclasses.replace(
+        first,
+        where=", ".join(dict.fromkeys(finding.where for finding in findings)),
+        text=f"{first.text} These are the numbers of {first.where}; likewise {more}.",
+        bytes=sum(finding.bytes for finding in findings),
+    )
 
 
 def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:

@@ -51,7 +51,7 @@ def small_collectives(step: Step) -> Iterator[Finding]:
     """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
     found = defaultdict(list)
     for collective in step.forecast.collectives:
-        if collective.timing and collective.timing.latency_s > collective.timing.bandwidth_s:
+        if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
             found[collective.axes].append(collective)
     for axes, members in found.items():
         seconds = sum(c.count * min(c.timing.latency_s, c.timing.waited_s) for c in members if c.timing)

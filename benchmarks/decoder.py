@@ -1,0 +1,148 @@
+"""A decoder as its users write it, in plain Flax, and sharded from outside: the second model of every comparison.
+
+    tokens[b, t] -- embed --> x[b, t, d] -- blocks, one nn.scan over nn.remat --> norm, head --> logits[b, t, vocab]
+
+Grouped-query attention whose kernels have heads as dims (``nn.DenseGeneral``: rank 3, and 4 stacked over layers),
+rotary positions, RMSNorm, SwiGLU, an embedding that is the head, too (``tied``), computed in bfloat16 with float32
+parameters. The model knows nothing of devices but ``constrain``, which ``jit`` needs; ``decoder`` shards it by
+``shard_modules``, ``baselines.jit_step`` by ``NamedSharding``.
+
+  size              layers x d   heads, of keys   hidden   vocabulary       parameters
+  decoder_0.8B      16 x 2048    16, 4            5,632    50,304           0.825e9
+  llama3.2_1B       16 x 2048    32, 8            8,192    128,256          1.24e9
+  llama3.1_8B       32 x 4096    32, 8            14,336   128,256, untied  8.03e9
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from benchmarks.large_models import CONTEXT, Size, next_token_loss
+from xlstm_jax.distributed import shard_modules
+from xlstm_jax.distributed.forecast import Workload
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q[b, t, h, d]; k, v[b, t, kv, d] -> [b, t, h, d]
+
+xla_attention: Attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+Linear = partial(nn.DenseGeneral, use_bias=False, dtype=jnp.bfloat16)
+Norm = partial(nn.RMSNorm, dtype=jnp.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSize(Size):
+    """The dims of a decoder.
+
+    Attributes:
+      hidden: of the MLP.
+      kv_heads: of keys and values.
+      tied: whether the embedding is the head.
+      rotary_base: of the slowest of rotary positions.
+    """
+
+    hidden: int
+    kv_heads: int
+    tied: bool = True
+    rotary_base: float = 500_000.0
+    block: str = "decoder"
+
+
+SIZES = {
+    "decoder_0.8B": DecoderSize(2048, 16, 16, 50_304, hidden=5632, kv_heads=4),
+    "llama3.2_1B": DecoderSize(2048, 16, 32, 128_256, hidden=8192, kv_heads=8),
+    "llama3.1_8B": DecoderSize(4096, 32, 32, 128_256, hidden=14_336, kv_heads=8, tied=False),
+    "decoder_small": DecoderSize(256, 2, 4, 2048, hidden=704, kv_heads=2),
+}
+
+
+def rotary(x, base):
+    """Rotary positions: pairs of features of ``x[b, t, h, d]`` turned by angles that grow with t."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * base ** (-jnp.arange(half) / half)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each on the normed stream; returns ``(x, None)`` as ``nn.scan`` wants."""
+
+    size: DecoderSize
+    attention: Attention = xla_attention
+    constrain: Callable[[jax.Array], jax.Array] | None = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        c, width = self.size, self.size.dim // self.size.heads
+        y = Norm(name="attention_norm")(x)
+        q = rotary(Linear((c.heads, width), name="query")(y), c.rotary_base)
+        k = rotary(Linear((c.kv_heads, width), name="key")(y), c.rotary_base)
+        v = Linear((c.kv_heads, width), name="value")(y)
+        x = x + Linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
+        y = Norm(name="mlp_norm")(x)
+        y = nn.silu(Linear(c.hidden, name="gate")(y)) * Linear(c.hidden, name="up")(y)
+        x = x + Linear(c.dim, name="down")(y)
+        return self.constrain(x) if self.constrain else x, None
+
+
+class Decoder(nn.Module):
+    """Logits of the next token, float32 ``[b, t, vocab_size]``, for ``tokens[b, t]``."""
+
+    size: DecoderSize
+    attention: Attention = xla_attention
+    remat: Any = True  # or a policy of nn.remat, or False
+    constrain: Callable[[jax.Array], jax.Array] | None = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        c, block = self.size, Block
+        if self.remat:
+            block = nn.remat(Block, prevent_cse=False, policy=None if self.remat is True else self.remat)
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        embed = nn.Embed(c.vocab_size, c.dim, dtype=jnp.bfloat16, name="embed")
+        x = embed(tokens)
+        x = self.constrain(x) if self.constrain else x
+        x, _ = layers(c, self.attention, self.constrain, name="blocks")(x, None)
+        x = Norm(name="norm")(x)
+        logits = embed.attend(x) if c.tied else Linear(c.vocab_size, name="head")(x)
+        return logits.astype(jnp.float32)
+
+
+def decoder(
+    size: DecoderSize,
+    *,
+    devices: int,
+    shard_axes: tuple[str, ...] = (),
+    rows: int = 1,
+    context: int = CONTEXT,
+    attention: Attention = xla_attention,
+    remat: Any = True,
+    min_weight_size: int = 2**18,
+    **sharding: Any,
+) -> Workload:
+    """A decoder as a workload, trained by AdamW; without ``shard_axes`` nothing is sharded: for ``jit`` to split.
+
+    Args:
+      size: see ``SIZES``.
+      devices: each has so many ``rows`` of ``context`` tokens.
+      shard_axes: the ``axis_name`` of ``shard_modules``.
+      attention: XLA's, or a kernel with its signature.
+      remat: of ``Decoder``.
+      min_weight_size, **sharding: further options of ``shard_modules``; gathered in bfloat16 unless they differ.
+    """
+    model: nn.Module = Decoder(size, attention, remat)
+    if shard_axes:
+        options = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
+        model = shard_modules(model, _is_unit, shard_axes, **options)
+    tokens = jax.ShapeDtypeStruct((devices * rows, context + 1), jnp.int32)
+    return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)
+
+
+def _is_unit(path: str, module: nn.Module) -> bool:
+    """What is gathered at once: a layer, the embedding, the head."""
+    return isinstance(module, Block | nn.Embed) or path == "head"

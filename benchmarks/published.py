@@ -1,0 +1,359 @@
+"""Measured training runs that others have published, and the forecast of each: the same model, batch, and devices.
+
+    python -m benchmarks.published                       all runs; half an hour of compilation, kept for the next time
+    python -m benchmarks.published --runs "8B, 8 H100"   some of them
+    python -m benchmarks.published --redraw              table and picture of what is kept; nothing is compiled
+
+    Run --build, compile--> Forecast --expected / published--> results/published/runs.json
+
+All runs sharded their parameters: those of JAX by ``jit``, on TPUs along the dim of the model's width, as MaxText and
+MinText do; those of PyTorch by FSDP2, for which ``jit`` along the largest dim of each leaf stands in. The
+efficiencies of ``CHIPS`` were fixed on the runs that say so, and all others test them. A run on
+other hardware than the chip's data sheet describes has ``hardware``, and is forecast with that.
+
+Flash attention, which all runs on GPUs have and one on TPUs, is counted by its formula: the compiled step has in its
+place what reads and writes the same arrays, and the time of its products is added, at the rate of all others.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks import baselines
+from benchmarks.decoder import SIZES, DecoderSize, decoder, xla_attention
+from benchmarks.report import QUIET, STRONG
+from benchmarks.xla_flags import BEST_FOR_JIT
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import Workload, parse_topology
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology, trace
+from xlstm_jax.distributed.forecast.compiling.report_cache import user_cache
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.distributed.forecast.cost.roofline import Range
+from xlstm_jax.distributed.forecast.forecasting import read
+from xlstm_jax.distributed.hardware.chips import Chip
+
+OUT = Path(__file__).parent / "results" / "published"
+TITAN = "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_A100 = "https://github.com/pytorch/torchtitan/blob/0413364/docs/performance.md"
+KEMPNER = (
+    "https://github.com/KempnerInstitute/KempnerForge/blob/9f3f03a/benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
+)
+FMS = "https://github.com/foundation-model-stack/fms-fsdp"
+MINTEXT = "https://github.com/bzantium/mintext/blob/a0442ce/progress.md"
+A3 = "https://github.com/AI-Hypercomputer/maxtext/tree/30cd40a/MaxText/configs/a3/llama_2_7b"
+V5E = "https://github.com/AI-Hypercomputer/maxtext/tree/0ed7bd5/MaxText/configs/v5e"
+MIN_WEIGHT_SIZE = 2**18  # smaller leaves are whole
+BACKWARD_OF_FLASH = 2.5  # times its forward pass: five products for two, as its scores are computed again
+
+LLAMA2_7B = DecoderSize(4096, 32, 32, 32_000, hidden=11_008, kv_heads=32, tied=False)
+LLAMA2_13B = DecoderSize(5120, 40, 40, 32_000, hidden=13_824, kv_heads=40, tied=False)
+LLAMA3_70B = DecoderSize(8192, 80, 64, 128_256, hidden=28_672, kv_heads=8, tied=False)
+MAXTEXT_32B = DecoderSize(8192, 32, 64, 32_000, hidden=28_672, kv_heads=64)
+LLAMA_34B = DecoderSize(8192, 48, 64, 32_000, hidden=22_016, kv_heads=8, tied=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One published measurement.
+
+    Attributes:
+      size: of the model.
+      topology: that it ran on.
+      rows, context: sequences of a device in a step, and their tokens.
+      seconds: of a step, measured.
+      source: where it was published.
+      said: as the source has it.
+      remat: "full"; "dots", which saves all matrix products; None; or a key of ``AGAIN``.
+      flash: whether attention was a fused kernel.
+      weights: dtype of the parameters.
+      fixed: whether the chip's efficiency was fixed on it.
+      hardware: what differs from the data sheet.
+      note: what the forecast leaves out.
+    """
+
+    size: DecoderSize
+    topology: str
+    rows: int
+    context: int
+    seconds: float
+    source: str
+    said: str
+    remat: str | None = "full"
+    flash: bool = True
+    weights: Any = jnp.float32
+    fixed: bool = False
+    hardware: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def chip(self) -> Chip:
+        return dataclasses.replace(parse_topology(self.topology).chip, **self.hardware)
+
+
+def by_tokens(rows: int, context: int, per_second: float) -> float:
+    """Seconds of a step, of tokens that a device reads in a second."""
+    return rows * context / per_second
+
+
+META = {"hbm_bandwidth": 2.4e12}
+META_NOTE = "500 W instead of 700, which is not in the forecast"
+LLAMA_8B, LLAMA_1B = SIZES["llama3.1_8B"], SIZES["llama3.2_1B"]
+RUNS = {
+    "Llama 2 7B, 8 H100, MaxText": Run(
+        size=LLAMA2_7B, topology="h100:1x8", rows=4, context=4096, seconds=1.561, remat="dots", source=A3, fixed=True,
+        said="492 TFLOP/s: 768 TFLOP a step, 6 x parameters x tokens and 12 x layers x d x tokens x context",
+    ),
+    "Llama 3.1 8B, 8 H100, torchtitan": Run(
+        size=LLAMA_8B, topology="h100:1x8", rows=2, context=8192, seconds=by_tokens(2, 8192, 6667), source=TITAN,
+        remat="every second product", said="6,667 tokens/s, FSDP and torch.compile", hardware=META, note=META_NOTE,
+    ),
+    "Llama 3.1 8B, 128 H100, torchtitan": Run(
+        size=LLAMA_8B, topology="h100:16x8", rows=2, context=8192, seconds=by_tokens(2, 8192, 6514), source=TITAN,
+        remat="every second product", said="6,514 tokens/s, FSDP and torch.compile", hardware=META, note=META_NOTE,
+    ),
+    "Llama 34B, 96 H100, fms-fsdp": Run(
+        size=LLAMA_34B, topology="h100:16x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 1550), source=FMS,
+        said="1,550 tokens/s, FSDP, full recomputation", hardware={"network_bandwidth": 1.25e10},
+        note="800 Gb/s of network, taken to be of a host; forecast for 128, as 96 divides no dim of the model",
+    ),
+    "Llama 3 8B, 4 H200, KempnerForge": Run(
+        size=LLAMA_8B, topology="h200:1x4", rows=4, context=4096, seconds=3.36 / 2, source=KEMPNER,
+        said="3.36 s, FSDP and torch.compile, full recomputation, two minibatches of 4 sequences",
+        note="one minibatch and half of the published step, which has an update for two",
+    ),
+    "Llama 2 13B, 64 A100, torchtitan": Run(
+        size=LLAMA2_13B, topology="a100:8x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 2162), remat=None,
+        source=TITAN_A100, said="2,162 tokens/s, FSDP, no recomputation", fixed=True,
+    ),
+    "Llama 3 8B, 64 A100, torchtitan": Run(
+        size=LLAMA_8B, topology="a100:8x8", rows=1, context=8192, seconds=by_tokens(1, 8192, 2973), source=TITAN_A100,
+        remat="every second product", said="2,973 tokens/s, FSDP", fixed=True,
+    ),
+    "Llama 3 70B, 64 A100, torchtitan": Run(
+        size=LLAMA3_70B, topology="a100:8x8", rows=1, context=8192, seconds=by_tokens(1, 8192, 331), source=TITAN_A100,
+        said="331 tokens/s, FSDP, full recomputation",
+    ),
+    "Llama 34B, 128 A100, fms-fsdp": Run(
+        size=LLAMA_34B, topology="a100:16x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 700), source=FMS,
+        said="700 tokens/s, FSDP, full recomputation", hardware={"network_bandwidth": 6.25e9},
+        note="400 Gb/s of network, taken to be of a host",
+    ),
+    "Llama 3.2 1B, 8 v6e, MinText": Run(
+        size=LLAMA_1B, topology="v6e:2x4", rows=4, context=2048, seconds=0.478, source=MINTEXT, flash=False,
+        weights=jnp.bfloat16, said="0.478 s, jax.nn.dot_product_attention",
+    ),
+    "Llama 3.2 1B, 8 v6e, MaxText": Run(
+        size=LLAMA_1B, topology="v6e:2x4", rows=4, context=2048, seconds=0.343, source=MINTEXT,
+        weights=jnp.bfloat16, said="0.343 s, splash attention",
+    ),
+    "32B, 256 v5e, MaxText": Run(
+        size=MAXTEXT_32B, topology="v5e:16x16", rows=4, context=2048, seconds=12.09, source=V5E,
+        said="132 TFLOP/s: 1,596 TFLOP a step, 6 x parameters x tokens and 12 x layers x d x tokens x context",
+    ),
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- the forecast
+
+
+def in_place_of_flash(q, k, v):
+    """Reads and writes what attention does, and multiplies nothing."""
+    return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
+
+
+def flash_flops(run: Run) -> float:
+    """FLOP of causal attention in a step of a device: half of all pairs of positions."""
+    forward = 2 * run.rows * run.context**2 * run.size.dim * run.size.layers  # two products, halved
+    return forward * (1 + BACKWARD_OF_FLASH + (run.remat == "full"))
+
+
+# Which of a block's seven products (query, key, value, out, gate, up, down) are computed again: by torchtitan's
+# selective recomputation by operation.
+AGAIN = {"every second product": (1, 3, 5)}
+
+
+class SavesProducts:
+    """A policy of ``nn.remat`` that saves the products of a block but for some; it counts them as they come."""
+
+    def __init__(self, again: Sequence[int]) -> None:
+        self.again, self.seen = again, 0
+
+    def __call__(self, primitive, *_, **__) -> bool:
+        if primitive.name != "dot_general":
+            return False
+        self.seen += 1
+        return (self.seen - 1) % 7 not in self.again
+
+
+def policy(remat: str | None) -> Any:
+    named = {None: False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    return SavesProducts(AGAIN[remat]) if remat in AGAIN else named[remat]
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A model whose parameters are stored in another dtype."""
+
+    model: Any
+    dtype: Any
+
+    def init(self, *args: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(self.dtype), self.model.init(*args))
+
+    def clone(self, **fields: Any) -> "Narrow":
+        return dataclasses.replace(self, model=self.model.clone(**fields))
+
+    @property
+    def apply(self) -> Any:
+        return self.model.apply
+
+
+def workload(run: Run) -> Workload:
+    devices = parse_topology(run.topology).num_devices
+    options = {"rows": run.rows, "context": run.context, "remat": policy(run.remat)}
+    options["attention"] = in_place_of_flash if run.flash else xla_attention
+    made = decoder(run.size, devices=devices, **options)
+    return dataclasses.replace(made, model=Narrow(made.model, run.weights))
+
+
+def split_width(width: int, shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:
+    """The last dim of the model's width; None where there is none or the array is small."""
+    dims = [dim for dim, size in enumerate(shape) if size == width and size % parts == 0]
+    return dims[-1] if dims and math.prod(shape) >= min_weight_size else None
+
+
+def forecast_of(run: Run) -> dict[str, Any]:
+    """The times of a step, in seconds, and what they are made of."""
+    topology = parse_topology(run.topology)
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": topology.num_devices})
+    on_gpus = topology.platform == "cuda"
+    split = {} if on_gpus else {"split_dim": partial(split_width, run.size.dim)}
+    step, args = baselines.jit_step(workload(run), mesh, MIN_WEIGHT_SIZE, **split)
+    options = BEST_FOR_JIT if on_gpus else None
+    compiled = compile_for_topology(step, *args, topology=run.topology, compiler_options=options, cache=user_cache())
+    compiled = dataclasses.replace(compiled, topology=dataclasses.replace(topology, chip=run.chip))
+    found = read(compiled, count_flops(trace(step, args, None).jaxpr, compiled.devices), run.rows * run.context)
+    assert found.step_time is not None
+    flops = flash_flops(run) if run.flash else 0.0
+    attention = Range(*(flops / chip.peak_flops["bfloat16"] for chip in (run.chip, run.chip.reached)))
+    step_s = [known + more for known, more in zip(found.step_time, attention, strict=True)]
+    return {
+        "step_seconds": dict(zip(Range._fields, step_s, strict=True)),
+        "attention_seconds": attention._asdict(),
+        "kernel_seconds": {"least": found.kernel_seconds, "expected": found.expected_kernel_seconds},
+        "cycle_seconds": found.cycle_seconds,
+        "waited_seconds": {"least": found.exposed_bandwidth_seconds, "expected": found.exposed_seconds},
+        "compute_seconds": found.roofline.compute_s,
+        "memory_seconds": found.roofline.memory_s,
+        "flops": found.flops.by_direction(),
+        "hbm_bytes": found.hbm_bytes.total,
+        "wire_bytes": found.wire_bytes,
+        "total_bytes": found.total_bytes,
+        "compile_seconds": found.compile_seconds,
+        "versions": found.versions,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+KEPT = OUT / "runs.json"
+CLOSE = 1.3  # within which a forecast is to be
+
+
+def ratio(run: Run, found: Mapping[str, Any], end: str = "expected") -> float:
+    """Forecast / published: below 1 it promises too much."""
+    return found["step_seconds"][end] / run.seconds
+
+
+def table(kept: Mapping[str, Any]) -> str:
+    """For a page: a row for each run that is kept."""
+    columns = ("run", "published", "least", "expected", "expected / published", "role")
+    rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+    for name, found in kept.items():
+        run, (least, expected) = RUNS[name], (f"{1e3 * found['step_seconds'][end]:,.0f} ms" for end in Range._fields)
+        named, role = f"[{name}]({run.source})", "fixed the efficiency" if run.fixed else "test"
+        cells = [named, f"{1e3 * run.seconds:,.0f} ms", least, expected, f"{ratio(run, found):.2f}", role]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def settings(kept: Mapping[str, Any]) -> str:
+    """For a page: what each run was, and how the forecast differs."""
+    columns = ("run", "a device's batch", "computed again", "the source says", "the forecast differs in")
+    rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+    for name in kept:
+        run = RUNS[name]
+        named = [f"{value / 1e9:,.4g} GB/s of {key.split('_')[0]}" for key, value in run.hardware.items()]
+        differs = "; ".join([*named, *([run.note] if run.note else [])])
+        cells = [
+            name,
+            f"{run.rows} x {run.context:,}",
+            run.remat or "nothing",
+            run.said,
+            differs or "nothing that is known",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def draw(kept: Mapping[str, Any], path: Path) -> None:
+    """A bar from the least to the expected time of each run, in units of what was published."""
+    figure = Figure(figsize=(8.5, 0.46 * len(kept) + 1.3), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, found) in enumerate(kept.items()):
+        run = RUNS[name]
+        least, expected = ratio(run, found, "least"), ratio(run, found)
+        color = QUIET if run.fixed else STRONG
+        axes.barh(place, expected - least, left=least, height=0.34, color=QUIET, alpha=0.5)
+        axes.plot(expected, place, "o", color=color, ms=8, mec=STRONG)
+        axes.plot(least, place, "|", color=STRONG, ms=11, mew=2)
+        text = {"va": "center", "fontsize": 8, "bbox": {"fc": "white", "ec": "none", "pad": 0.4}}
+        axes.annotate(f"{expected:.2f}", (expected, place), (9, 0), textcoords="offset points", **text)
+    axes.axvspan(1 / CLOSE, CLOSE, color="#54a24b", alpha=0.12, label=f"within {CLOSE} x of what was published")
+    axes.axvline(1.0, color="black", lw=1)
+    axes.plot([], [], "o", color=STRONG, label="expected")
+    axes.plot([], [], "o", color=QUIET, mec=STRONG, label="expected, of a run that fixed the efficiency")
+    axes.plot([], [], "|", color=STRONG, ms=11, mew=2, label="least, by published rates alone")
+    axes.set(yticks=range(len(kept)), xlabel="forecast / published time of a step", xlim=(0.3, 1.75))
+    axes.set_yticklabels(list(kept), fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=2, frameon=False)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def keep(made: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is kept, with what was made, in the order of ``RUNS``."""
+    kept = (json.loads(KEPT.read_text()) if KEPT.exists() else {}) | dict(made)
+    kept = {name: kept[name] for name in RUNS if name in kept}
+    OUT.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), help="names, or how they begin")
+    parser.add_argument("--redraw", action="store_true", help="table and picture of what is kept; compile nothing")
+    args = parser.parse_args(arguments)
+    for name, run in RUNS.items():
+        if not args.redraw and name.startswith(tuple(args.runs)):
+            keep({name: forecast_of(run)})
+    kept = keep({})
+    print(table(kept), settings(kept), sep="\n\n")
+    draw(kept, OUT / "runs.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

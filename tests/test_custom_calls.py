@@ -1,0 +1,141 @@
+"""Attention of cuDNN and kernels of Pallas: compiled for devices that are not there, and their work counted."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import CHIPS, forecast
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.custom_calls import unknown_calls
+from xlstm_jax.distributed.forecast.cost.cycles import count_cycles, count_hbm_bytes
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.distributed.forecast.cost.kernels import Kernels
+from xlstm_jax.distributed.forecast.cost.products import executed_flops
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.hardware.cudnn import answered_for
+
+B, T, S, N, D = 4, 512, 256, 8, 64
+H100 = CHIPS["h100"]
+
+
+def attend(q, k, v, implementation="cudnn", **options):
+    out = jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
+    return jnp.sum(out.astype(jnp.float32))
+
+
+def arrays(mesh=None, features=D, heads=N):
+    """Queries, keys and values of attention, split over the mesh."""
+    place = NamedSharding(mesh, P("fsdp")) if mesh is not None else None
+    shapes = [(B, T, N, features), (B, S, heads, features), (B, S, heads, features)]
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+
+
+def flops_of(function, *args):
+    with answered_for(H100):
+        return count_flops(jax.jit(function).trace(*args).jaxpr).total
+
+
+@pytest.mark.parametrize("heads", [N, 2])
+@pytest.mark.parametrize(
+    "options, part",
+    [({}, 1), ({"is_causal": True}, 1 / 2), ({"is_causal": True, "local_window_size": (31, 0)}, 32 / S)],
+    ids=["full", "causal", "window"],
+)
+def test_flop_of_cudnns_attention_are_those_of_the_products_that_it_stands_for(options, part, heads):
+    args = arrays(heads=heads)
+    plain = flops_of(partial(attend, implementation="xla"), *args)
+    assert plain == 4 * B * N * T * S * D
+    run = partial(attend, **options)
+    assert flops_of(run, *args) == part * plain
+    assert flops_of(jax.grad(run, (0, 1, 2)), *args) == (1 + 2.5) * part * plain
+
+
+def test_jax_is_answered_within_and_for_the_chip_that_is_meant():
+    run = jax.jit(partial(attend, scale=1.0))
+    with answered_for(CHIPS["a100"]), pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        run.trace(*arrays(features=256))
+    with answered_for(H100):
+        run.trace(*arrays(features=256))
+    with pytest.raises(RuntimeError, match="cuDNN"):  # as before: nothing is left behind
+        run.trace(*arrays(features=128))
+    with answered_for(CHIPS["v5e"]), pytest.raises(RuntimeError, match="cuDNN"):
+        run.trace(*arrays(features=192))
+
+
+def in_shard_map(loss, mesh):
+    """A step that takes the gradient of attention on each device's rows."""
+    gradients = jax.grad(loss, (0, 1, 2))
+    return jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
+
+
+@pytest.mark.cuda_plugin
+def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_flop():
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
+    step, args = in_shard_map(partial(attend, is_causal=True), mesh), arrays(mesh)
+    compiled = compile_for_topology(step, *args, topology="h100:1x2")
+    program, want = parse(compiled.hlo), 3.5 * 4 * (B // 2) * N * T * S * D / 2
+    assert executed_flops(program, lambda _: True) == want
+    kernels = Kernels(program, H100)
+    calls = [i for i in program.entry.instructions if "__cudnn$fmha" in i.attributes]
+    products = [kernels.seconds_of(program.entry, call).products for call in calls]
+    assert len(calls) == 2 and sum(products) >= want / H100.peak_flops["bfloat16"]
+    found = forecast(step, *args, topology="h100:1x2")
+    assert found.flops.total == want and not any("counted as nothing" in note for note in found.notes)
+
+
+@pytest.mark.cuda_plugin
+def test_cudnns_attention_outside_of_shard_map_is_an_error_that_says_so():
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
+    with pytest.raises(ValueError, match="attention of cuDNN outside of shard_map"):
+        forecast(jax.jit(attend), *arrays(mesh), topology="h100:1x2")
+
+
+@pytest.mark.libtpu
+def test_kernels_of_pallas_on_tpus_take_their_roofline():
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
+    shape = (4, 2, 256, 128)
+
+    def splash(q, k, v):
+        masks = [splash_attention_mask.CausalMask((256, 256))] * 2
+        mask = splash_attention_mask.MultiHeadMask(masks)
+        kernel = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+        return jnp.sum(jax.vmap(kernel)(q, k, v).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    step = in_shard_map(splash, mesh)
+    program = parse(compile_for_topology(step, x, x, x, topology="v5e:2x2").hlo)
+    # What a kernel says of itself has line breaks, and one of its lines begins as the end of a computation does.
+    calls = [i for i in program.entry.instructions if "tpu_custom_call" in i.attributes]
+    assert len(calls) == 3 and program.entry.instructions[-1].is_root
+    assert all(call.estimated_cycles is None for call in calls)
+    found = forecast(step, x, x, x, topology="v5e:2x2")
+    in_kernels = sum(found.flops.in_kernels.values())
+    assert in_kernels >= 3.5 * 4 * 2 * 256**2 * 128 / 2  # both passes of a causal mask, and what is not skipped
+    assert found.pallas_seconds >= in_kernels / CHIPS["v5e"].peak_flops["bfloat16"]
+    assert found.cycle_seconds == count_cycles(program).total / CHIPS["v5e"].clock_hz + found.pallas_seconds
+
+
+UNKNOWN = """\
+HloModule jit_step, is_scheduled=true, num_partitions=2
+
+ENTRY %main.1 (x.1: f32[64,64]) -> f32[64,64] {
+  %x.1 = f32[64,64]{1,0} parameter(0)
+  %mine.1 = f32[64,64]{1,0} custom-call(%x.1), custom_call_target="my_kernel", metadata={op_name="jit(step)/ffi_call"}
+  %sort.1 = f32[64,64]{1,0} custom-call(%mine.1), custom_call_target="__cub$DeviceRadixSort"
+  ROOT %add.1 = f32[64,64]{1,0} add(%sort.1, %x.1)
+}
+"""
+
+
+def test_a_custom_call_that_nobody_knows_is_named_with_its_share():
+    program = parse(UNKNOWN)
+    (note,) = unknown_calls(program, count_hbm_bytes(program))
+    assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is counted as nothing")
+    assert "29% of the bytes" in note  # 2 of 2 + 2 + 3 arrays

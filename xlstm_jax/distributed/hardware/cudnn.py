@@ -1,0 +1,62 @@
+"""What JAX asks of a GPU before it traces attention of cuDNN, answered for a GPU that is not there.
+
+    jax.nn.dot_product_attention(..., implementation="cudnn")
+      tracing    asks the GPU at hand for cuDNN's version and its compute capability    answered by the chip's target
+      lowering   refuses a mesh without devices                                         not needed inside shard_map
+      export     refuses custom calls that it does not know to be stable                this release compiles at once
+
+JAX has no public name for any of these, so this file alone knows the private ones; JAX 0.10 and 0.12 have the same.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax import export
+from jax._src import dispatch
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from xlstm_jax.distributed.hardware.chips import Chip
+from xlstm_jax.distributed.hardware.gpu_targets import CUDNN, compute_capability
+
+_KINDS = [f"fmha{bias}Softmax{dropout}" for bias in ("", "ScaleBias") for dropout in ("", "Dropout")]
+TARGETS = [f"__cudnn${kind}{way}{dtype}" for kind in _KINDS for way in ("", "Backward") for dtype in ("", "F8")]
+ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+
+
+@contextlib.contextmanager
+def answered_for(chip: Chip | None) -> Iterator[None]:
+    """Within, JAX traces and lowers attention of cuDNN as on this chip; None: as on any, for shapes alone.
+
+    Nothing is changed for a chip that is no GPU.
+    """
+    if chip is not None and chip.torus_axes:
+        yield
+        return
+    has = compute_capability(chip) if chip else None
+
+    def is_at_least(capability: str) -> bool:
+        return has is None or has >= _pair(capability)
+
+    def is_equal(capability: str) -> bool:
+        return has == _pair(capability)
+
+    answers = {
+        "check_cudnn_version": lambda: CUDNN,
+        "check_compute_capability": is_at_least,
+        "is_cuda_compute_capability_equal": is_equal,
+    }
+    before = {name: getattr(fused, name) for name in answers}
+    waiting = {one for one in dispatch.prim_requires_devices_during_lowering if one.name.startswith("dot_product_att")}
+    try:
+        for name, answer in answers.items():
+            setattr(fused, name, answer)
+        dispatch.prim_requires_devices_during_lowering -= waiting
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(fused, name, function)
+        dispatch.prim_requires_devices_during_lowering |= waiting
+
+
+def _pair(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))

@@ -1,0 +1,161 @@
+"""How long a collective of GPUs takes: NCCL's choice among its algorithms and protocols, by its own model.
+
+    seconds of (algorithm, protocol) = latency + bytes / bandwidth       the least of all that NCCL may choose
+
+Latency and bandwidth belong together: LL starts soonest and sends at a quarter of the rate at most, Simple starts last
+and sends at the full one, LL128 lies between. Over n GPUs on h hosts, g = n / h of them on each, each network with
+latencies a (NVLink) and b (network) of its own for each algorithm and protocol:
+
+    Ring   base + hops x a or b; n-1 hops, of which h-1 cross hosts; of an all-reduce 2(n-1), of which 2h
+    Tree   base + 2 x ((g-1) x a + log2(h) x b); all-reduces alone; sends 2 x payload
+    one hop for what is sent from each GPU to others, as an all-to-all; NCCL's send and receive are no collective
+
+Tables and factors are those of ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
+LL128 and of trees, treeCorrectionFactor), with hosts of Intel's processors. Left out: what NCCL adds by the switch
+(NVLS, SHARP: large all-reduces are up to a third faster), its limits by channel, which do not bind on these GPUs, and
+algorithms of later releases (PAT). Its model for 256 A100 gives 65 us for an all-reduce of some bytes; 62 to 71 us were
+measured on 32 hosts of 8 (NVIDIA/nccl#652).
+
+``bus_bandwidth`` of a link is not its published rate, but what was measured of it, by NCCL's own tests.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# What NCCL's tests reach of a link's published rate.
+# NVLink: 360 of 450 GB/s on 8 H100 are "exactly what we'd expect" (NVIDIA/nccl-tests#326; #212 names the overhead of
+# the protocol, 20 %). NCCL's own tables (src/graph/topo.h) have as much of others: 240 of 300 GB/s for A100, 722 of 900
+# for B200.
+NVLINK_FRACTION = 0.8
+# Network: 360, 345, 320, 300, 280 and 260 of 400 GB/s a host on 4, 8, 16, 32, 64 and 128 hosts of H100, reduce-scatters
+# (NVIDIA/nccl#1229); on two hosts 46 to 48 of 50 for each adapter (NVIDIA/nccl-tests#290): a twentieth less for each
+# time that hosts double. Of gathers over 256 H100, on 32 hosts, 200 of 400 were reported (NVIDIA/nccl#1218).
+LOST_BY_DOUBLING = 0.05
+GATHER_FRACTION, GATHER_HOSTS = 0.5, 32
+
+RING, TREE = "Ring", "Tree"
+LL, LL128, SIMPLE = "LL", "LL128", "Simple"
+SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # from each device to others, in one hop
+_US = 1e-6
+_BASE = {  # seconds before anything is sent
+    (TREE, LL): 6.8 * _US, (TREE, LL128): 14.0 * _US, (TREE, SIMPLE): 0.0,
+    (RING, LL): 6.6 * _US, (RING, LL128): 14.0 * _US, (RING, SIMPLE): 8.4 * _US,
+}  # fmt: skip
+_HOP = {  # seconds of each hop, over NVLink and over the network
+    (TREE, LL): (0.6 * _US, 5.0 * _US), (TREE, LL128): (1.25 * _US, 8.5 * _US), (TREE, SIMPLE): (28 * _US, 28 * _US),
+    (RING, LL): (0.6 * _US, 2.7 * _US), (RING, LL128): (1.9 * _US, 4.0 * _US), (RING, SIMPLE): (3.4 * _US, 14 * _US),
+}  # fmt: skip
+_POST = {LL: 1.0 * _US, LL128: 1.0 * _US, SIMPLE: 3.0 * _US}  # the least of a hop of a ring that crosses hosts
+_LL_MOST = {1: 87.7e9, 2: 39.0e9}  # bytes/s of LL on so many hosts
+_LL_MOST_BEYOND = 20.4e9  # on more
+_PLATEAU, _PLATEAU_BYTES = 1.4, 64 * 16  # Simple rings across hosts are slower to start from so many bytes a GPU on
+# By the power of two of 64 bytes that an array has: 1 stands for all that are larger.
+_TREE_REACHES = {
+    LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1",
+    LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1",
+    SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9",
+}
+_TREE_FACTORS = {protocol: [float(word) for word in text.split()] for protocol, text in _TREE_REACHES.items()}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The GPUs that a collective connects: how many, on how many hosts, and how many at least on each of these."""
+
+    devices: int
+    hosts: int
+    per_host: int
+
+
+def network_fraction(kind: str, hosts: int) -> float:
+    """What collectives over so many hosts reach of the network's published rate.
+
+    >>> network_fraction("reduce-scatter", 16), network_fraction("all-gather", 16), network_fraction("all-gather", 32)
+    (0.8, 0.8, 0.5)
+    """
+    if kind == "all-gather" and hosts >= GATHER_HOSTS:
+        return GATHER_FRACTION
+    return 1.0 - LOST_BY_DOUBLING * math.log2(hosts)
+
+
+class Way(NamedTuple):
+    """What NCCL chooses: "Tree LL"; the time before its bytes count, and that of its bytes, in seconds."""
+
+    name: str
+    latency_s: float
+    bytes_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.bytes_s
+
+
+def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
+    """The fastest way for a collective.
+
+    >>> few = choice("all-reduce", Group(256, 32, 8), 8.0, 2e11)
+    >>> many = choice("all-gather", Group(8, 1, 8), 3.6e9, 3.6e11)
+    >>> few.name, f"{few.seconds * 1e6:.0f} us", many.name, f"{many.seconds * 1e3:.2f} ms"
+    ('Tree LL', '65 us', 'Ring Simple', '10.03 ms')
+
+    Args:
+      kind: as of ``Collective``.
+      group: that it connects, of more than one device.
+      sent: bytes by each GPU around a ring; ``payload x (n-1)/n``, twice that in an all-reduce.
+      bus_bandwidth: bytes/s of each GPU that NCCL reaches with large arrays.
+    """
+    return min(_ways(kind, group, sent, bus_bandwidth), key=lambda way: way.seconds)
+
+
+def _ways(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Iterator[Way]:
+    reduces = kind == "all-reduce"
+    payload = sent * group.devices / (group.devices - 1) / (2 if reduces else 1)
+    for protocol in (LL, LL128, SIMPLE):
+        bandwidth = _ring_bandwidth(kind, group, protocol, bus_bandwidth)
+        yield Way(f"{RING} {protocol}", _ring_latency(kind, group, protocol, payload), sent / bandwidth)
+        if reduces:
+            bandwidth = _tree_bandwidth(group, protocol, payload, bus_bandwidth)
+            yield Way(f"{TREE} {protocol}", _tree_latency(group, protocol), 2 * payload / bandwidth)
+
+
+def _ring_latency(kind: str, group: Group, protocol: str, payload: float) -> float:
+    over_nvlink, over_network = _HOP[RING, protocol]
+    hops, crossing = group.devices - 1, group.hosts - 1
+    if kind == "all-reduce":
+        hops, crossing = 2 * hops, 2 * group.hosts if group.hosts > 1 else 0
+    elif kind in SENT_AT_ONCE:
+        crossing = min(crossing, 1)
+        hops = crossing + (group.per_host > 1)
+    if group.hosts > 1:
+        over_nvlink = max(over_nvlink, _POST[protocol])
+    latency_s = _BASE[RING, protocol] + max(hops - crossing, 0) * over_nvlink + crossing * over_network
+    plateau = kind == "all-reduce" and group.hosts > 1 and payload >= _PLATEAU_BYTES * group.devices
+    return latency_s * (_PLATEAU if plateau and protocol == SIMPLE else 1.0)
+
+
+def _tree_latency(group: Group, protocol: str) -> float:
+    over_nvlink, over_network = _HOP[TREE, protocol]
+    levels = int(math.log2(group.hosts))
+    return _BASE[TREE, protocol] + 2 * ((group.devices // group.hosts - 1) * over_nvlink + levels * over_network)
+
+
+def _ring_bandwidth(kind: str, group: Group, protocol: str, bus_bandwidth: float) -> float:
+    if protocol == LL:
+        quarter = group.hosts > 1 or kind == "all-reduce"
+        return min(_LL_MOST.get(group.hosts, _LL_MOST_BEYOND), bus_bandwidth / (4 if quarter else 3))
+    if protocol == LL128:
+        return bus_bandwidth * (0.7 if group.devices < 2 * group.hosts else 0.92)
+    return bus_bandwidth
+
+
+def _tree_bandwidth(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> float:
+    bandwidth = 0.92 * bus_bandwidth
+    if protocol == LL:
+        bandwidth = min(bandwidth / 3.8, _LL_MOST.get(group.hosts, _LL_MOST_BEYOND))
+    if protocol == LL128:
+        bandwidth *= 7 / 9 if group.hosts == 1 else 120 / 128
+    power = int(math.log2(max(payload / 64, 1.0)))
+    factors = _TREE_FACTORS[protocol]
+    return bandwidth * (factors[power] if power < len(factors) else 1.0)
