@@ -8,12 +8,15 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
-from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, weighted_loss
+from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes
+from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
+from xlstm_jax.distributed.training.strategies import STRATEGIES
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
 TX = optax.sgd(1.0)  # the parameters after a step are those before, less the gradient
@@ -80,8 +83,7 @@ def test_when_the_collectives_run():
     assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
 
 
-@pytest.mark.parametrize("options", [{"gather_dtype": jnp.bfloat16}, {"uneven": "pad", "gather_dtype": jnp.bfloat16}])
-def test_gathered_once_is_gathered_as_the_modules_would(options):
+def test_gathered_once_is_gathered_as_the_modules_would():
     """In bfloat16 the modules see the same rounded weights, and so the same loss, up to the order of float32 sums.
 
     Weights that were not rounded would move it by some 1e-4.
@@ -89,7 +91,7 @@ def test_gathered_once_is_gathered_as_the_modules_would(options):
     A minibatch's gradient is rounded to 8 bits where it leaves its module, which XLA does earlier or later as it fuses:
     gradients agree to that unit, 2^-8 of a leaf's largest entry.
     """
-    wrap = (*WRAP, *options.items())
+    wrap = (*WRAP, ("uneven", "pad"), ("gather_dtype", jnp.bfloat16))
     before, results = start(mesh_of(2, 4), wrap).params, []
     for accumulation in ("reduce_each", "reduce_once"):
         step, state = step_on(mesh_of(2, 4), wrap, num_minibatches=4, accumulation=accumulation)
@@ -100,6 +102,18 @@ def test_gathered_once_is_gathered_as_the_modules_would(options):
     assert_same_params(once, each, tolerance=2**-8)
 
 
+def test_gathered_once_gradients_are_not_narrowed_on_their_way():
+    """Weights are gathered in bfloat16, which 1 + 2^-12 would not survive."""
+    mean = jnp.full((8, 2), 1 + 2.0**-12)
+
+    def local(shard):
+        box = Sharded(shard, ("fsdp", None), communication=Communication.of("bfloat16", None))
+        return STRATEGIES["reduce_once"].gradients([mean], {"w": box}, ("fsdp",))[0].value
+
+    got = on_mesh(local, mesh_of(1, 8), False, P("fsdp"), P("fsdp"))(jnp.ones((8, 2)))
+    np.testing.assert_array_equal(got, mean)
+
+
 def test_what_does_not_fit_is_refused():
     mesh = mesh_of(2, 4)
     with pytest.raises(ValueError, match="accumulation='all' is none of"):
@@ -107,13 +121,15 @@ def test_what_does_not_fit_is_refused():
     step, state = step_on(mesh, (("axis_name", "fsdp"),), num_minibatches=2, accumulation="reduce_replicas_once")
     with pytest.raises(ValueError, match="no parameter has copies"):
         step(state, BATCH, jax.random.key(0))
-    from flax import linen as nn
 
-    step, state = step_on(mesh, WRAP, num_minibatches=2, accumulation="reduce_once")
+
+def test_boxes_of_flax_are_gathered_by_the_modules_where_all_others_are_gathered_once():
+    step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation="reduce_once")
     foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if leaf_axes(leaf) else leaf, state.params)
-    with pytest.raises(ValueError, match="gathers 'Dense_0/kernel' itself"):
-        step(state.replace(params=foreign), BATCH, jax.random.key(0))
-    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(state.params))
+    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(foreign))
+    of_flax = jax.tree.map(jnp.copy, state.replace(params=foreign))
+    (_, want), (_, found) = (step(given, BATCH, jax.random.key(0)) for given in (state, of_flax))
+    assert float(found["grad_norm"]) == pytest.approx(float(want["grad_norm"]), rel=1e-5)
 
 
 class TensorParallel(nn.Module):

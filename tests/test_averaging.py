@@ -40,6 +40,7 @@ from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 
 DECAY, STEPS = 0.75, 4
+pytestmark = pytest.mark.filterwarnings("ignore:.*are trained in bfloat16")
 
 
 class Small(nn.Module):

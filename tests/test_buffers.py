@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from tests.models import LanguageModel
-from tests.support import NEEDS_LIBTPU, fsdp, mesh_of
+from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.memory import operation_names, read_memory
@@ -260,7 +260,6 @@ def test_a_program_without_temporaries(tmp_path):
 
 
 @pytest.mark.libtpu
-@NEEDS_LIBTPU
 def test_a_step_compiled_for_a_tpu():
     """Tiled arrays of whole tiles take their own bytes, so a device's share of the state is known beforehand."""
     mesh = AbstractMesh((1, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -39,7 +39,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast, lint
-from xlstm_jax.distributed.training.checking.varying import differing_axes
+from xlstm_jax.distributed.training.varying import differing_axes
 
 KEY, BATCH, TX = jax.random.key(0), data(), optax.sgd(0.1)
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])
@@ -492,6 +492,14 @@ def test_equations_say_what_types_say(name):
         run = on_mesh(partial(on_device, check_vma), mesh_of(2, 4), check_vma, (P(AXES), P()), P())
         jax.eval_shape(run, jnp.ones((8, 8)), jnp.ones(8))
     assert found[True] == found["types"] == found[False]
+
+
+def test_a_branch_that_is_chosen_by_what_differs_has_a_result_that_differs():
+    def branch(which, x):
+        return [jax.lax.cond(which > 0, lambda x: x + 1, lambda x: x - 1, x)]
+
+    assert differing_axes(branch, (1.0, 2.0), [frozenset({"dp"}), frozenset()]) == [{"dp"}]
+    assert differing_axes(branch, (1.0, 2.0), [frozenset(), frozenset()]) == [set()]
 
 
 def test_what_is_not_known_is_taken_to_differ():

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh
+from tests.support import AXES, assert_same_params, equations, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, value_and_grad
 from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.losses.lm_head import LMHead
@@ -95,7 +95,11 @@ def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
     with jax.enable_x64(True):
         wide = kernel.astype(jnp.float64), hidden.astype(jnp.float64)
         want = np.asarray(jax.jit(jax.grad(mean(all_logits)))(*wide))
-    got = jax.jit(jax.grad(mean(partial(chunked_cross_entropy, chunk_size=8))))(kernel, hidden)
+    gradient = jax.grad(mean(partial(chunked_cross_entropy, chunk_size=8)))
+    got = jax.jit(gradient)(kernel, hidden)
+    # CPUs sum in float32 whatever they are asked for; what is asked of others, the program says.
+    products = [eqn for _, eqn in equations(jax.make_jaxpr(gradient)(kernel, hidden)) if "dot" in eqn.primitive.name]
+    assert len(products) > 2 and {str(eqn.outvars[0].aval.dtype) for eqn in products} == {"float32"}
     assert got.dtype == jnp.bfloat16
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
     assert error < 2**-8  # a sum in bfloat16 over 3072 tokens would be off by several times that

@@ -16,6 +16,7 @@ from xlstm_jax.distributed import (
     shard_params,
     sync_gradients,
 )
+from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 
@@ -311,6 +312,13 @@ def test_a_float16_mean_does_not_overflow_where_its_sum_would():
     assert_array_equal(got, np.full((8, 8), 9000))
     assert 8 * 9000 > float(np.finfo(np.float16).max)  # guard
 
+    def of_first_device(w):
+        one = jnp.where(jax.lax.axis_index("fsdp") == 0, 80000.0, 0.0)  # more than float16 has, but for an eighth of it
+        return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", None, jnp.float16) * one))(w)
+
+    got = on_mesh(of_first_device, mesh_of(1, 8), False, P("fsdp"), P("fsdp"))(jnp.ones((8, 8), jnp.float32))
+    assert_array_equal(got, np.full((8, 8), 10000))
+
 
 @BOTH_MODES
 def test_complex_gradients_keep_their_imaginary_part(check_vma):
@@ -365,6 +373,13 @@ def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_n
     want = jax.grad(loss)(dict.fromkeys(boxes, w), x)
     for name in boxes:
         assert_allclose(got[name], want[name], rtol=0, atol=FLOAT32_ROUNDING * float(jnp.abs(want[name]).max()))
+
+
+def test_what_is_equal_by_type_counts_once_in_a_sum():
+    """And not once for each device, as ``lax.psum`` would count it."""
+    for check_vma, count in ((True, 1), (False, 8)):
+        run = on_mesh(lambda x: collectives.psum([x], [AXES])[0], mesh_of(2, 4), check_vma, P(), P())
+        assert run(jnp.float32(1)) == count
 
 
 def test_without_sync_devices_would_drift_apart():

@@ -151,6 +151,8 @@ def test_what_is_no_mesh_is_refused_with_the_call_that_makes_one(function, mesh,
 def test_a_mesh_without_devices_takes_no_batch():
     abstract = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     assert abstract_batch({"x": np.ones(8)}, abstract, "fsdp")["x"].shape == (8,)  # guard: it is a mesh
+    with pytest.raises(ValueError, match=r"batch\['x'\] .* has 10 rows, which the 8 devices .* Take 16 rows"):
+        abstract_batch({"x": np.ones(10)}, abstract, "fsdp")
     with pytest.raises(
         TypeError, match=r"is an AbstractMesh, which has no devices; .*create_device_mesh\({'fsdp': 8}\)"
     ):

@@ -371,7 +371,7 @@ def test_initial_values_are_those_of_the_plain_model_cast_on_the_device_that_has
     want = trees.map_leaves_with_path(lambda path, x: x if is_trained(path) else x.astype("bfloat16"), want)
     assert_same_params(on_host(state.params), want, 2**-8)  # the last bit of bfloat16
     kernel = state.params["blocks"]["Dense_0"]["kernel"]
-    assert kernel.value.addressable_shards[0].data.shape == (3, 16, 8)
+    assert kernel.value.addressable_shards[0].data.shape == (3, 16, 8) and kernel.value.dtype == jnp.bfloat16
     abstract = abstract_train_state(Model(fsdp()), ADAM, MESH, KEY, X, batch_axes=AXES, **FROZEN)
     assert [jnp.shape(x) for x in jax.tree.leaves(abstract)] == [jnp.shape(x) for x in jax.tree.leaves(state)]
     assert frozen_paths(abstract) == frozen_paths(state)

@@ -8,17 +8,22 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
-from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
+from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of, on_mesh
 from xlstm_jax.distributed import (
     Replicas,
     bytes_per_device,
     create_train_state,
+    gather_params,
     global_norm,
     make_train_step,
     shard_module_params,
+    sync_gradients,
+    unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.boxes import Sharded, box_dim, leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.gathering.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
@@ -96,12 +101,50 @@ def test_nothing_that_was_reduced_there_is_reduced_again():
     assert values == on_device  # each value once, 3 being the number of layers
 
 
+@pytest.mark.parametrize("names", [("x", "y"), (("x", "tp", "y"), None)], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, names):
+    """A second mean would change no value, and send as much again."""
+    axes = ("dp", "x", "tp", "y")
+    sizes = dict.fromkeys(axes, 2) if "tp" in str(names) else {"dp": 2, "x": 2, "y": 2}
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes))
+    how = Communication.of(None, None, Replicas("dp"))
+
+    def gradient(shard, x):
+        return jax.grad(lambda box: jnp.sum(unbox(gather_params(box, ("x", "y"))) * x))(
+            Sharded(shard, names, communication=how)
+        ).value
+
+    run = jax.shard_map(gradient, mesh=mesh, in_specs=(P(*names), P("dp")), out_specs=P(*names), check_vma=check_vma)
+    found = equations(jax.make_jaxpr(run)(jnp.ones((8, 8)), jnp.ones(2)))
+    assert len(reductions(found)) == 1
+
+
+def test_an_average_over_copies_is_known_again():
+    """Under types a gradient of copies is a sum, which ``sync_gradients`` divides: once, however often it is called."""
+    w, x = jnp.ones((8, 2)), jnp.arange(8.0)
+
+    def gradients(w, x):
+        box = Sharded(w, ("fsdp", None), communication=Communication.of(None, None, Replicas("dp")))
+        once = sync_gradients(jax.grad(lambda box: jnp.sum(unbox(gather_params(box, "fsdp"))) * x[0])(box), AXES)
+        return once.value, sync_gradients(once, AXES).value
+
+    for found in on_mesh(gradients, mesh_of(2, 4), True, (P("fsdp"), P(AXES)), P("fsdp"))(w, x):
+        np.testing.assert_allclose(found, np.full((8, 2), x.mean()))
+
+
 def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
     plain, zero1 = (state_of(wrapped(shard_optimizer_state=on), mesh_of(4, 2)) for on in (False, True))
     whole = sum(leaf_value(leaf).nbytes for _, leaf in leaves_with_path(plain.params) if not leaf_axes(leaf))
     moments = 2 * (bytes_per_device(plain.params) - whole)
     assert bytes_per_device(plain.opt_state) - bytes_per_device(zero1.opt_state) == moments * 3 // 4
     assert bytes_per_device(plain.params) == bytes_per_device(zero1.params)
+
+
+def test_a_second_wrapper_leaves_the_copies_of_the_first():
+    box = Sharded(jnp.ones((8, 8)), ("x", None), communication=Communication.of(None, None, Replicas(("dp", "y"))))
+    assert box_dim(box, box.value, 1, ("fsdp",), DEFAULT_COMMUNICATION, None).communication == box.communication
+    assert box_dim(box, box.value, 1, ("y",), DEFAULT_COMMUNICATION, None).communication.copied_axes == ("dp",)
 
 
 def test_an_axis_splits_or_copies_and_must_be_there():

@@ -41,6 +41,9 @@ def test_updates_stay_on_their_device_until_sync(operation):
     assert float(accumulator.value) == getattr(np, operation)(want)
     accumulator.update(True)
     assert not accumulator.is_synchronized
+    accumulator.sync()
+    accumulator.update(PER_DEVICE)
+    assert not accumulator.is_synchronized
     accumulator.reset()
     np.testing.assert_array_equal(accumulator.local_values, np.full(8, NEUTRAL[operation]))
 

@@ -183,6 +183,8 @@ def test_twenty_metrics_take_one_collective_per_operation_and_dtype_and_a_gather
     assert counts(lambda x: m.reduce_sum_collective(metrics_of(x))) == (2, 0)
     assert counts(lambda x: m.reduce_mean_collective(metrics_of(x))) == (1, 0)
     assert counts(lambda x: m.reduce_mean_collective(metrics_of(x), weight=x[0])) == (1, 0)
+    narrow = lambda x: {"wide": x, "narrow": x.astype(jnp.bfloat16)}  # noqa: E731
+    assert counts(lambda x: m.reduce_mean_collective(narrow(x))) == (1, 0)  # together, in float32
     assert counts(lambda x: m.all_gather(metrics_of(x))) == (0, 1)
     assert counts(lambda x: jax.tree.map(lambda v: jax.lax.psum(v, "batch"), metrics_of(x))) == (20, 0)  # guard
 

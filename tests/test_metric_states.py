@@ -380,6 +380,9 @@ def test_counts_of_any_sign_and_size():
             assert int(cell.exact()) == x + y
             assert float(cell.value) == pytest.approx(x + y, rel=2 * U)
             assert int(cell.from_pieces([3 * piece for _, piece in cell.pieces()]).exact()) == 3 * (x + y)
+    assert int(Count.of(np.array([5, -7], np.int32)).exact()) == -2
+    quarters = [jnp.uint32(x) for x in (0x1FFFF, 0xFFFF, 0, 0)]  # the carry of the first makes one of the second
+    assert int(cell.from_pieces(quarters).exact()) == 0x1FFFF + (0xFFFF << 16)
 
 
 def test_with_x64_on_floats_and_counts_have_64_bits():

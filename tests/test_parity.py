@@ -85,21 +85,20 @@ def reference(scan: bool, cast: frozenset, shares: int):
     return jax.device_get(first), losses, jax.device_get(params)
 
 
-def in_quarter(number, chosen):
-    """Whether a combination of the options is one of the four of a mesh."""
-    no_vma, scan, remat, bf16 = (value in chosen for value in ("no_vma", "scan", "remat", "bf16"))
-    return (scan ^ bf16, no_vma ^ scan ^ remat) == (number % 2, number // 2 % 2)
-
-
-# A quarter of all combinations: on every mesh each option has either value twice, and any two of them meet in each of
-# their four ways, but for the form of the blocks and the dtype of the gather, which meet in all over two meshes. Over
-# four meshes each combination of the four options occurs once.
+OPTIONS = (("vma", "no_vma"), ("loop", "scan"), ("keep", "remat"), ("fp32", "bf16"))
+# Two trainings on each mesh, in which every option has either value: which of the two values each has in the first, and
+# the other one in the second. So any two options meet in each of their four ways.
+VALUES = ("0110", "0011", "0101", "0000", "1000")
 CASES = [
-    (mesh_shape, *chosen)
-    for number, mesh_shape in enumerate(MESHES)
-    for chosen in itertools.product(("vma", "no_vma"), ("loop", "scan"), ("keep", "remat"), ("fp32", "bf16"))
-    if in_quarter(number, chosen)
+    (mesh_shape, *(option[(int(value) + other) % 2] for option, value in zip(OPTIONS, values, strict=True)))
+    for mesh_shape, values in zip(MESHES, VALUES, strict=True)
+    for other in (0, 1)
 ]
+
+
+def test_any_two_options_meet_in_each_of_their_four_ways():
+    for first, second in itertools.combinations(range(1, 1 + len(OPTIONS)), 2):
+        assert len({(case[first], case[second]) for case in CASES}) == 4
 
 
 @pytest.mark.parametrize("mesh_shape, vma, blocks, backward, gathered", CASES)

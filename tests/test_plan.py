@@ -201,6 +201,7 @@ def plan_of(name, **options):
 # ----------------------------------------------------------------------------------------------------- against reality
 
 
+@pytest.mark.filterwarnings("ignore:'bf16', and 1 of 3 parameters in all, are trained in bfloat16")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
     model, x, shape, num_split, num_whole = MODELS[name]
@@ -422,6 +423,16 @@ def test_the_reason_is_that_of_the_decision(name, path, reason):
     plan = plan_of(name)
     assert plan.row(path).reason == reason and str(reason) in plan.explain(path)
     assert json.loads(plan.to_json())["leaves"][path]["reason"]["kind"] == type(reason).__name__
+
+
+def test_of_two_wrappers_that_see_a_leaf_the_one_that_splits_it_gives_the_reason():
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return shard_module_params(nn.Dense, "fsdp", 2**20)(16, name="dense")(x)
+
+    plan = plan_sharding(shard_module_params(Outer, "fsdp", 64)(), {"fsdp": 8}, jnp.ones((8, 32)))
+    assert plan.row("dense/kernel").reason == Largest(0, 32, 8) and plan.row("dense/bias").reason == TooSmall(16, 64)
 
 
 def test_a_leaf_in_one_sentence_with_its_numbers():

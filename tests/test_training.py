@@ -13,7 +13,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
-from tests.support import AXES, Model, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
+from tests.support import (
+    AXES,
+    Model,
+    assert_same_params,
+    data,
+    equations,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    on_mesh,
+    weighted_loss,
+)
 from xlstm_jax.distributed import (
     accumulate_gradients,
     create_train_state,
@@ -91,9 +102,11 @@ def test_what_is_known_of_averages_goes_when_they_go():
     del grads
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("dp, fsdp_size", [(1, 8), (2, 4), (8, 1), (1, 1)])
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize(  # every mesh with and without weights, and on two axes in both modes
+    "dp, fsdp_size, weighted, check_vma",
+    [(2, 4, weighted, check_vma) for weighted in (False, True) for check_vma in (True, False)]
+    + [(1, 8, False, True), (1, 8, True, False), (8, 1, False, False), (8, 1, True, True), (1, 1, True, True)],
+)
 def test_value_and_grad_is_that_of_the_whole_batch(weighted, dp, fsdp_size, check_vma):
     loss = weighted_loss if weighted else mean_loss
     fn = value_and_grad(lambda p, b: loss(p, WRAPPED.apply, b), AXES, weighted=weighted)
@@ -128,6 +141,24 @@ def test_a_weight_that_is_a_python_number_counts_on_every_device(check_vma):
     got_loss, got = run_grads(value_and_grad(loss, AXES, weighted=True), mesh_of(2, 4), check_vma)
     assert_allclose(got_loss, whole_batch(mean_loss)[0], rtol=1e-5)
     assert_same_params(got, whole_batch(mean_loss)[1])
+
+
+def test_the_weight_is_a_constant_to_the_gradient():
+    """Else that of w x / w, whatever x is, would be 0."""
+    step = value_and_grad(lambda w, x: (jnp.sum(w * x), w * jnp.sum(x)), AXES, weighted=True)
+    loss, grad = on_mesh(step, mesh_of(2, 4), True, (P(), P(AXES)), P())(jnp.float32(2), jnp.arange(16.0))
+    assert_allclose([loss, grad], [1, 1 / 2], rtol=1e-6)
+
+
+def test_of_narrow_losses_and_leaves_sums_over_devices_run_in_float32():
+    step = value_and_grad(lambda w, x: (jnp.sum(w * x), 257.0), "fsdp", weighted=True)  # 256 in bfloat16
+    run = on_mesh(step, mesh_of(1, 1), True, (P(), P("fsdp")), P())
+    assert run(jnp.bfloat16(1), jnp.full(1, 256, jnp.bfloat16))[0] == jnp.bfloat16(256 / 257)
+    step = value_and_grad(lambda w, x: jnp.mean(w * x), AXES)
+    run = on_mesh(step, mesh_of(2, 4), True, (P(), P(AXES)), P())
+    found = equations(jax.make_jaxpr(run)(jnp.ones(4, jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)))
+    sums = [eqn for _, eqn in found if eqn.primitive.name.startswith("psum")]
+    assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} == {"float32"}
 
 
 def test_aux_is_what_this_device_computed():
@@ -212,6 +243,7 @@ def test_auxiliary_numbers_do_not_replace_the_metrics_of_the_step():
             make_train_step(lambda *args, aux=aux: (mean_loss(*args), aux), mesh, AXES, has_aux=True)(state, BATCH, KEY)
 
 
+@pytest.mark.filterwarnings("ignore:.scale., and 1 of 1 parameters in all, are trained in float16")
 def test_the_gradient_norm_of_narrow_gradients_is_summed_in_float32():
     class Half(nn.Module):
         @nn.compact
@@ -269,9 +301,10 @@ def test_rng_folded_over_axes_differs_on_every_device():
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize(
+    "weighted, count, check_vma",
+    [(False, 2, True), (False, 2, False), (True, 2, True), (True, 2, False), (True, 1, True)],
+)
 def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_vma):
     loss = weighted_loss if weighted else mean_loss
 
@@ -303,8 +336,7 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
     assert_allclose(run(True), (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5)
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count, check_vma", [(1, True), (2, False)])
 def test_aux_says_how_it_is_reduced(count, check_vma):
     """Over 8 devices, and with 2 over minibatches too: a mean would be 2 tokens, or 1, where there are 16."""
 
@@ -312,13 +344,16 @@ def test_aux_says_how_it_is_reduced(count, check_vma):
         y = batch["y"]
         cells_of = {"tokens": cells.Count.of(len(y)), "sum": cells.Total.of(y)}
         extrema = {"max": cells.Maximum.of(y), "min": cells.Minimum.of(y)}
-        return mean_loss(params, apply_fn, batch), cells_of | extrema | {"mean": jnp.mean(y), "hits": jnp.any(y > 9)}
+        return mean_loss(params, apply_fn, batch), cells_of | extrema | {
+            "mean": jnp.mean(y),
+            "hits": jnp.any(y > 9),
+        } | {"narrow": jnp.bfloat16(1)}
 
     mesh = mesh_of(2, 4)
     state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     step = make_train_step(loss, mesh, AXES, count, has_aux=True, check_vma=check_vma)
     metrics, y = step(state, BATCH, KEY)[1], BATCH["y"]
-    assert int(metrics["tokens"]) == len(y) and float(metrics["hits"]) == 0
+    assert int(metrics["tokens"]) == len(y) and float(metrics["hits"]) == 0 and metrics["narrow"].dtype == jnp.float32
     assert (float(metrics["max"]), float(metrics["min"])) == (float(y.max()), float(y.min()))
     assert_allclose([metrics["sum"], metrics["mean"]], [y.sum(), y.mean()], rtol=1e-5)
 

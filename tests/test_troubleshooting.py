@@ -19,6 +19,7 @@ EXCUSED = {
     "distributed/checkpoint/lock.py:_opened": "goes on as it came: an error of the system",
     "distributed/checkpoint/orbax_io.py:patient": "goes on as it came: orbax's own",
     "distributed/data_parallel/boxes.py:communication": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:model_axes": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:names": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:replace": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:replace_boxed": "an interface; subclasses have it",
@@ -29,6 +30,8 @@ EXCUSED = {
     "distributed/data_parallel/gathering/gather_array.py:unbox": "an interface; subclasses have it",
     "distributed/forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
     "distributed/forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",
+    "distributed/forecast/compiling/report_cache.py:_content": "goes on as it came: an error of the system",
+    "distributed/forecast/compiling/report_cache.py:_unusable": "becomes a part of one warning, or of ``problem``",
     "distributed/forecast/compiling/report_cache.py:_write_whole": "goes on as it came: an error of the system",
     "distributed/forecast/linting/findings.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
     "distributed/metrics/log/logger.py:__exit__": "goes on as it came: an error of the last row",
@@ -37,7 +40,9 @@ EXCUSED = {
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
     "distributed/training/checking/arguments.py:__getattr__": "the protocol of attributes",
     "distributed/training/checking/arguments.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/checking/mistakes.py:_warn": "its callers have the text",
     "distributed/training/checking/whole_params.py:_warn": "its callers have the text",
+    "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
     "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
 }
 

@@ -9,7 +9,7 @@ Everything that must know about boxes asks here; ``trees`` walks trees with boxe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,6 +32,9 @@ from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     GATHER_SCOPE,
     ReadAsArray,
     gather_dims,
+    gathered_by_hand,
+    in_loss,
+    note_branch,
     whole_value,
 )
 from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong
@@ -60,7 +63,8 @@ class Sharded(ReadAsArray, meta.Partitioned[Any]):
     padding where the dim was padded so that the axes divide it, else None.
 
     ``unit_depth`` says which module gathers it: how many of the last names of the leaf's path lie below that module; 0
-    where none is known. ``model_axes`` are those over which the model had split it before (tensor parallel).
+    where none is known. ``model_axes`` are those over which the model itself splits it, and no wrapper gathers it
+    (tensor parallel, experts).
     ``trainable`` is False of a frozen leaf: whoever reads it, it has no gradient. One that is whole has a box for that
     alone, whose names are all None. ``packed`` says how a frozen leaf is stored in blocks of bytes, which travel as
     they are, and are unpacked where they are read.
@@ -155,8 +159,16 @@ class PartlyGathered(Sharded):
 
 def gather_leaf(leaf: Box, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
-    value, names = gather_dims(_as_read(leaf, leaf_value(leaf)), leaf_names(leaf), axes, how, path)
+    note_branch(path)
+    value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf_names(leaf), axes, how, path)
     return as_gathered(leaf, value, names, axes, how)
+
+
+def shard_to_gather(leaf: Box, axes: tuple[str, ...], path: str = "") -> Any:
+    """The shard of a leaf for a gather over ``axes``; see ``gathered_by_hand`` where the model itself splits it."""
+    says = isinstance(leaf, Sharded | BoxedVariable)
+    own = set(model_axes(leaf)) if says else in_loss.get().own & set(leaf_axes(leaf))
+    return gathered_by_hand(_as_read(leaf, leaf_value(leaf)), tuple(axis for axis in axes if axis in own), path)
 
 
 def as_gathered(leaf: Box, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
@@ -201,6 +213,10 @@ class BoxedVariable:
 
     @property
     def true_sizes(self) -> tuple[int | None, ...]:
+        raise NotImplementedError
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
         raise NotImplementedError
 
     @property
@@ -256,6 +272,31 @@ def leaf_axes(leaf: Any) -> tuple[str, ...]:
     return tuple(axis for entry in leaf_names(leaf) for axis in entry_axes(entry))
 
 
+def model_axes(leaf: Any) -> tuple[str, ...]:
+    """Those of ``leaf_axes`` over which the model itself splits a leaf: no wrapper gathers it over them."""
+    own = leaf.model_axes if isinstance(leaf, Sharded | BoxedVariable) else ()
+    return tuple(axis for axis in leaf_axes(leaf) if axis in own)
+
+
+def gathered_axes(leaf: Any) -> tuple[str, ...]:
+    """Those of ``leaf_axes`` over which wrappers, or ``gather_params``, gather a leaf."""
+    return tuple(axis for axis in leaf_axes(leaf) if axis not in model_axes(leaf))
+
+
+def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
+    """A leaf that its model has boxed, in a box that says so; ``gathered`` are the axes of a wrapper around the model.
+
+    An ``nn.Partitioned`` does not tell experts, of which each device has its own, from shards that are to be gathered.
+    """
+    if not is_box(leaf) or not leaf_axes(leaf) or isinstance(leaf, BoxedVariable):
+        return leaf
+    own = model_axes(leaf) if isinstance(leaf, Sharded) else leaf_axes(leaf)
+    left = tuple(axis for axis in own if axis not in gathered)
+    if isinstance(leaf, Sharded):
+        return leaf.replace(model_axes=left)
+    return Sharded(leaf_value(leaf), tuple(leaf.names), model_axes=left)
+
+
 def rebox(leaf: Any, value: Any) -> Any:
     """``value`` in the box of ``leaf``, or bare where ``leaf`` has none."""
     return leaf.replace_boxed(value) if is_box(leaf) else value
@@ -292,9 +333,8 @@ def box_dim(
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or leaf_communication(leaf).replicas
     how = replace(communication, replicas=replicas).not_copied_along(split)
-    kept = leaf.model_axes if isinstance(leaf, Sharded) else leaf_axes(leaf)
     true = tuple(sizes) if any(sizes) else ()
-    box = Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=kept)
+    box = Sharded(value, tuple(names), communication=how, true_sizes=true, model_axes=model_axes(leaf))
     return box.replace(trainable=is_trainable(leaf))
 
 
@@ -365,7 +405,7 @@ def copied_axes(leaf: Any) -> tuple[str, ...]:
 
 def reduced_axes(leaf: Any) -> tuple[str, ...]:
     """The axes over which the gather of a leaf reduces its gradient: those that split it, and those of its copies."""
-    return leaf_axes(leaf) + copied_axes(leaf)
+    return gathered_axes(leaf) + copied_axes(leaf)
 
 
 def leaf_communication(leaf: Any) -> Communication:

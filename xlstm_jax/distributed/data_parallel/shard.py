@@ -124,6 +124,7 @@ def box_params(
 
     def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
+        leaf = boxes.split_by_model(leaf, axis_sizes)
         leaf = leaf if rule.trainable else boxes.frozen(leaf)
         if dim is None:
             return leaf
@@ -228,6 +229,7 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         is_new = boxes.leaf_axes(leaf) != boxes.leaf_axes(old) or not boxes.unit_depth(old)
+        is_new = is_new and (boxes.gathered_axes(leaf) != () or not boxes.leaf_axes(leaf))
         return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, boxes.Sharded) and is_new else leaf
 
     return trees.map_leaves_with_path(mark, variables, before)

@@ -1,12 +1,26 @@
 """Trees with boxes as leaves: walked, split into what takes a gradient and what does not, unboxed and boxed again."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import is_box, is_differentiable, is_trainable, leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.boxes import (
+    is_box,
+    is_differentiable,
+    is_packed,
+    is_padded,
+    is_trainable,
+    leaf_value,
+    rebox,
+    true_shape,
+    true_value,
+    with_padding,
+)
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -45,11 +59,40 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched (``nn.meta.unbox`` refuses shards, or constrains their sharding).
+    """The tree without boxes, and without the padding of ``uneven="pad"``: leaves have the shapes of the plain model.
+
+    (``nn.meta.unbox`` refuses shards, or constrains their sharding.) Inside ``shard_map`` a leaf is this device's shard
+    as it is stored. Frozen leaves that are stored in blocks stay blocks.
 
     >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
     (16, 32)
     """
+
+    check_alive(tree, "unbox")
+
+    def bare(leaf: Any) -> Any:
+        value = leaf_value(leaf)
+        if not is_padded(leaf) or is_packed(leaf):
+            return value
+        return jax.eval_shape(true_value, leaf) if isinstance(value, jax.ShapeDtypeStruct) else true_value(leaf)
+
+    return map_leaves(bare, tree)
+
+
+def check_alive(tree: PyTree, reader: str) -> None:
+    """Raises a ``ValueError`` where an array that ``reader`` is to read was donated, to a step most likely."""
+    for path, leaf in leaves_with_path(tree):
+        value = leaf_value(leaf)
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+            raise ValueError(
+                f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state took over its "
+                "memory. Go on with the state that the step returned. To keep the one before, hand the step a copy, "
+                "jax.tree.map(jnp.copy, state)."
+            )
+
+
+def stored_values(tree: PyTree) -> PyTree:
+    """The tree without boxes, values untouched."""
     return map_leaves(leaf_value, tree)
 
 
@@ -83,7 +126,14 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     (None, 'fsdp')
 
     Args:
-      tree: bare values.
+      tree: bare values, of true or of padded shapes.
       boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
     """
-    return map_leaves(rebox, boxed, tree)
+
+    def boxed_like(box: Any, value: Any) -> Any:
+        is_bare = is_padded(box) and not is_packed(box) and np.shape(value) == true_shape(box)
+        if is_bare and isinstance(value, jax.ShapeDtypeStruct):
+            return rebox(box, jax.eval_shape(partial(with_padding, box), value))
+        return rebox(box, with_padding(box, value) if is_bare else value)
+
+    return map_leaves(boxed_like, boxed, tree)

@@ -1,6 +1,7 @@
 """Batches over a mesh: one global array from the rows that each process has read; or its shape alone."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -77,7 +78,32 @@ def shard_batch(
     if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, axes, timeout_s)
     sharded = map_leaves_with_path(to_global, batch)
-    return sharded if pad is False else (sharded, to_global("", (np.arange(padded) < rows).astype(np.float32)))
+    if pad is False:
+        return sharded
+    if padded > rows:
+        _note_padding(sharded, rows, padded)
+    return sharded, to_global("", (np.arange(padded) < rows).astype(np.float32))
+
+
+_padded: dict[int, tuple[weakref.ref[jax.Array], int, int]] = {}  # by id, while the leaf lives
+
+
+def _note_padding(batch: PyTree, rows: int, padded: int) -> None:
+    for _, leaf in leaves_with_path(batch):
+        if leaf.ndim:
+            _padded[id(leaf)] = weakref.ref(leaf), rows, padded
+            weakref.finalize(leaf, _padded.pop, id(leaf), None).atexit = False
+
+
+def padded_rows_of(leaf: Any) -> tuple[int, int] | None:
+    """The rows that were handed in here for a leaf, and what ``shard_batch`` padded them to; None of other arrays."""
+    ref, rows, padded = _padded.get(id(leaf), (None, 0, 0))
+    return (rows, padded) if ref is not None and ref() is leaf else None
+
+
+def any_padded() -> bool:
+    """Whether a leaf that ``shard_batch`` has padded is alive."""
+    return bool(_padded)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:

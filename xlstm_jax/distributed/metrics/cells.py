@@ -104,7 +104,7 @@ class Total(Cell):
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
         """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
-        values = jnp.asarray(values).astype(wide_float())
+        values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))  # in a loss: a sum of bits has no gradient
         if weight is not None:
             weight = like_rows(weight, values).astype(values.dtype)
             values = masked(values * weight, weight, 0)

@@ -1,8 +1,7 @@
 """The guard of optimizers inside ``shard_map``: tries a transform on a small tree, whole and in shards."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
+from xlstm_jax.distributed.optimizers.inside import links, name_of
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 
 _PROBE_AXIS = "elementwise_only_probe"
@@ -105,7 +105,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     reason = _why_wrong(tx, tree) if any(boxes.leaf_axes(leaf) for _, leaf in trees.leaves_with_path(tree)) else None
     if reason is None:
         return None
-    guilty = _name(next((link for link in _links(tx) if _why_wrong(link, tree)), tx))
+    guilty = name_of(next((link for link in links(tx) if _why_wrong(link, tree)), tx))
     return (
         f"elementwise_only: {guilty!r} is wrong on shards: {reason}. Run the optimizer on global arrays instead "
         "(training.make_train_step does: forward and backward inside shard_map, tx.update outside of it in the same "
@@ -227,28 +227,3 @@ def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | Non
         if leaf.size > 1 and leaf.shape not in allowed and not constant:
             return f"its state '{path}' has the shape {leaf.shape}, and not that of its parameter, which it needs whole"
     return None
-
-
-def _links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transforms of an ``optax.chain``, nested ones flattened; of any other the transform itself."""
-    inits, updates = _closure(tx.init).get("init_fns"), _closure(tx.update).get("update_fns")
-    if not (inits and updates):
-        return [tx]
-    return [link for pair in zip(inits, updates, strict=True) for link in _links(optax.GradientTransformation(*pair))]
-
-
-def _name(tx: optax.GradientTransformation) -> str:
-    """The function that made the transform, and the transforms in it: ``masked(scale_by_trust_ratio)``."""
-    held = _closure(tx.update)
-    if isinstance(held.get("tx"), optax.GradientTransformation):  # what with_extra_args_support has wrapped
-        return _name(held["tx"])
-    inside = [held.get("inner"), *dict(held.get("transforms") or {}).values()]
-    inside += [link for link in _links(tx) if link is not tx]
-    names = ", ".join(_name(part) for part in inside if isinstance(part, optax.GradientTransformation))
-    own = getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
-    return f"{own}({names})" if names else own
-
-
-def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function of optax holds, to name the guilty transform by; nothing else is read off it."""
-    return dict(inspect.getclosurevars(fn).nonlocals) if inspect.isfunction(fn) else {}

@@ -42,6 +42,7 @@ from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
+from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
@@ -134,7 +135,8 @@ def _planned_init(
             return freeze(model.init(rng, *inputs, **kwargs))
 
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
-    return dict(jax.eval_shape(init, key, inputs))
+    with answered_for(None):
+        return dict(jax.eval_shape(init, key, inputs))
 
 
 def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import reason_from_js
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
-from xlstm_jax.wording import format_bytes, format_fraction, plain_text
+from xlstm_jax.wording import format_bytes, format_fraction, plain_text, read_json
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1 has reasons in words
@@ -210,9 +210,12 @@ class ShardingPlan:
         """The plan of which ``to_json`` wrote ``text``.
 
         Raises:
-          ValueError: the text is of another format, or its totals are not those of its leaves.
+          ValueError: the text is no plan or of another format, or its totals are not those of its leaves.
         """
-        data = json.loads(text)
+        return read_json(text, "a plan", cls._of_json)
+
+    @classmethod
+    def _of_json(cls, data: Any) -> "ShardingPlan":
         version = data.get("format") if isinstance(data, dict) else None
         if version not in READABLE_VERSIONS:
             raise ValueError(

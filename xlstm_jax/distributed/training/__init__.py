@@ -18,7 +18,8 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
-from xlstm_jax.distributed.training.checking.step_check import StepCheck, check_step
+from xlstm_jax.distributed.training.checking.comparing.verdicts import StepCheck
+from xlstm_jax.distributed.training.checking.step_check import check_step
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.generation import make_generate
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad

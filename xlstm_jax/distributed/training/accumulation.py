@@ -14,13 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives, trees
+from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import noting_branches
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
+from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.distributed.training.checking.arguments import check_batch
 from xlstm_jax.distributed.training.checking.collections import readable, updated_collections
+from xlstm_jax.distributed.training.checking.mistakes import warn_of_averages
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
+from xlstm_jax.distributed.training.overwriting import OVERWRITTEN, overwriting_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 
 ACCUMULATION = tuple(STRATEGIES)
@@ -83,7 +87,9 @@ def accumulate_gradients(
         on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
       collections: what the model keeps beside parameters, as ``{"batch_stats": ...}``: the same on all devices. The
         loss function is then ``loss_fn(params, minibatch, rng, collections)``, and returns a pair of what is said above
-        and the updated ones, with which the next minibatch goes on. One that it leaves out stays.
+        and the updated ones, with which the next minibatch goes on. One that it leaves out stays. Of the collection
+        "_overwrite_with_gradient" (scales of Flax's fp8 products) the gradient is the next value, the largest of all
+        devices.
     Returns:
       ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
       ``aux`` where there is ``fold_aux``. With collections they come third, ``(loss, grads, collections)``.
@@ -97,7 +103,8 @@ def accumulate_gradients(
     collectives.check_bound(axes, caller="accumulate_gradients")
     check_options(num_minibatches, accumulation)
     strategy = STRATEGIES[accumulation if num_minibatches > 1 else DEFAULT_ACCUMULATION]
-    weights = strategy.weights(params, axes)
+    own = trees.map_leaves(boxes.split_by_model, params)
+    weights = strategy.weights(own, axes)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
 
@@ -106,12 +113,25 @@ def accumulate_gradients(
         minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         rest, loss = (minibatch, key, *kept), cast(Callable[..., Any], loss_fn)
-        local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
+        with noting_branches() as gathered_there:
+            if kept and OVERWRITTEN in kept[0]:
+                local = overwriting_result(loss, weights, rest, axes, has_aux, weighted)
+            else:
+                local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
+        check_branches(gathered_there, loss, (weights, *rest), axes)
         if kept:
             kept = [updated_collections(loss, (weights, *rest), local.collections, axes)]
         if fold_aux is not None:
             carry, local = fold_aux(carry, local.aux), local._replace(aux=None)
         aux = Auxiliary.of(local.aux).scaled(local.scale)
+        if has_aux and fold_aux is None:
+
+            def floats(weights: PyTree) -> list[Any]:
+                found = loss(weights, *rest)
+                return Auxiliary.of((found[0] if kept else found)[1]).means
+
+            count = collectives.axis_size(axes) * num_minibatches
+            warn_of_averages(aux.mean_paths, count, weighted, lambda: jax.make_jaxpr(floats)(weights))
         # All values vary over all axes by type, for a scan to carry them.
         loss, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         return _OfMinibatch(((loss, aux.means), local.grads), local.weight, aux.replace(means=[])), (carry, *kept)
@@ -119,9 +139,10 @@ def accumulate_gradients(
     start = (carry, readable(collections)) if collections else (carry,)
     (((loss, means), mean_grads), _, aux), (carry, *kept) = _mean_over(on_minibatch, num_minibatches, start)
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
-    grads = averaged(strategy.gradients(mean_grads, params, axes), params, axes)
+    grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
     found = (loss, reported if fold_aux is None else carry) if has_aux else loss
-    return (found, grads, *(trees.box_like(trees.unbox(updated), collections) for updated in kept))
+    kept = [trees.map_leaves(boxes.rebox, collections, trees.stored_values(updated)) for updated in kept]
+    return (found, grads, *kept)
 
 
 class _OfMinibatch(NamedTuple):

@@ -19,12 +19,13 @@ from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 
 
 class Auxiliary(struct.PyTreeNode):
-    """The leaves of an auxiliary output: ``means``, to be averaged, and ``cells``, to be merged."""
+    """The leaves of an auxiliary output: ``means``, to be averaged, with their paths, and ``cells``, to be merged."""
 
     means: list[jax.Array]
     cells: list[Cell]
     treedef: Any = struct.field(pytree_node=False)
     is_cell: tuple[bool, ...] = struct.field(pytree_node=False)
+    mean_paths: tuple[str, ...] = struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, aux: PyTree) -> Self:
@@ -35,8 +36,9 @@ class Auxiliary(struct.PyTreeNode):
         """
         leaves, treedef = trees.flatten_with_path(aux, Cell)
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
-        means = [_as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)]
-        return cls(means, [leaf for _, leaf in leaves if isinstance(leaf, Cell)], treedef, is_cell)
+        means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
+        cells = [leaf for _, leaf in leaves if isinstance(leaf, Cell)]
+        return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
         """With all that is averaged multiplied by ``scale``."""

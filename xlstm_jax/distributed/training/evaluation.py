@@ -26,6 +26,7 @@ from xlstm_jax.distributed.training.checking.arguments import (
     check_mesh_of,
 )
 from xlstm_jax.distributed.training.checking.collections import check_eval_takes_collections, readable
+from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.state import collections_of
 from xlstm_jax.wording import kind_of
 
@@ -98,6 +99,8 @@ def make_eval_step(
     split = placement.batch_spec(axes, mesh)
     divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
 
+    weighed: list[bool] = []  # of what was observed, as the step was traced last
+
     def step(state: Any, batch: PyTree, local: Local) -> Local:
         check_no_explicit_mesh()
         variables = _variables_of(state)
@@ -107,14 +110,16 @@ def make_eval_step(
         specs = placement.partition_specs(variables, mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
         in_specs = (specs, of_batch, PartitionSpec(axes))
-        observe = partial(_observe, eval_fn, state.apply_fn, metric)
+        observe = partial(_observe, eval_fn, state.apply_fn, metric, weighed)
         on_mesh = jax.shard_map(
             observe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), check_vma=check_vma
         )
         return on_mesh(variables, batch, local)
 
     options = resolved_on(mesh, compiler_options)
-    return CheckedStep(step, mesh, ARGUMENTS, donate_argnums=ARGUMENTS.index("local"), compiler_options=options)
+    donated = ARGUMENTS.index("local")
+    is_weighted = lambda: any(weighed[-1:])  # noqa: E731
+    return CheckedStep(step, mesh, ARGUMENTS, is_weighted, donate_argnums=donated, compiler_options=options)
 
 
 def _variables_of(state: Any) -> dict[str, PyTree]:
@@ -131,18 +136,21 @@ def _observe(
     eval_fn: Callable[..., Any],
     apply_fn: Callable[..., PyTree],
     metric: PureMetric,
+    weighed: list[bool],
     variables: dict[str, PyTree],
     batch: PyTree,
     local: Local,
 ) -> Local:
     """What runs inside ``shard_map``."""
     more = (readable(variables["collections"]),) if variables["collections"] else ()
-    observed = eval_fn(variables["params"], apply_fn, batch, *more)
+    with explained():
+        observed = eval_fn(variables["params"], apply_fn, batch, *more)
     if not isinstance(observed, Mapping):
         raise TypeError(
             f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
             "{'values': losses, 'weight': batch['weight']}."
         )
+    weighed.append(any("weight" in name or "mask" in name for name in observed))
     return metric.update(local, **observed)
 
 

@@ -10,8 +10,9 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
-from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,18 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import inside_loss
-from xlstm_jax.wording import kind_of
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.training.branches import check_branches
+from xlstm_jax.wording import kind_of, one_line
 
 P = ParamSpec("P")
-NO_TYPE = " requires varying manual axes to match"  # JAX's words
+# JAX's words
+NO_TYPE = " requires varying manual axes to match"
+FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
+CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
 Scalar = jax.Array | float
 # loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux; with collections a pair of all that
 # and the updated collections
@@ -87,7 +93,17 @@ def value_and_grad(
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
-        local = local_result(lambda params: loss_fn(params, *args, **kwargs), params, axes, has_aux, weighted)
+        own = trees.map_leaves(boxes.split_by_model, params)
+        with noting_branches() as gathered_there:
+            local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
+        if gathered_there:
+            arrays, put_back = split_arrays((args, kwargs))
+
+            def again(params: PyTree, arrays: PyTree, _: None) -> LossOutput:
+                args, kwargs = put_back(arrays)
+                return cast(Callable[..., LossOutput], loss_fn)(params, *args, **kwargs)
+
+            check_branches(gathered_there, again, (own, arrays, None), axes)
         (loss,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((loss, local.aux), grads) if has_aux else (loss, grads)
@@ -118,13 +134,18 @@ def local_result(
     has_aux: bool,
     weighted: bool,
     has_collections: bool = False,
+    devices: int = 1,
 ) -> LocalResult:
-    """Differentiates the loss function on this device, and checks what it returns."""
+    """Differentiates the loss function on this device, and checks what it returns.
+
+    With ``devices`` what is differentiated, and returned, is this device's term of the mean over so many.
+    """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
+    own = frozenset(axis for leaf in live for axis in boxes.model_axes(leaf))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with inside_loss():
+        with meanwhile(in_loss, InLoss(axes, own)):
             out: Any = loss_fn(put_back(live))
         out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
@@ -132,13 +153,11 @@ def local_result(
         _check_scalar(loss, has_aux, weighted)
         _check_not_reduced(loss, axes, "the loss")
         _check_no_axis_left_out(loss, axes)
-        return loss, (aux, scale, weight, updated)
+        return loss / devices if devices > 1 else loss, (aux, scale, weight, updated)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
-    try:
+    with explained():
         (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    except ValueError as error:
-        raise _with_cure(error) from error
     return LocalResult(loss, grads, aux, scale, weight, updated)
 
 
@@ -151,11 +170,37 @@ def _check_any_trainable(live: list[Any], params: PyTree) -> None:
         )
 
 
-def _with_cure(error: ValueError) -> ValueError:
-    """JAX's error of a derivative whose types do not match, with what to do about it; any other error as it is."""
-    if NO_TYPE not in str(error):
-        return error
-    primitive = str(error).partition(NO_TYPE)[0].removeprefix("Primitive ")
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around a user's function: raises JAX's errors of types and of forward derivatives with what to do about them."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if cure := _with_cure(error):
+            raise cure from error
+        raise
+
+
+def _with_cure(error: Exception) -> Exception | None:
+    text = one_line(error)
+    if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
+        return TypeError(
+            "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
+            "a backward rule only. Gather first, and differentiate what was gathered: whole = gather_params(params, "
+            "axes), and jax.jvp(lambda whole: f(whole), (whole,), (tangents,)). Derivatives with respect to inputs "
+            "need none of it."
+        )
+    if CARRY in text and VARYING in text:
+        return TypeError(
+            "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
+            f"LSTM's), and becomes one that varies: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. "
+            "Pass check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the "
+            "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
+            "(nn.RNN within a wrapped model does so by itself.)"
+        )
+    if not isinstance(error, ValueError) or NO_TYPE not in text:
+        return None
+    primitive = text.partition(NO_TYPE)[0].removeprefix("Primitive ")
     return ValueError(
         f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: one of its own derivatives mixes "
         f"types in the primitive {primitive!r}. On JAX 0.12 the exact gelu, erf and erfc do so in float32. Pass "
@@ -179,7 +224,9 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
             return boxes.rebox(leaf, jnp.zeros_like(value))
         return boxes.rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
-    return trees.split_differentiable(params)[1](sync_gradients(grads, axes), rest=no_gradient)
+    live, put_back = trees.split_differentiable(params)
+    means = map(boxes.leaf_value, sync_gradients(grads, axes))
+    return put_back(map(boxes.rebox, live, means), rest=no_gradient)
 
 
 def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,18 @@ import optax
 from flax import struct
 from flax.training import train_state
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement, trees
+from xlstm_jax.distributed.data_parallel import boxes, collectives, placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.checks import check_transform
-from xlstm_jax.distributed.optimizers.matrices.layout import laid_out
+from xlstm_jax.distributed.optimizers.matrices.layout import is_owned, laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
@@ -37,6 +39,8 @@ from xlstm_jax.distributed.optimizers.state import (
 )
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
 from xlstm_jax.distributed.training.checking.collections import check_kept
+from xlstm_jax.distributed.training.checking.mistakes import check_optimizer, warn_of_optimizer
+from xlstm_jax.distributed.training.checking.processes import compare_keys
 from xlstm_jax.distributed.training.checking.whole_params import (
     reasons_in_plan,
     warn_if_nothing_is_split,
@@ -68,6 +72,33 @@ class TrainState(FlaxTrainState):
         """As Flax's, but that the optimizer does not see frozen parameters."""
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         return state.replace(params=params)
+
+    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
+        """As Flax's, of gradients in boxes or without them: what ``value_and_grad`` has returned, say.
+
+        Outside of ``shard_map`` the optimizer sees global arrays without boxes and padding, as in ``make_train_step``:
+        all of optax is exact there. Inside, and with a state that was made of boxed parameters, it sees what it is
+        given: see ``elementwise_only``.
+        """
+        mesh = _mesh_of(self.params)
+        kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if boxes.is_box(leaf) and not is_owned(leaf)]
+        if mesh is None or collectives.manual_axes() or not all(map(boxes.is_padded, kept)):
+            return super().apply_gradients(grads=grads, **kwargs)
+        bare = trees.map_leaves(_gradient_of, self.params, grads)
+        return _with_update(self, bare, mesh).replace(**kwargs)
+
+
+def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh that boxed parameters lie on, by their values or, where these are traced, by their types."""
+    values = [boxes.leaf_value(leaf) for _, leaf in trees.leaves_with_path(params) if boxes.is_box(leaf)]
+    shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def _gradient_of(leaf: Any, grad: Any) -> Any:
+    """A gradient, in a box or not, padded or not, as the optimizer sees it; None of what takes none."""
+    value = boxes.leaf_value(grad)
+    return value[tuple(map(slice, boxes.true_shape(leaf)))] if boxes.is_differentiable(leaf) else None
 
 
 def collections_of(state: Any) -> Mapping[str, PyTree]:
@@ -111,11 +142,13 @@ def init_sharded(
     Returns:
       The variables: global arrays on the mesh, boxed where they are split.
     Raises:
-      ValueError: a wrapper or a box names an axis that the mesh does not have; or as ``freeze_params``.
+      ValueError: a wrapper or a box names an axis that the mesh does not have; or as ``freeze_params``. Or processes
+        have different keys: all raise it.
       TypeError: as ``freeze_params``.
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
+    compare_keys(rng, mesh)
     return init(rng, jax.tree.map(_on_device, inputs))
 
 
@@ -149,7 +182,10 @@ def jitted_init(
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return with_frozen(model.init(rng, *inputs, **kwargs), trainable, frozen_dtype)
+            variables = model.init(rng, *inputs, **kwargs)
+            if "params" in variables:
+                variables = {**variables, "params": trees.map_leaves(boxes.split_by_model, variables["params"])}
+            return with_frozen(variables, trainable, frozen_dtype)
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
     out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
@@ -204,6 +240,8 @@ def create_train_state(
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
     check_kept(variables)
+    check_optimizer(tx)
+    warn_of_optimizer(tx, params)
     if not whole_ok:
         warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
         warn_of_gathered_scans(scans, mesh)
@@ -260,7 +298,8 @@ def abstract_train_state(
         value = boxes.leaf_value(leaf)
         return boxes.rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
-    state = jax.eval_shape(create, rng, inputs)
+    with answered_for(None):
+        state = jax.eval_shape(create, rng, inputs)
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
         params=placement.shardings(state.params, mesh),
@@ -279,15 +318,21 @@ def updated_state(
     collections: Mapping[str, PyTree],
 ) -> State:
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
-    params, grads = trainable(state.params), trainable(grads)
-    tx, value = optax.with_extra_args_support(state.tx), _nan_where_spoiled(loss, state, collections)
+    grads, value = trainable(grads), _nan_where_spoiled(loss, state, collections)
+    updated = _with_update(state, grads, mesh, value=value, grad=grads, value_fn=value_fn)
+    return _with_collections(updated, collections, mesh) if collections else updated
+
+
+def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
+    """The state after an update by ``grads``, which are as its optimizer sees them."""
+    params, tx = trainable(state.params), optax.with_extra_args_support(state.tx)
     where = optimizer_state_shardings(state.opt_state, state.params, mesh)
 
     def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         opt_state = given_state(stored)
         try:
             with laid_out(optimizer_layout(state.params, mesh)):
-                updates, opt_state = tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)
+                updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         except Exception:  # whatever an optimizer raises that is given the state of another
             if reason := why_not_its_state(tx, opt_state, params):
                 raise ValueError(reason) from None
@@ -301,8 +346,7 @@ def updated_state(
         return jax.lax.with_sharding_constraint(opt_state, where), fields
 
     opt_state, fields = streamed(update, state.opt_state, where, owners(state.opt_state, state.params))
-    updated = state.replace(**fields, opt_state=opt_state)
-    return _with_collections(updated, collections, mesh) if collections else updated
+    return state.replace(**fields, opt_state=opt_state)
 
 
 def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree]) -> Array:

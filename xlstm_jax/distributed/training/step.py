@@ -21,7 +21,8 @@ from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
 from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_batch, check_call, check_loss_fn
 from xlstm_jax.distributed.training.checking.collections import check_takes_collections
-from xlstm_jax.distributed.training.checking.step_check import StepLoss
+from xlstm_jax.distributed.training.checking.comparing.one_device import StepLoss
+from xlstm_jax.distributed.training.checking.mistakes import warn_of_idle_axes, warn_of_options
 from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import State, collections_of, updated_state
@@ -101,7 +102,7 @@ def make_train_step(
       learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
         for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
         what ``optax.inject_hyperparams`` keeps in the optimizer's state.
-      compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options(device_kind)`` for the mesh's chips.
+      compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options`` for the mesh's chips and slice.
       whole_ok: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
@@ -112,7 +113,9 @@ def make_train_step(
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices times minibatches do not divide a leaf
         of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
-        another optimizer, or was used already. Names the leaf and both numbers.
+        another optimizer, or was used already. Names the leaf and both numbers. Or processes differ in what must be
+        the same in their first batch (scalars, shapes, arrays that are no global ones): all raise it, and where they
+        hand in equal rows as different ones all warn.
       TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
@@ -145,9 +148,8 @@ def make_train_step(
         scans = GatheredScans()
         with scans.watching():
             (loss, aux), grads, collections = loss_and_grads(state.params, *rest)
-        if not whole_ok:
-            warn_if_nothing_is_split(state.params, mesh)
-            warn_of_gathered_scans(scans, mesh)
+        jaxpr = partial(jax.make_jaxpr(loss_and_grads), state.params, *rest)
+        _warn_of(state, jaxpr, scans, mesh, axes, weighted=weighted, learning_rate=learning_rate, whole_ok=whole_ok)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
         before, state = state, updated_state(state, grads, loss, value_fn, mesh, collections)
@@ -157,7 +159,7 @@ def make_train_step(
             return state, metrics, aux
         return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
 
-    step.loss = StepLoss(loss_fn, weighted, has_second)  # type: ignore[attr-defined]  # for check_step
+    step.loss = StepLoss(loss_fn, weighted, has_second, axes, num_minibatches)  # type: ignore[attr-defined]  # for check_step
     donated = 0 if metric is None else (0, 3)
     return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=resolved_on(mesh, compiler_options))
 
@@ -181,6 +183,25 @@ def _on_device(
     rng, given = fold_rng_over_axis(rng, axes), {"carry": local, "collections": collections}
     found, grads, *updated = accumulate_gradients(loss, params, batch, rng, axes, **given, **options)
     return (found if options["has_aux"] else (found, None)), grads, updated[0] if updated else collections
+
+
+def _warn_of(
+    state: Any,
+    jaxpr: Callable[[], Any],
+    scans: GatheredScans,
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str, ...],
+    *,
+    weighted: bool,
+    learning_rate: LearningRate,
+    whole_ok: bool,
+) -> None:
+    """Tells of what runs and is hardly meant; ``jaxpr()`` is that of loss and gradients."""
+    warn_of_options(state.tx, weighted, learning_rate)
+    warn_of_idle_axes(mesh, axes, (state.params, collections_of(state)), jaxpr)
+    if not whole_ok:
+        warn_if_nothing_is_split(state.params, mesh)
+        warn_of_gathered_scans(scans, mesh)
 
 
 def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:

@@ -38,22 +38,14 @@ class ReduceOnce(ReduceEach):
     """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        for path, leaf in trees.leaves_with_path(params):
-            says = isinstance(leaf, boxes.Sharded | boxes.BoxedVariable)
-            if boxes.is_box(leaf) and not says and set(boxes.leaf_axes(leaf)) & set(axes):
-                raise ValueError(
-                    f"accumulation='reduce_once' gathers '{path}' itself, and its box, {type(leaf).__name__}, does not "
-                    "say in what dtype. Initialise with init_sharded, or use accumulation='reduce_each'."
-                )
-
         def still_frozen(leaf: Any, whole: Any) -> Any:
             return whole if boxes.is_trainable(leaf) else boxes.frozen(whole)
 
-        return trees.map_leaves(still_frozen, params, gather_params(params, axes))
+        return trees.map_leaves(still_frozen, params, _gathered(params, axes))
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
-        weights, transpose = jax.vjp(lambda live: gather_params(live, axes), [_gathered_wide(leaf) for leaf in live])
+        weights, transpose = jax.vjp(lambda live: _gathered(live, axes), [_gathered_wide(leaf) for leaf in live])
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
         return _as_gradients_of(live, grads)
 
@@ -88,6 +80,16 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
     """The gradients in the boxes and dtypes of ``leaves``."""
     values = [boxes.leaf_value(g).astype(boxes.leaf_value(leaf).dtype) for leaf, g in zip(leaves, grads, strict=True)]
     return list(map(boxes.rebox, leaves, values))
+
+
+def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """``gather_params`` over those of ``axes`` over which the model itself does not split a leaf."""
+
+    def gather(leaf: Any) -> Any:
+        over = tuple(axis for axis in axes if axis in boxes.gathered_axes(leaf))
+        return gather_params(leaf, over) if over else leaf
+
+    return trees.map_leaves(gather, params)
 
 
 def _gathered_wide(leaf: Any) -> Any:

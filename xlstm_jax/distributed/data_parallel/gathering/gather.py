@@ -89,6 +89,10 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
     (over the axis of its copies, by that transpose), and is divided; any other is averaged.
 
+    A leaf that the model itself splits over an axis of the batch (experts, each device having its own) has gradients of
+    all tokens that came to the device: their sum, which is divided. Boxes of ``init_sharded`` say so. A hand-made
+    ``nn.Partitioned`` does not, and counts as one that ``gather_params`` has gathered; ``value_and_grad`` tells apart.
+
     An average has that type, too. One that has become another array since (scaled, cast, clipped, carried by a
     ``scan``) must therefore not come here again: nothing shows that it is no sum. ``training.check_step`` finds it.
 
@@ -107,19 +111,25 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     known = [_known_averages.axes_of(boxes.leaf_value(leaf)) for leaf in live]
     done = [axes_of.union(boxes.reduced_axes(leaf)) for leaf, axes_of in zip(live, known, strict=True)]
     over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
+    apart = [set(boxes.model_axes(leaf)) for leaf in live]
     with jax.named_scope("sync_gradients"):
-        synced = collectives.pmean(list(map(_divide_summed, live, over, known)), over)
+        divided = list(map(_divide_summed, live, over, known))
+        over = [tuple(axis for axis in some if axis not in own) for some, own in zip(over, apart, strict=True)]
+        synced = collectives.pmean(divided, over)
     for value, axes_done in zip(synced, done, strict=True):
         _known_averages.add(value, axes_done.union(axes))
     return put_back([boxes.rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
 def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
-    """A gradient divided by the sizes of the tracked axes, its copies' among them, over which it is summed already."""
-    grad = boxes.leaf_value(leaf)
+    """A gradient divided by the sizes of the axes over which it is summed already.
+
+    These are the model's own, and tracked ones, its copies' among them, over which its type does not vary.
+    """
+    grad, own = boxes.leaf_value(leaf), boxes.model_axes(leaf)
     over = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in known]
-    equal = [axis for axis in over if axis not in collectives.varying_axes(grad)]
-    count = collectives.axis_size(list(filter(collectives.is_tracked, equal)))
+    equal = [axis for axis in over if axis not in collectives.varying_axes(grad) and collectives.is_tracked(axis)]
+    count = collectives.axis_size([axis for axis in over if axis in own or axis in equal])
     return grad / count if count > 1 else grad
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.callers import inside_branch
 from xlstm_jax.distributed.data_parallel.gathering.communication import (
     Communication,
     Replicas,
@@ -151,13 +152,33 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-_in_loss: ContextVar[bool] = ContextVar("_in_loss", default=False)
+class InLoss(NamedTuple):
+    """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
+
+    ``own`` are the axes over which boxes of its parameters say that the model itself splits them.
+    """
+
+    axes: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
+
+
+in_branches: ContextVar[list[str] | None] = ContextVar("in_branches", default=None)
+in_loss: ContextVar[InLoss] = ContextVar("in_loss", default=InLoss())  # noqa: B039  # immutable
 _module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
 
 
-def inside_loss() -> contextlib.AbstractContextManager[None]:
-    """While a loss function runs whose gradient is averaged over devices afterwards: it must take none itself."""
-    return meanwhile(_in_loss, True)
+@contextlib.contextmanager
+def noting_branches() -> Iterator[list[str]]:
+    """A list, into which meanwhile the path of each leaf comes that is gathered in a branch."""
+    found: list[str] = []
+    with meanwhile(in_branches, found):
+        yield found
+
+
+def note_branch(path: str) -> None:
+    """Called at each gather."""
+    if (found := in_branches.get()) is not None and inside_branch():
+        found.append(path or "a parameter")
 
 
 def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
@@ -199,7 +220,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
     if not collectives.spread_axes(axes):
         return
     for_each_example = collectives.is_batched(cotangent) and not primal.batched
-    if for_each_example or _in_loss.get():
+    if for_each_example or in_loss.get().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
@@ -207,6 +228,42 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
             "would not. In the loss function gather first, whole = gather_params(params, axis_name), and take it of "
             "whole: it is then the gradient of this device's examples."
         )
+
+
+def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.Array:
+    """The shard of a leaf that the model itself splits over the axes ``own``, and that is gathered over them after all.
+
+    ``sync_gradients`` takes the gradient of such a leaf for a sum over those that are axes of the batch, and divides.
+    The gather makes a mean of it, and the sum is made of that here.
+    """
+    own = collectives.spread_axes(own)
+    return _gathered_by_hand(shard, own, in_loss.get().axes, path) if own else shard
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_by_hand(shard: jax.Array, own: tuple[str, ...], batch_axes: tuple[str, ...], path: str) -> jax.Array:
+    return shard
+
+
+def _by_hand_fwd(
+    shard: jax.Array, own: tuple[str, ...], batch_axes: tuple[str, ...], path: str
+) -> tuple[jax.Array, None]:
+    return shard, None
+
+
+def _by_hand_bwd(
+    own: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    if not batch_axes:
+        raise ValueError(
+            f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {own}, by its box, and a gather "
+            "over these is differentiated: it makes the mean of gradients, of which sync_gradients would not know. "
+            "Take the gradient by training.value_and_grad, which does."
+        )
+    return (cotangent * collectives.axis_size([axis for axis in own if axis in batch_axes]),)
+
+
+_gathered_by_hand.defvjp(_by_hand_fwd, _by_hand_bwd)
 
 
 def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:

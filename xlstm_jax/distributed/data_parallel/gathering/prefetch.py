@@ -64,9 +64,8 @@ def route_of(path: str, leaf: Any) -> Route | None:
     Raises:
       ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
     """
-    kept = leaf.model_axes if isinstance(leaf, boxes.Sharded) else ()
     names = tuple(leaf.names) if boxes.is_box(leaf) else ()
-    gathered = {a for e in names for a in entry_axes(e) if a not in kept and collectives.is_bound(a)}
+    gathered = set(filter(collectives.is_bound, boxes.gathered_axes(leaf)))
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
@@ -103,8 +102,13 @@ def prefetched_scan(
     leaves = trees.leaves_with_path(stacked)
     empty = [boxes.rebox(leaf, None) if boxes.is_box(leaf) else None for _, leaf in leaves]
     structure = jax.tree.structure(trees.map_leaves(lambda leaf: 0, stacked))
-    values = [boxes.leaf_value(leaf) for _, leaf in leaves]
-    scan = _Scan(layer, [route_of(*leaf) for leaf in leaves], empty, structure, list(map(Primal.of, values)))
+    routes = [route_of(*leaf) for leaf in leaves]
+    found = zip(leaves, routes, strict=True)
+    values = [
+        boxes.shard_to_gather(leaf, route.axes, path) if route else boxes.leaf_value(leaf)
+        for (path, leaf), route in found
+    ]
+    scan = _Scan(layer, routes, empty, structure, list(map(Primal.of, values)))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
 
 

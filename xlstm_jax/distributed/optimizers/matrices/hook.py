@@ -119,7 +119,7 @@ def _of_groups(
     for name, group in named_groups(groups).items():
         with jax.named_scope(f"whole_{group.name}"):
             matrices = to_owners(group, values, exchange_dtype)
-            updates, new_state = update(matrices, trees.unbox(state[name]))
+            updates, new_state = update(matrices, trees.stored_values(state[name]))
             new |= from_owners(group, updates, exchange_dtype)
         kept[name] = trees.map_leaves(boxes.rebox, state[name], new_state)
     return new, kept

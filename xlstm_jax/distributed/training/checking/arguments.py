@@ -7,6 +7,7 @@ donated, before the call: releases of JAX differ in what follows, and some end t
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,11 +15,14 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.device_mesh.batches import any_padded
+from xlstm_jax.distributed.training.checking.mistakes import warn_of_padding
+from xlstm_jax.distributed.training.checking.processes import compare_batches
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
@@ -35,11 +39,30 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 def check_loss_fn(
     loss_fn: Any, taker: str = "make_train_step", signature: str = "loss_fn(params, apply_fn, batch, rng)"
 ) -> None:
-    """Raises a ``TypeError`` where the maker of a step was given something else than a function first."""
+    """Raises a ``TypeError`` where the maker of a step was not given a function of these arguments first."""
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
+        name, count = signature.partition("(")[0], signature.count(",") + 1
+        if not any(binds(loss_fn, number) for number in (count, count + 1)):  # one more: collections
+            raise TypeError(
+                f"{taker} calls {signature}, with {count} arguments in this order, and the {name} that it was given is "
+                f"{kind_of(loss_fn)}{inspect.signature(loss_fn)}. Arguments that it does not need may be called _."
+            )
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
     raise TypeError(f"{taker} takes first a function {signature}, not {kind_of(loss_fn)}; {cure}.")
+
+
+def binds(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with ``count`` arguments; one without a signature says so itself."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def check_model(model: Any) -> None:
@@ -142,6 +165,14 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighte
     """
     leaves = trees.leaves_with_path(batch)
     for path, leaf in leaves:
+        if boxes.is_box(leaf):
+            name = path.partition("/")[0]
+            raise ValueError(
+                f"{named_leaf('batch', path)} is a parameter in a box, split as {boxes.leaf_names(leaf)}, and a batch "
+                "is split by its rows. Parameters of a second model (a teacher, a reference) go with the state: "
+                f"state.replace(collections={{'{name}': its params}}), and loss_fn(params, apply_fn, batch, rng, "
+                f"collections) reads collections['{name}'] and returns a pair of the loss and {{}}."
+            )
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
     _check_no_list_of_numbers(batch)
@@ -206,7 +237,8 @@ def why_no_array(leaf: Any) -> str | None:
 class CheckedStep:
     """``jax.jit`` of a step whose ``arguments``, by position, have these names.
 
-    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``. After a call
+    ``is_weighted()`` is whether it has given weights to rows.
     """
 
     def __init__(
@@ -214,16 +246,31 @@ class CheckedStep:
         step: Callable[..., Any],
         mesh: Mesh | AbstractMesh,
         arguments: tuple[str, ...] = ARGUMENTS,
+        is_weighted: Callable[[], bool] | None = None,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
+        self._is_weighted = is_weighted or (lambda: getattr(getattr(step, "loss", None), "weighted", True))
         self._jitted, self._mesh, self._arguments = jax.jit(step, **options), mesh, arguments
+        self._rows_alone: set[Any] = set()  # shardings of batches that were looked at
+        self._has_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, argument in zip(self._arguments, args, strict=False):
             if any(map(_is_deleted, _some_leaves(name, argument))):
                 raise _deleted(name, name)
-        return self._explained(self._jitted, args, kwargs)
+        if not self._has_compared:
+            self._compare(dict(zip(self._arguments, args, strict=False)))
+        found = self._explained(self._jitted, args, kwargs)
+        if any_padded() and not self._is_weighted():
+            warn_of_padding((dict(zip(self._arguments, args, strict=False)) | kwargs).get("batch"))
+        return found
+
+    def _compare(self, arguments: dict[str, Any]) -> None:
+        """Once, what processes hand in. An argument that is no batch is named when the call has failed."""
+        if "batch" in arguments and not any(map(why_no_array, jax.tree.leaves(arguments["batch"]))):
+            compare_batches(arguments["batch"], self._mesh)
+        self._has_compared = True
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._explained(self._jitted.lower, args, kwargs)
@@ -236,7 +283,20 @@ class CheckedStep:
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
+    def _check_placed(self, batch: PyTree) -> None:
+        """Raises where a leaf is split otherwise than by rows; to the step each device has rows, whole."""
+        if self._rows_alone.issuperset(map(_sharding, jax.tree.leaves(batch))):
+            return
+        for path, leaf in trees.leaves_with_path(batch):
+            its = _sharding(leaf)
+            if isinstance(its, NamedSharding) and (axes := _axes_of_columns(its)):
+                raise ValueError(_split_otherwise(named_leaf("batch", path), leaf, axes))
+            self._rows_alone.add(its)
+
     def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, argument in zip(self._arguments, args, strict=False):
+            if name == "batch":
+                self._check_placed(argument)
         try:
             return fn(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -245,6 +305,25 @@ class CheckedStep:
             if found := next(_errors_in(named, self._mesh if elsewhere else None), None):
                 raise found from None
             raise
+
+
+def _sharding(leaf: Any) -> Any:
+    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+
+
+def _axes_of_columns(sharding: NamedSharding) -> list[str]:
+    """The axes of more than one device over which another dim than the first is split."""
+    axes = [axis for entry in sharding.spec[1:] for axis in ([entry] if isinstance(entry, str) else entry or ())]
+    return [axis for axis in axes if axis is not PartitionSpec.UNCONSTRAINED and sharding.mesh.shape[axis] > 1]
+
+
+def _split_otherwise(name: str, leaf: Any, axes: list[str]) -> str:
+    return (
+        f"{name} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which splits another dim than that of "
+        f"examples over {tuple(axes)}; the step reads it split by examples alone, over all of batch_axes, so that each "
+        "device would compute with other values than it holds. Place it by shard_batch, or hand in NumPy arrays. To "
+        "split a sequence write the step yourself: shard_map with this spec, and value_and_grad over all axes."
+    )
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:

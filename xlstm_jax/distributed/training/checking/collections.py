@@ -9,7 +9,6 @@ computes of its own examples is refused: it has no place among values that devic
 differently on each of them, without a word under ``check_vma=False``.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,9 @@ import numpy as np
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.checking.varying import Axes, differing_axes
+from xlstm_jax.distributed.training.branches import differing_args
+from xlstm_jax.distributed.training.checking.arguments import binds
+from xlstm_jax.distributed.training.varying import Axes, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
@@ -86,29 +87,19 @@ def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[st
 def _takes_the_other(function: Callable[..., Any], with_them: int, without: int, collections: Any) -> bool:
     """Whether a function takes the number of arguments that would be right if there were collections, or were none."""
     needed, other = (with_them, without) if collections else (without, with_them)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function without a signature says so itself
-        return False
-    return not _binds(signature, needed) and _binds(signature, other)
-
-
-def _binds(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+    return not binds(function, needed) and binds(function, other)
 
 
 def readable(collections: PyTree) -> PyTree:
     """The collections as a model reads them inside ``shard_map``: of a leaf in a box the shard of this device.
 
-    (A box of Flax would constrain its sharding as it is read, which is an error where mesh axes are manual.)
+    (A box of Flax would constrain its sharding as it is read, which is an error where mesh axes are manual.) Parameters
+    of a second model, in the library's own boxes, are gathered where they are read.
     """
 
     def shard(leaf: Any) -> Any:
-        return boxes.PartlyGathered(boxes.leaf_value(leaf), boxes.leaf_names(leaf)) if boxes.is_box(leaf) else leaf
+        ours = isinstance(leaf, boxes.Sharded | boxes.BoxedVariable) or not boxes.is_box(leaf)
+        return leaf if ours else boxes.PartlyGathered(boxes.leaf_value(leaf), boxes.leaf_names(leaf))
 
     return trees.map_leaves(shard, collections)
 
@@ -137,7 +128,7 @@ def updated_collections(
     def again(*args: Any) -> list[Any]:
         return jax.tree.leaves(_like_before(args[-1], loss_fn(*args)[1]))
 
-    in_fact = differing_axes(again, args, _differing_args(args, axes))
+    in_fact = differing_axes(again, args, differing_args(args, axes))
     found = zip(leaves, of_types, in_fact, strict=True)
     _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing}, axes)
     return _equal_by_type(new, of_types)
@@ -190,17 +181,6 @@ def _differing_by_type(leaf: Any) -> Axes:
         return axis in varying if collectives.is_tracked(axis) else bool(collectives.spread_axes([axis]))
 
     return Axes(filter(may_differ, collectives.manual_axes())) - Axes(boxes.leaf_axes(leaf))
-
-
-def _differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """The axes along which the leaves of a loss function's arguments differ between devices."""
-    params, minibatch, rng, collections = args
-    spread = Axes(collectives.spread_axes(axes))
-    of_params, of_collections = (
-        [Axes(boxes.leaf_axes(leaf)) for _, leaf in trees.leaves_with_path(tree)] for tree in (params, collections)
-    )
-    of_minibatch = [spread if np.ndim(leaf) else Axes() for leaf in jax.tree.leaves(minibatch)]
-    return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]
 
 
 def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:

@@ -23,11 +23,12 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_shape, unit_depth
+from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit
+from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors
+from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors, refused_in_map
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
 from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     Method,
@@ -176,7 +177,7 @@ class _Run:
 
     def __init__(self, sharding: _Sharding, root: tuple[str, ...]) -> None:
         self.sharding, self.root, self.seen = sharding, root, Seen()
-        self._entered: list[str] = []
+        self._entered: list[tuple[str, type[nn.Module]]] = []
         self._scan: type[nn.Module] | None = None  # that was looked at last
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -194,9 +195,9 @@ class _Run:
             self.seen.scanned.add(path)
             self._scan = None
         kwargs = with_varying_carry(module, name, args, kwargs)
-        if path in self._entered:
+        if self._is_inside(path, type(module)):
             return method(*args, **kwargs)
-        with self._inside(path):
+        with self._inside(path, type(module)):
             if module.is_initializing():
                 return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
@@ -230,10 +231,13 @@ class _Run:
         with inside_wrapper() if choice.gathers(path, module, False) else nullcontext():
             result = method()
         self.seen.modules[path] = self._seen(module)
-        for unit in choice.units(self.seen, path, module):
+        units = choice.units(self.seen, path, module)
+        if path in units and inside_map_variables(gather_here):
+            units = refused_in_map(path, choice.is_policy)
+        for unit in units:
             self.seen.choose(unit)
             self._split(unit, path, module)
-        if not path and not self.seen.units:
+        if len(self._entered) == 1 and not path and not self.seen.units:
             self._refuse(module)
         return result
 
@@ -265,9 +269,13 @@ class _Run:
             f"'' (the model itself), {', '.join(there[:SHOWN])}{more}. Pass a class or a predicate of one of these."
         )
 
+    def _is_inside(self, path: str, cls: type[nn.Module]) -> bool:
+        """Whether the module at ``path`` was entered; one of another class there shares its scope (``share_scope``)."""
+        return any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered)
+
     @contextmanager
-    def _inside(self, path: str) -> Iterator[None]:
-        self._entered.append(path)
+    def _inside(self, path: str, cls: type[nn.Module]) -> Iterator[None]:
+        self._entered.append((path, cls))
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from flax import linen as nn
 
@@ -68,7 +68,9 @@ def is_below(path: str, module: str) -> bool:
 
 
 class Choice(Protocol):
-    """What ``where`` comes down to."""
+    """What ``where`` comes down to; ``is_policy`` where no user has named the modules."""
+
+    is_policy: ClassVar[bool]
 
     def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
         """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
@@ -83,6 +85,8 @@ class Choice(Protocol):
 class Matching:
     """The modules of which a predicate is true."""
 
+    is_policy: ClassVar[bool] = False
+
     predicate: Predicate
 
     def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
@@ -96,6 +100,8 @@ class Matching:
 
 class _Policy:
     """A choice that stands in the boxes alone."""
+
+    is_policy: ClassVar[bool] = True
 
     def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
         del path, module

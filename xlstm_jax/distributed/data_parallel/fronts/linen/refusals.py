@@ -30,6 +30,24 @@ def check_not_inside_reader(module: nn.Module) -> None:
             )
 
 
+def refused_in_map(path: str, by_policy: bool) -> list[str]:
+    """No unit at ``path``, within an ``nn.map_variables`` of the model: that would map shards, weight norm by hand say.
+
+    A policy leaves its parameters to the module around it, which gathers them before.
+
+    Raises:
+      ValueError: the module was chosen by its class, or by a predicate.
+    """
+    if by_policy:
+        return []
+    outer = path.rpartition("/")[0]
+    raise ValueError(
+        f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm are "
+        "made of it), which would compute from shards what it is to compute from whole parameters. Choose the module "
+        f"around it, which gathers before: where=lambda path, module: path == {outer!r}, or larger_than(size)."
+    )
+
+
 @contextmanager
 def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     """While the module gathers: errors name its leaves by their path, and Linen's of a whole value says what it is."""

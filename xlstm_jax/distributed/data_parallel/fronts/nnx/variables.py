@@ -74,6 +74,10 @@ class _Split(_Changed, boxes.BoxedVariable):
         return self.get_metadata(BOX).communication
 
     @property
+    def model_axes(self: Any) -> tuple[str, ...]:
+        return self.get_metadata(BOX).model_axes
+
+    @property
     def trainable(self: Any) -> bool:
         return self.get_metadata(BOX).trainable
 

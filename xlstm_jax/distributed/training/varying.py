@@ -13,6 +13,7 @@ An equation that is not known is taken to differ, so that a mistake is an error 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ Axes = frozenset[str]
 _EQUALS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _CASTS = {"pvary", "pcast"}  # of types alone
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
-_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"}
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
@@ -37,6 +38,30 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
     everywhere = Axes().union(*of_args)
     consts = [everywhere if isinstance(const, Tracer) else Axes() for const in closed.consts]
     return _of_jaxpr(closed.jaxpr, consts, list(of_args))
+
+
+def parted_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> Axes:
+    """The axes along which devices may take different branches of ``fn`` with collectives over these axes in them.
+
+    Branches are those of ``cond`` and ``switch``, and further turns of a ``while_loop``; see ``differing_axes``.
+    """
+    found: list[Axes] = []
+    token = _parted.set(found)
+    try:
+        differing_axes(fn, args, of_args)
+    finally:
+        _parted.reset(token)
+    return Axes().union(*found)
+
+
+_parted: ContextVar[list[Axes] | None] = ContextVar("_parted", default=None)
+
+
+def _note_parted(by: Axes, *jaxprs: Any) -> None:
+    """``by`` are the axes along which devices go different ways, into ``jaxprs``."""
+    if (found := _parted.get()) is not None:
+        named = (all_named_axes(eqn) for closed in jaxprs for eqn in getattr(closed, "jaxpr", closed).eqns)
+        found.append(by & Axes().union(*named))
 
 
 def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
@@ -65,7 +90,12 @@ def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     if name in _READ_THROUGH:
         with suppress(*_OTHER_PARAMS):
             return _READ_THROUGH[name](params, inputs)
-    return [_all_named_axes(eqn).union(*inputs)] * len(eqn.outvars)
+    return [all_named_axes(eqn).union(*inputs)] * len(eqn.outvars)
+
+
+def named_axes(eqn: Any) -> Axes:
+    """The mesh axes that an equation names itself."""
+    return _named_axes(eqn.params)
 
 
 def _named_axes(params: dict[str, Any]) -> Axes:
@@ -74,12 +104,13 @@ def _named_axes(params: dict[str, Any]) -> Axes:
     return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
 
 
-def _all_named_axes(eqn: Any) -> Axes:
+def all_named_axes(eqn: Any) -> Axes:
     """The mesh axes that an equation names, and those within it."""
     inside = [leaf for param in eqn.params.values() for leaf in (param if isinstance(param, tuple | list) else [param])]
     jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in inside]
     eqns = [inner for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ())]
-    return _named_axes(eqn.params).union(*map(_all_named_axes, eqns))
+    own = Axes() if eqn.primitive.name in _CASTS else _named_axes(eqn.params)
+    return own.union(*map(all_named_axes, eqns))
 
 
 def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
@@ -113,10 +144,12 @@ def _of_while(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         results = _of_closed(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
         before, carry = carry, _joined(carry, results, [ends] * len(carry))
         if carry == before:
+            _note_parted(ends, params["cond_jaxpr"], params["body_jaxpr"])
             return carry
 
 
 def _of_cond(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+    _note_parted(inputs[0], *params["branches"])
     branches = [_of_closed(branch, inputs[1:]) for branch in params["branches"]]
     return _joined(*branches, [inputs[0]] * len(branches[0]))
 

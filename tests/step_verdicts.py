@@ -1,0 +1,147 @@
+"""What ``check_step`` says of each step of the corpus, in every setting.
+
+    python -m tests.step_verdicts [--only REGEX] [--rounds N] [--jobs 1]
+
+A round runs each entry once, in another setting than the rounds before; four have every rate of dropout, and over the
+entries every mode and API. Writes ``tests/step_corpus/outcomes.json`` after each entry, prints a table by kind, and
+ends with 1 where a verdict is false, no finding names the cause, or a label is not what one device says. ``--only``
+keeps the outcomes of the others.
+"""
+
+import os
+
+# As the suite has it, before JAX starts: workers share cores, and each program runs a few times only.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import argparse
+import json
+import multiprocessing
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tests.step_corpus import ENTRIES, Entry, Setting
+from xlstm_jax.distributed import check_step, simulate_cpu_devices
+
+OUTCOMES = Path(__file__).parent / "step_corpus" / "outcomes.json"
+COLUMNS = ("right", "wrong", "cannot tell", "FALSE", "unnamed", "unproved")
+FAULTS = COLUMNS[3:]
+Outcome = dict[str, Any]
+
+
+def outcome_of(entry: Entry, setting: Setting) -> Outcome:
+    """The verdict in one setting, whether it is false and names the cause; and, without dropout, the label's proof."""
+    started = time.monotonic()
+    case = entry.make(entry, setting)
+    try:
+        found = check_step(case.step, case.state, case.batch, case.rng, *case.rest, **case.kwargs)
+        verdict, findings = found.verdict, found.findings
+    except (ValueError, TypeError) as error:
+        verdict = "refused" if entry.is_refused_by(error) else "crashed"
+        findings = (f"{type(error).__name__}: {error}",)
+    seconds = round(time.monotonic() - started, 1)
+    proved = bool(setting.dropout) or entry.is_proved(setting.check_vma, setting.api)
+    named = verdict != "wrong" or entry.verdict != "wrong" or any(map(entry.is_named_by, findings))
+    first = re.sub(r"\s+", " ", findings[0])[:300] if findings else ""
+    is_false = verdict not in entry.allowed(setting)
+    kept = {"verdict": verdict, "false": is_false, "named": named, "proved": proved}
+    return {**kept, "seconds": seconds, "finding": first}
+
+
+def in_rounds(index: int) -> list[Setting]:
+    """The settings of an entry, those first that differ in dropout; each begins with others than its neighbour."""
+    by_dropout: dict[float, list[Setting]] = defaultdict(list)
+    for setting in ENTRIES[index].settings():
+        by_dropout[setting.dropout].append(setting)
+    groups = _from(index, list(by_dropout.values()))
+    groups = [_from(index + k, group) for k, group in enumerate(groups)]
+    return [setting for row in zip_longest(*groups) for setting in row if setting is not None]
+
+
+def _from(start: int, items: list[Any]) -> list[Any]:
+    start %= len(items)
+    return items[start:] + items[:start]
+
+
+def outcomes_of(index: int, rounds: int | None) -> tuple[int, dict[str, Outcome]]:
+    """Of one entry, in a process that may have no devices yet."""
+    simulate_cpu_devices(8)
+    return index, {str(setting): outcome_of(ENTRIES[index], setting) for setting in in_rounds(index)[:rounds]}
+
+
+def column(outcome: Outcome) -> str:
+    """Where an outcome is counted; a mistake that the library refuses is called wrong."""
+    if not outcome["proved"]:
+        return "unproved"
+    if outcome["false"]:
+        return "FALSE"
+    if not outcome["named"]:
+        return "unnamed"
+    return "wrong" if outcome["verdict"] == "refused" else outcome["verdict"]
+
+
+def counts_by_kind(outcomes: dict[str, dict[str, Outcome]]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for title, of_settings in outcomes.items():
+        counts[title.partition(" / ")[0]].update(map(column, of_settings.values()))
+    return counts
+
+
+def table_of(outcomes: dict[str, dict[str, Outcome]]) -> Table:
+    table = Table("kind", *COLUMNS, title="verdicts by kind of step")
+    counts = counts_by_kind(outcomes)
+    for kind, row in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+        table.add_row(kind, *(str(row[name] or "") for name in COLUMNS))
+    return table
+
+
+def written(outcomes: dict[str, dict[str, Outcome]]) -> str:
+    """One line for each setting."""
+    blocks = []
+    for title, of_settings in outcomes.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in of_settings.items())
+        blocks.append(f"{json.dumps(title)}: {{\n{lines}\n}}")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="entries whose title matches, as 'ready: sum / ...'"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="settings of each entry; by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    given = parser.parse_args(arguments)
+
+    outcomes = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    chosen = [i for i, entry in enumerate(ENTRIES) if re.search(given.only, entry.title)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, mp_context=context) as pool:
+        running = [pool.submit(outcomes_of, i, given.rounds) for i in chosen]
+        for done in track(as_completed(running), f"{len(chosen)} entries", total=len(chosen)):
+            index, found = done.result()
+            outcomes[ENTRIES[index].title] = found
+            in_order = {entry.title: outcomes[entry.title] for entry in ENTRIES if entry.title in outcomes}
+            OUTCOMES.write_text(written(in_order))
+    mine = {ENTRIES[i].title: outcomes[ENTRIES[i].title] for i in chosen}
+    console = Console()
+    console.print(table_of(mine))
+    bad = [(t, s, o) for t, of in mine.items() for s, o in of.items() if column(o) in FAULTS]
+    for title, setting, outcome in bad:
+        said = f"{outcome['verdict']}: {outcome['finding'][:160]}"
+        console.print(f"{column(outcome)}: {title} ({setting}): {said}", highlight=False, markup=False, soft_wrap=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What stands around gathers: branches, mapped variables and placements are right, or refused with the cure."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, FLOAT32_ROUNDING, fsdp, mesh_of
+from xlstm_jax.distributed import (
+    accumulate_gradients,
+    create_train_state,
+    larger_than,
+    make_train_step,
+    partition_specs,
+    shard_modules,
+    unbox,
+    value_and_grad,
+)
+
+KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
+X = jax.random.normal(jax.random.key(1), (16, 16))
+
+
+def state_of(model, *inputs):
+    return create_train_state(model, KEEP, mesh_of(2, 4), jax.random.key(0), *inputs, batch_axes=AXES, whole_ok=True)
+
+
+def gradients(model, loss_fn, batch, inputs, check_vma):
+    """Of the ready step."""
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma, whole_ok=True)
+    return unbox(step(state_of(model, *inputs), batch, jax.random.key(2))[0].opt_state)
+
+
+def of_one_device(model, loss_fn, batch, inputs):
+    params = model.init(jax.random.key(0), *inputs)["params"]
+    return jax.grad(loss_fn)(params, model.apply, batch, jax.random.key(2))
+
+
+def assert_same(got, want):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        found = jax.tree_util.tree_reduce(lambda _, x: x, got) if not path else got
+        for key in path:
+            found = found[key.key]
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=FLOAT32_ROUNDING * np.abs(leaf).max(), err_msg=str(path))
+
+
+# --------------------------------------------------------------------------------------------------------- branches
+
+
+class Branches(nn.Module):
+    kind: str = "cond"
+
+    @nn.compact
+    def __call__(self, x, flag):
+        first, second = nn.Dense(32, name="first"), nn.Dense(32, name="second")
+        if self.is_initializing():
+            first(x), second(x)
+        if self.kind == "cond":
+            x = nn.cond(flag, lambda m, x: first(x), lambda m, x: second(x), self, x)
+        elif self.kind == "switch":
+            branches = [lambda m, x: first(x), lambda m, x: second(x)]
+            x = nn.switch(flag.astype(int), branches, self, x)
+        else:
+            x = jnp.where(flag, first(x), second(x))
+        return nn.Dense(4)(x)
+
+
+FLAGS = {
+    "rows": lambda batch, rng: batch["x"].mean() > 0,
+    "key": lambda batch, rng: jax.random.bernoulli(rng),
+    "index": lambda batch, rng: lax.axis_index("fsdp") > 0,
+    "scalar": lambda batch, rng: batch["flag"] > 0,
+    "reduced": lambda batch, rng: lax.pmax(batch["x"].mean(), AXES) > 0,
+}
+
+
+def loss_by(flag):
+    def loss_fn(params, apply_fn, batch, rng):
+        return jnp.mean(apply_fn({"params": params}, batch["x"], FLAGS[flag](batch, rng)) ** 2)
+
+    return loss_fn
+
+
+WITH_FLAG = {"x": X, "flag": jnp.float32(1)}
+INPUTS = X, jnp.array(True)
+
+
+@pytest.mark.parametrize(
+    "kind, flag, check_vma",
+    [("cond", "rows", True), ("switch", "key", True), ("cond", "index", False), ("switch", "rows", False)],
+)
+def test_gathers_in_a_branch_that_devices_take_differently_are_refused(kind, flag, check_vma):
+    model = shard_modules(Branches(kind), nn.Dense, "fsdp", 16)
+    with pytest.raises(ValueError, match=r"'first/bias' is gathered in a branch .* along \('fsdp',\) .*pmax"):
+        gradients(model, loss_by(flag), WITH_FLAG, INPUTS, check_vma)
+
+
+@pytest.mark.parametrize(
+    "kind, flag, check_vma",
+    [("cond", "scalar", True), ("cond", "scalar", False), ("cond", "reduced", False), ("where", "rows", True)],
+)
+def test_branches_that_all_devices_take_are_right(kind, flag, check_vma):
+    model, loss = Branches(kind), loss_by(flag)
+    got = gradients(shard_modules(model, nn.Dense, "fsdp", 16), loss, WITH_FLAG, INPUTS, check_vma)
+    if flag == "rows":
+        slices = [loss_of(loss, model, {"x": rows}) for rows in jnp.split(X, 8)]
+        want = jax.tree.map(lambda *g: sum(g) / 8, *slices)
+    else:
+        flags = {"x": X, "flag": WITH_FLAG["flag"]}
+        want = of_one_device(model, loss_by("scalar"), flags, INPUTS)
+    assert_same(got, want)
+
+
+def loss_of(loss, model, batch):
+    return of_one_device(model, loss, batch, INPUTS)
+
+
+@pytest.mark.parametrize("way, check_vma", [("value_and_grad", True), ("accumulate_gradients", False)])
+def test_a_step_of_ones_own_refuses_them_too(way, check_vma):
+    model = shard_modules(Branches(), nn.Dense, "fsdp", 16)
+    params = state_of(model, *INPUTS).params
+    specs = partition_specs(params, mesh_of(2, 4))
+    loss = loss_by("rows")
+
+    def of_device(params, x):
+        if way == "value_and_grad":
+            return value_and_grad(loss, AXES)(params, model.apply, {"x": x}, None)[1]
+        of_minibatch = lambda params, x, rng: loss(params, model.apply, {"x": x}, rng)  # noqa: E731
+        return accumulate_gradients(of_minibatch, params, x, None, AXES)[1]
+
+    step = jax.shard_map(of_device, mesh=mesh_of(2, 4), in_specs=(specs, P(AXES)), out_specs=specs, check_vma=check_vma)
+    with pytest.raises(ValueError, match="is gathered in a branch"):
+        jax.eval_shape(step, params, X)
+
+
+# -------------------------------------------------------------------------------------------------- mapped variables
+
+
+class ByHand(nn.Module):
+    """Weight norm by ``nn.map_variables``."""
+
+    @nn.compact
+    def __call__(self, x):
+        def normed(tree):
+            return jax.tree.map(lambda v: v / (1e-3 + jnp.linalg.norm(v)) if v.ndim == 2 else v, tree)
+
+        dense = nn.map_variables(nn.Dense, "params", normed, lambda tree: tree, init=True, mutable=True)
+        return nn.Dense(4, name="out")(jnp.tanh(dense(32, name="half")(x)))
+
+
+class Normed(nn.Module):
+    kind: type
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"update_stats": False} if self.kind is nn.SpectralNorm else {}
+        return nn.Dense(4, name="out")(jnp.tanh(self.kind(nn.Dense(32, name="half"))(x, **options)))
+
+
+def mean_square(params, apply_fn, batch, rng):
+    return jnp.mean((apply_fn({"params": params}, batch) - batch[:, :4]) ** 2)
+
+
+def with_stats(params, apply_fn, batch, rng, stats):
+    return mean_square(params, lambda variables, x: apply_fn({**variables, **stats}, x), batch, rng), stats
+
+
+MAPPED = {"by hand": ByHand(), "WeightNorm": Normed(nn.WeightNorm), "SpectralNorm": Normed(nn.SpectralNorm)}
+
+
+@pytest.mark.parametrize("model", MAPPED.values(), ids=MAPPED)
+def test_a_module_within_mapped_variables_is_refused_with_the_module_around_it(model):
+    with pytest.raises(ValueError, match=r"'half' runs within an nn.map_variables .* where=.* path == ''"):
+        state_of(shard_modules(model, nn.Dense, "fsdp", 16), X)
+
+
+def is_model(path, module):
+    return path == ""
+
+
+@pytest.mark.parametrize(
+    "name, where, check_vma",
+    [
+        ("by hand", is_model, True),
+        ("by hand", larger_than(100), False),
+        ("WeightNorm", is_model, False),
+        ("SpectralNorm", larger_than(100), True),
+    ],
+    ids=["by hand", "by hand, by size", "WeightNorm", "SpectralNorm"],
+)
+def test_chosen_so_or_by_size_gradients_are_those_of_one_device(name, where, check_vma):
+    model = MAPPED[name]
+    loss = with_stats if name == "SpectralNorm" else mean_square
+    sharded = shard_modules(model, where, "fsdp", 16)
+    assert any(
+        "fsdp" in str(spec) for spec in jax.tree.leaves(partition_specs(state_of(sharded, X).params, mesh_of(2, 4)))
+    )
+    variables = model.init(jax.random.key(0), X)
+    params, stats = variables.pop("params"), variables
+    args = (model.apply, X, None, stats) if stats else (model.apply, X, None)
+    want = jax.grad(loss, has_aux=bool(stats))(params, *args)
+    assert_same(gradients(sharded, loss, X, (X,), check_vma), want[0] if stats else want)
+
+
+def test_guard_of_shards_the_norm_is_another():
+    """What the refusal is for: an in-source wrapper within the map, which nothing sees."""
+
+    class Inside(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.map_variables(
+                fsdp(nn.Dense), "params", lambda t: jax.tree.map(lambda v: v / jnp.linalg.norm(v), t)
+            )(32, name="half")(x)
+
+    got = state_of(fsdp(nn.Dense)(32, name="half"), X).params
+    apply = jax.shard_map(
+        lambda p, x: Inside().apply({"params": {"half": p}}, x),
+        mesh=mesh_of(2, 4),
+        in_specs=(partition_specs(got, mesh_of(2, 4)), P(AXES)),
+        out_specs=P(AXES),
+        check_vma=False,
+    )
+    whole = unbox(got)
+    assert not np.allclose(apply(got, X), X @ (whole["kernel"] / jnp.linalg.norm(whole["kernel"])), rtol=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+def sum_loss(params, apply_fn, batch, rng):
+    return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+
+@pytest.mark.parametrize("spec", [P("dp", "fsdp"), P(None, "fsdp"), P(("dp",), ("fsdp",))], ids=str)
+def test_a_batch_that_is_split_by_another_dim_than_rows_is_refused(spec):
+    state, step = state_of(fsdp(nn.Dense)(4), X), make_train_step(sum_loss, mesh_of(2, 4), AXES)
+    placed = jax.device_put(X, NamedSharding(mesh_of(2, 4), spec))
+    with pytest.raises(ValueError, match=r"batch of shape \(16, 16\) is placed as .* over \('fsdp',\).*shard_batch"):
+        step(state, placed, jax.random.key(0))
+    step(state, X, jax.random.key(0))  # the state is whole still
+
+
+@pytest.mark.parametrize("spec", [P(), P("dp"), P("fsdp"), P(AXES), P(("fsdp", "dp"), None)], ids=str)
+def test_rows_may_lie_anywhere(spec):
+    state, step = state_of(fsdp(nn.Dense)(4), X), make_train_step(sum_loss, mesh_of(2, 4), AXES)
+    step(state, jax.device_put(X, NamedSharding(mesh_of(2, 4), spec)), jax.random.key(0))

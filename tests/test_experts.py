@@ -1,0 +1,253 @@
+"""Parameters that the model itself splits over an axis of the batch (experts): gradients are those of one device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.support import FLOAT32_ROUNDING
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    Replicas,
+    accumulate_gradients,
+    create_train_state,
+    gather_params,
+    make_train_step,
+    nnx_model,
+    partition_specs,
+    shard_module_params,
+    shard_modules,
+    sync_gradients,
+    unbox,
+    value_and_grad,
+)
+
+EXPERTS, DIM, HIDDEN = 4, 6, 8
+AXES = ("dp", "fsdp", "ep")
+KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
+X = jax.random.normal(jax.random.key(1), (32, DIM)) * (1 + jnp.arange(32) % 3)[:, None]
+WEIGHTS = (jnp.arange(32) % 4 / 2).astype(jnp.float32)
+
+
+class MoE(nn.Module):
+    """Experts split over "ep"; tokens of a group go to all of its devices, and the results come back."""
+
+    names: tuple = ("ep", None, None)
+
+    @nn.compact
+    def __call__(self, x):
+        parts = lax.axis_size("ep") if "ep" in jax.sharding.get_abstract_mesh().manual_axes and self.names else 1
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        init = nn.with_partitioning(init, self.names) if self.names else init
+        up = self.param("up", init, (EXPERTS // parts, DIM, HIDDEN))
+        down = self.param("down", init, (EXPERTS // parts, HIDDEN, DIM))
+        chances = nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="gate")(x))
+        chosen = jax.nn.one_hot(chances.argmax(-1), EXPERTS) * chances
+        if parts > 1:
+            x, chosen = (lax.all_gather(a, "ep", axis=0, tiled=True) for a in (x, chosen))
+            chosen = lax.dynamic_slice_in_dim(chosen, lax.axis_index("ep") * up.shape[0], up.shape[0], 1)
+        y = jnp.einsum("enh,ehd,ne->nd", nn.gelu(jnp.einsum("nd,edh->enh", x, up)), down, chosen)
+        return lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if parts > 1 else y
+
+
+def loss_fn(params, apply_fn, x, rng):
+    return jnp.mean((apply_fn({"params": params}, x) - x) ** 2)
+
+
+def weighted_loss(params, apply_fn, batch, rng):
+    x, weight = batch
+    return jnp.sum(jnp.mean((apply_fn({"params": params}, x) - x) ** 2, -1) * weight), jnp.sum(weight)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "ep": 2})
+
+
+PLAIN = MoE(names=())
+
+
+@pytest.fixture(scope="module")
+def params():
+    return PLAIN.init(jax.random.key(0), X)["params"]
+
+
+def wrapped(**options):
+    return shard_module_params(MoE, "fsdp", **{"min_weight_size": 8, **options})()
+
+
+def state_of(model, mesh, tx=KEEP):
+    return create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+
+
+def close(got, want):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        found = got
+        for key in path:
+            found = found[key.key]
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=FLOAT32_ROUNDING * np.abs(leaf).max(), err_msg=str(path))
+
+
+READY = {
+    "split": (wrapped(), {}),
+    "not wrapped": (MoE(), {}),
+    "whole": (wrapped(min_weight_size=10**9), {}),
+    "padded": (wrapped(uneven="pad", min_weight_size=0), {}),
+    "copies": (wrapped(replicas=Replicas("dp")), {}),
+    "copies along ep, too": (wrapped(replicas=Replicas(("dp", "ep"))), {}),
+    "minibatches": (wrapped(), {"num_minibatches": 2}),
+    "minibatches, reduced once": (wrapped(), {"num_minibatches": 2, "accumulation": "reduce_once"}),
+    "copies reduced once": (
+        wrapped(replicas=Replicas("dp")),
+        {"num_minibatches": 2, "accumulation": "reduce_replicas_once"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case, check_vma", [("split", False), *zip(READY, [True, True, False] * 3, strict=True)])
+def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh, params):
+    model, options = READY[case]
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True, **options)
+    state, metrics = step(state_of(model, mesh), X, jax.random.key(2))
+    loss, want = jax.value_and_grad(loss_fn)(params, PLAIN.apply, X, None)
+    close(unbox(state.opt_state), want)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, params):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    step = make_train_step(weighted_loss, mesh, AXES, weighted=True, check_vma=check_vma, whole_ok=True)
+    state, _ = step(state_of(wrapped(), mesh, tx), (X, WEIGHTS), jax.random.key(2))
+
+    def of_one(params):
+        total, weight = weighted_loss(params, PLAIN.apply, (X, WEIGHTS), None)
+        return total / weight
+
+    grads = jax.grad(of_one)(params)
+    assert np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))) > 0.2  # guard: it is clipped
+    want = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+    close(unbox(state.params), want)
+
+
+def by_hand(loss, params, x):
+    """``jax.grad`` and ``sync_gradients``."""
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return lax.pmean(value, AXES), sync_gradients(grads, AXES)
+
+
+def by_minibatches(loss, params, x):
+    return accumulate_gradients(lambda p, x, rng: loss(p, x), params, x, None, AXES, 2)
+
+
+WAYS = {"by hand": by_hand, "ready": lambda loss, *args: value_and_grad(loss, AXES)(*args), "several": by_minibatches}
+
+
+OWN = [("by hand", True), ("by hand", False), ("ready", True), ("several", False)]
+
+
+@pytest.mark.parametrize("way, check_vma", OWN)
+@pytest.mark.parametrize("model", [wrapped(), MoE()], ids=["wrapped", "plain"])
+def test_a_step_of_ones_own_has_them_too(model, way, check_vma, mesh, params):
+    state = state_of(model, mesh)
+    specs = partition_specs(state.params, mesh)
+    loss = lambda params, x: loss_fn(params, model.apply, x, None)  # noqa: E731
+    step = jax.shard_map(
+        partial(WAYS[way], loss), mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs), check_vma=check_vma
+    )
+    _, grads = jax.jit(step)(state.params, X)
+    close(unbox(grads), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
+
+
+def gathered_by_hand(params, apply_fn, x, rng):
+    """The model has named the axes of its own leaves for a gather that the loss calls."""
+    whole = gather_params(params, ("ep", "fsdp"))
+    return jnp.mean((PLAIN.apply({"params": whole}, x) - x) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_where_the_loss_gathers_them_after_all_gradients_are_means_of_that_gather(check_vma, mesh, params):
+    step = make_train_step(gathered_by_hand, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    state, _ = step(state_of(MoE(), mesh), X, jax.random.key(2))
+    close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
+
+
+def test_a_gather_that_sync_gradients_would_not_know_of_is_refused(mesh):
+    state = state_of(MoE(), mesh)
+    specs = partition_specs(state.params, mesh)
+    loss = lambda params, x: gathered_by_hand(params, None, x, None)  # noqa: E731
+    step = jax.shard_map(partial(by_hand, loss), mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match=r"model itself splits '(up|down)' over .*by training.value_and_grad"):
+        jax.jit(step)(state.params, X)
+
+
+def test_what_the_wrapper_gathers_is_no_leaf_of_the_models_own(mesh, params):
+    """A model that names "fsdp" itself, as models written for jit do, within a wrapper over that axis."""
+    model = shard_module_params(partial(Gathered, names=(None, "fsdp", None)), "fsdp", min_weight_size=8)()
+    state = state_of(model, mesh)
+    assert state.params["up"].names == (None, "fsdp", None) and state.params["up"].model_axes == ()
+    state, _ = make_train_step(loss_fn, mesh, AXES)(state, X, jax.random.key(2))
+    close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
+
+
+class Gathered(nn.Module):
+    """The same model, each device computing all experts."""
+
+    names: tuple
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(batch_axis=0), self.names)
+        up, down = self.param("up", init, (EXPERTS, DIM, HIDDEN)), self.param("down", init, (EXPERTS, HIDDEN, DIM))
+        chances = nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="gate")(x))
+        chosen = jax.nn.one_hot(chances.argmax(-1), EXPERTS) * chances
+        return jnp.einsum("enh,ehd,ne->nd", nn.gelu(jnp.einsum("nd,edh->enh", x, up)), down, chosen)
+
+
+class NNXMoE(nnx.Module):
+    """The same of NNX; its metadata name the axis."""
+
+    def __init__(self, rngs, names=("ep", None, None)):
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        named = {"sharding_names": names} if names else {}
+        self.up = nnx.Param(init(rngs.params(), (EXPERTS, DIM, HIDDEN)), **named)
+        self.down = nnx.Param(init(rngs.params(), (EXPERTS, HIDDEN, DIM)), **named)
+        self.gate = nnx.Linear(DIM, EXPERTS, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        up, down = self.up[...], self.down[...]
+        chances = nnx.softmax(self.gate(x))
+        chosen = jax.nn.one_hot(chances.argmax(-1), EXPERTS) * chances
+        inside = up.shape[0] < EXPERTS
+        if inside:
+            x, chosen = (lax.all_gather(a, "ep", axis=0, tiled=True) for a in (x, chosen))
+            chosen = lax.dynamic_slice_in_dim(chosen, lax.axis_index("ep") * up.shape[0], up.shape[0], 1)
+        y = jnp.einsum("enh,ehd,ne->nd", nn.gelu(jnp.einsum("nd,edh->enh", x, up)), down, chosen)
+        return lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if inside else y
+
+
+@pytest.mark.filterwarnings("ignore:'sharding_names' is deprecated")
+@pytest.mark.parametrize("threshold", [8, 10**9], ids=["split", "whole"])
+def test_experts_of_nnx_are_told_apart_too(threshold, mesh):
+    plain = nnx_model(partial(NNXMoE, names=()))
+    model = shard_modules(nnx_model(NNXMoE), lambda path, module: path == "", "fsdp", threshold)
+    step = make_train_step(loss_fn, mesh, AXES, whole_ok=True)
+    state, _ = step(state_of(model, mesh), X, jax.random.key(2))
+    close(unbox(state.opt_state), jax.grad(loss_fn)(plain.init(jax.random.key(0), X)["params"], plain.apply, X, None))
+
+
+def test_guard_without_the_division_experts_have_gradients_of_twice_the_size(mesh, params, monkeypatch):
+    from xlstm_jax.distributed.data_parallel import boxes
+
+    state = state_of(wrapped(), mesh)
+    monkeypatch.setattr(boxes, "model_axes", lambda leaf: ())
+    state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=False)(state, X, jax.random.key(2))
+    want = jax.grad(loss_fn)(params, PLAIN.apply, X, None)
+    np.testing.assert_allclose(unbox(state.opt_state)["up"], 2 * want["up"], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,204 @@
+"""``check_step`` of losses that draw: exact at any dropout; and of what breaks where the checker itself is broken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, data, fsdp, mesh_of
+from xlstm_jax.distributed import (
+    Replicas,
+    check_step,
+    create_train_state,
+    fold_rng_over_axis,
+    make_train_step,
+    partition_specs,
+    value_and_grad,
+)
+from xlstm_jax.distributed.training.checking.comparing import many_keys, one_device, verdicts
+from xlstm_jax.distributed.training.checking.comparing.comparison import Multiple
+from xlstm_jax.distributed.training.checking.comparing.draws import CHOICES, constant_key, constant_like, traced
+
+KEY, BATCH = jax.random.key(0), data()
+
+
+class Net(nn.Module):
+    rate: float = 0.5
+    wrap: object = fsdp()
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.tanh(self.wrap(nn.Dense)(16)(nn.Dropout(self.rate, deterministic=False)(x)))
+        return self.wrap(nn.Dense)(4)(nn.Dropout(self.rate, deterministic=False)(h))
+
+
+def loss_by(reduce):
+    def loss(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch["x"], rngs={"dropout": rng})
+        return reduce(jnp.mean((out - batch["y"]) ** 2, -1))
+
+    return loss
+
+
+def state_of(model=None):
+    keys = {"params": KEY, "dropout": KEY}
+    return create_train_state(model or Net(), optax.sgd(0.1), mesh_of(2, 4), keys, BATCH["x"], batch_axes=AXES)
+
+
+def check(loss, state=None, **options):
+    return check_step(make_train_step(loss, mesh_of(2, 4), AXES, **options), state or state_of(), BATCH, KEY)
+
+
+@pytest.mark.parametrize("rate, minibatches", [(0.1, 1), (0.8, 2)])
+def test_a_mean_is_right_and_a_sum_exactly_that_many_times_off_at_any_dropout(rate, minibatches):
+    state = state_of(Net(rate))
+    right = check(loss_by(jnp.mean), state, num_minibatches=minibatches)
+    assert right.verdict == "right", str(right)
+    assert max(abs(leaf.ratio - 1) for leaf in right.leaves) < 1e-5 and abs(right.loss_ratio - 1) < 1e-5
+    wrong = check(loss_by(jnp.sum), state, num_minibatches=minibatches)
+    assert wrong.verdict == "wrong" and "it is a sum over examples" in " ".join(str(wrong).split())
+    np.testing.assert_allclose([leaf.ratio for leaf in wrong.leaves], 1 / 8 / minibatches, rtol=1e-5)
+
+
+def test_other_keys_than_the_devices_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(one_device, "_key_of", lambda rng, *at: jax.random.fold_in(rng, 7))
+    found = check(loss_by(jnp.mean))
+    assert found.verdict == "wrong" and "no multiple of the right ones" in " ".join(str(found).split())
+
+
+def test_without_the_comparison_of_slices_a_sum_would_be_right(monkeypatch):
+    equal = lambda self, key, mean, whole, *rest: (Multiple("equal"), [leaf_of(path) for path in mean.grads], [])  # noqa: E731
+    leaf_of = lambda path: verdicts.LeafCheck(path, (), 1.0, 0.0, 0.0)  # noqa: E731
+    monkeypatch.setattr(verdicts.Comparison, "objective", equal)
+    assert check(loss_by(jnp.sum)).verdict == "right"
+
+
+def test_draws_that_go_by_a_row_s_position_are_no_statistic():
+    """Stratified times, as diffusion models have them: a row's draw depends on where it is."""
+
+    def loss(params, apply_fn, batch, rng, reduce=jnp.mean):
+        count = len(batch["x"])
+        t = (jax.random.uniform(rng) + jnp.arange(count) / count) % 1
+        return reduce(jnp.mean((apply_fn({"params": params}, batch["x"] * t[:, None]) - batch["y"]) ** 2, -1))
+
+    state = state_of(nn.Sequential([fsdp(nn.Dense)(16), nn.tanh, fsdp(nn.Dense)(4)]))
+    assert check(loss, state).verdict == "right"
+    found = check(lambda *args: loss(*args, reduce=jnp.sum), state)
+    assert found.verdict == "wrong" and "it is a sum over examples" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize("reduce", [lambda x: x[:-1].mean(), jnp.max], ids=["without the last row", "the worst row"])
+def test_a_row_s_weight_is_not_taken_for_a_draw_that_goes_by_its_position(reduce):
+    found = check(loss_by(reduce))
+    assert found.verdict == "wrong" and "no mean over rows" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(
+    "options", [{"gather_dtype": "int8"}, {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}], ids=str
+)
+def test_narrow_traffic_is_rounding_and_no_fault(options):
+    """Weights are compared as they arrive; sums may be off by what their dtype rounds, far from any factor."""
+    wrap = fsdp(replicas=Replicas("dp", reduce_dtype="int8"), **options)
+    state = state_of(Net(wrap=wrap))
+    found = check(loss_by(jnp.mean), state)
+    assert found.verdict == "right", str(found)
+    assert max(leaf.tolerance for leaf in found.leaves) < 0.2
+    assert check(loss_by(lambda losses: 0.5 * losses.mean() + 0.5 * losses.sum()), state).verdict == "wrong"
+
+
+# ------------------------------------------------------------------------------------------------ steps of one's own
+
+
+def own_step(key_of, factor=1.0):
+    state = state_of()
+    specs = partition_specs(state.params, mesh_of(2, 4))
+
+    @jax.jit
+    def step(state, batch, rng):
+        def local(params, batch, rng, count):
+            loss = lambda params: loss_by(jnp.mean)(params, state.apply_fn, batch, key_of(rng, count))  # noqa: E731
+            value, grads = value_and_grad(loss, AXES)(params)
+            return value, jax.tree.map(lambda g: factor * g, grads)
+
+        on_mesh = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=(specs, P(AXES), P(), P()), out_specs=(P(), specs))
+        value, grads = on_mesh(state.params, batch, rng, state.step)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return step, state
+
+
+def by_index(rng, count):
+    return jax.random.split(rng, 8)[lax.axis_index(AXES)]
+
+
+def of_its_own(rng, count):
+    return fold_rng_over_axis(jax.random.fold_in(jax.random.key(3), count), AXES)
+
+
+@pytest.mark.parametrize("factor, verdict", [(1.0, "right"), (0.125, "wrong")])
+def test_a_step_of_one_s_own_is_compared_exactly_whatever_it_makes_of_its_key(factor, verdict):
+    step, state = own_step(by_index, factor)
+    found = check_step(step, state, BATCH, KEY, loss_fn=loss_by(jnp.mean))
+    assert found.verdict == verdict, str(found)
+    np.testing.assert_allclose([leaf.ratio for leaf in found.leaves], factor, rtol=1e-5)
+
+
+def test_keys_that_nobody_can_follow_are_never_right_by_default(monkeypatch):
+    """With few keys the means are too uncertain, and the answer says what would tell."""
+    monkeypatch.setattr(many_keys, "MOST_KEYS", 8)
+    step, state = own_step(of_its_own)
+    found = check_step(step, state, BATCH, KEY, loss_fn=loss_by(jnp.mean))
+    assert found.verdict == "cannot tell" and not found.ok and "What would tell" in " ".join(str(found).split())
+
+
+def sample_of(factor, rest, noise):
+    rng = np.random.default_rng(0)
+    right, beside = np.eye(16)[0] * 4, np.eye(16)[1] * 4
+
+    def sample(i):
+        del i
+        one, ours = (scale * noise * rng.normal(size=16) for scale in (1, factor))
+        return {"w": factor * right + rest * beside + ours}, {"w": right + one}
+
+    return sample
+
+
+@pytest.mark.parametrize(
+    "factor, rest, noise, known, equal",
+    [(1, 0, 1.0, True, True), (0.125, 0, 1.0, True, False), (1, 1, 0.5, True, False), (1, 0, 1e3, False, None)],
+)
+def test_means_over_keys_tell_what_they_can(factor, rest, noise, known, equal):
+    found, count = many_keys.ratios(sample_of(factor, rest, noise))
+    ratio = found["w"]
+    assert ratio.is_known == known and (known or count == many_keys.MOST_KEYS)
+    if known:
+        assert (np.hypot(ratio.value - 1, ratio.rest) <= ratio.allowed) == equal, ratio
+
+
+def test_constant_keys_draw_the_same_whatever_the_shape_and_the_folds():
+    for u in CHOICES:
+        key = constant_key(u)
+        for own in (
+            key,
+            jax.random.fold_in(key, 3),
+            *jax.random.split(key, 2),
+            jax.vmap(jax.random.split)(key[None])[0],
+        ):
+            draws = jax.random.uniform(own if own.ndim == 0 else own[0], (5,))
+            np.testing.assert_allclose(draws, u, atol=1e-6)
+    np.testing.assert_array_equal(jax.random.permutation(constant_key(), 9), np.arange(9))
+    assert np.isfinite(jax.random.gamma(constant_key(CHOICES[2]), 0.3, (4,))).all()  # rejects, and ends
+    assert jax.random.poisson(jax.random.key(0), 3.0) >= 0
+
+
+def test_draws_from_other_keys_are_seen():
+    other = jax.random.key(1)
+    draw = lambda key, x: x + jax.random.normal(key, x.shape)  # noqa: E731
+    mine, x = constant_like({"dropout": KEY})["dropout"], jnp.ones(3)
+    assert traced(jax.make_jaxpr(draw)(mine, x))[:2] == (True, False)
+    assert traced(jax.make_jaxpr(lambda key, x: draw(other, draw(key, x)))(mine, x))[:2] == (True, True)
+    assert traced(jax.make_jaxpr(lambda key, x: x)(mine, x))[:2] == (False, False)

@@ -1,0 +1,118 @@
+"""What an optax transform is made of: the names of its parts, and what they hold, read off its functions.
+
+  optax.adamw(schedule, mask=mask)  ->  chain(scale_by_adam, masked(add_decayed_weights), scale_by_schedule)
+
+Optax keeps no such list, so this reads closures. What is not found here is not there to be told about: nothing that is
+computed depends on it.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+
+
+class Part(NamedTuple):
+    """A transform within another: the function that made it, and what it holds, by name."""
+
+    name: str
+    held: dict[str, Any]
+
+
+def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
+    """The transforms of an ``optax.chain``, nested ones flattened; of any other the transform itself."""
+    inits, updates = _closure(tx.init).get("init_fns"), _closure(tx.update).get("update_fns")
+    if not (inits and updates):
+        return [tx]
+    return [link for pair in zip(inits, updates, strict=True) for link in links(optax.GradientTransformation(*pair))]
+
+
+def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
+    """The function that made the transform, and the transforms in it: ``masked(scale_by_trust_ratio)``.
+
+    With ``flags`` also the options of a part that are True, as of NAdam: ``scale_by_adam(nesterov)``.
+    """
+    held = _held(tx)
+    if _is_transform(held.get("tx")):  # what with_extra_args_support has wrapped
+        return name_of(held["tx"], flags)
+    inside = [name_of(part, flags) for part in _inside(tx, held)]
+    inside += [made.__name__ for made in [held.get("inner_factory")] if made]  # of inject_hyperparams
+    inside += sorted(name for name, value in held.items() if value is True) if flags else []
+    own = getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
+    return f"{own}({', '.join(inside)})" if inside else own
+
+
+def parts(tx: optax.GradientTransformation) -> Iterator[Part]:
+    """All transforms within a transform, from outside to inside, itself the first."""
+    held = _held(tx)
+    if _is_transform(held.get("tx")):
+        yield from parts(held["tx"])
+        return
+    yield Part(name_of(tx).partition("(")[0], held)
+    for part in _inside(tx, held):
+        yield from parts(part)
+
+
+def after_average(tx: optax.GradientTransformation) -> str | None:
+    """The name of a transform that stands after a ``with_ema`` in a chain, at any depth; None where there is none."""
+    for link, following in itertools.pairwise(links(tx)):
+        if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
+            return name_of(following)
+    return next(filter(None, map(after_average, _inside(tx, _held(tx)))), None)
+
+
+def schedules(tx: optax.GradientTransformation) -> list[Callable[[Any], Any]]:
+    """What scales updates, as functions of their count: schedules, then constant factors; [] without a schedule."""
+    found: list[Callable[[Any], Any]] = []
+    factors: list[Any] = []
+    for part in parts(tx):
+        if part.name == "scale_by_schedule":
+            found.append(part.held["step_size_fn"])
+        elif part.name == "scale" and isinstance(part.held.get("step_size"), int | float):
+            factors.append(optax.constant_schedule(part.held["step_size"]))
+        if injected := part.held.get("sched_hps", {}).get("learning_rate"):
+            found.append(injected.schedule_fn)
+    return found + factors if found else []
+
+
+def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
+    """Which parameters, bare shapes, a mask of weight decay takes, by path; None where ``part`` has none to ask."""
+    mask = part.held.get("mask")
+    if part.name == "inject_hyperparams":
+        mask = part.held.get("other_hps", {}).get("mask")
+    elif part.name != "masked" or name_of(part.held["inner"]) != "add_decayed_weights":
+        return None
+    if mask is None:
+        return None
+    try:
+        tree = mask(params) if callable(mask) else mask
+        taken = jax.tree.map(lambda takes, below: jax.tree.map(lambda _: bool(takes), below), tree, params)
+    except Exception:  # whatever a function of a user raises on shapes: optax asks it again, with values
+        return None
+    return dict(trees.leaves_with_path(taken))
+
+
+def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    several = held.get("transforms")
+    inside = [held.get("inner"), held.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
+    return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if _is_transform(part)]
+
+
+def _is_transform(value: Any) -> bool:
+    return isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+
+
+def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
+    owner = getattr(tx.update, "__self__", None)  # of a method: MultiSteps
+    return dict(vars(owner)) if hasattr(owner, "__dict__") else _closure(tx.update)
+
+
+def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function of optax holds, to read parts off; nothing is computed with it."""
+    return dict(inspect.getclosurevars(fn).nonlocals) if inspect.isfunction(fn) else {}

@@ -1,0 +1,134 @@
+"""Keys whose draws are all the same: a loss with dropout as a function of its batch alone.
+
+What a loss is worth on a whole batch and on its slices can only be compared where both draw the same, and no key draws
+the same for a batch of 64 as for eight of 8. The keys of ``constant_key`` do: each draw is the same part u of its
+range, whatever the shape, the device and the number of splits before it. With the first u, 1/32,
+
+  bernoulli(keep)   is true for all keep > 1/32: dropout keeps all, and scales
+  normal            is -1.86
+  permutation       is the order as it was
+  rejection loops   end: after 64 splits draws move on from one split to the next
+
+Where a loss is not finite with it, or has no gradient, another u may do. Dropout, noise and augmentation remain in the
+loss, with their factors. What cannot be reached are draws from another key: one that the loss function has closed over,
+or that the step keeps in its state; ``Traced`` tells of these.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.training.varying import named_axes
+
+CHOICES = (1 / 32, 0.4, 31 / 32)
+_WORDS = 2
+_SAME_UNTIL = 64  # splits: models do not nest so deep, and loops that reject a draw soon do
+_GOLDEN = 0x9E3779B9  # multiples of it, modulo 2**32, are spread evenly
+_DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+
+
+def constant_key(u: float = CHOICES[0]) -> jax.Array:
+    """A typed key whose draws, and those of all keys made of it, are the part ``u`` of their range, everywhere."""
+    return jax.random.key(np.uint32(u * 2**32), impl=_constant())
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is one key, typed or of the old style, uint32[2]."""
+    if not hasattr(leaf, "dtype"):
+        return False
+    return is_prng_key(leaf) or (leaf.dtype == jnp.uint32 and jnp.shape(leaf) == (_WORDS,))
+
+
+def folded(rng: Any, data: Any) -> Any:
+    """``jax.random.fold_in`` of each key in a tree."""
+    return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, data) if is_key(leaf) else leaf, rng)
+
+
+def constant_like(rng: Any, u: float = CHOICES[0]) -> Any:
+    """The same tree with constant keys in place of all keys."""
+
+    def constant(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        shape = leaf.shape if is_prng_key(leaf) else ()
+        return jnp.broadcast_to(constant_key(u), shape)
+
+    return jax.tree.map(constant, rng)
+
+
+@cache
+def _constant() -> Any:
+    return define_prng_impl(
+        key_shape=(_WORDS,), seed=_seed, split=_split, fold_in=_fold_in, random_bits=_bits, name="constant", tag="same"
+    )
+
+
+def _seed(word: Any) -> jax.Array:
+    """How many splits there were before, and 32 bits to draw."""
+    return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
+
+
+def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(key.at[0].add(jnp.uint32(1)), (*shape, _WORDS))
+
+
+def _fold_in(key: jax.Array, data: Any) -> jax.Array:
+    del data
+    return key
+
+
+def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+    splits, same = key
+    word = jnp.where(splits < _SAME_UNTIL, same, splits * jnp.uint32(_GOLDEN))
+    dtype = jnp.dtype(f"uint{bit_width}")
+    bits = (word >> (32 - bit_width)).astype(dtype) if bit_width <= 32 else word.astype(dtype) << (bit_width - 32)
+    return jnp.full(shape, bits, dtype)
+
+
+class Traced(NamedTuple):
+    """What the equations of a function tell.
+
+    ``draws``: it draws random numbers; ``foreign``: from other keys than constant ones, too. ``axes``: the mesh axes
+    along which it communicates, or asks where a device is. ``eps`` is the distance from 1 to the next number of the
+    narrowest floating dtype that it computes in, float8 left out.
+    """
+
+    draws: bool
+    foreign: bool
+    axes: frozenset[str]
+    eps: float
+
+
+def traced(jaxpr: Any) -> Traced:
+    """Looks at all equations of a jaxpr, and of those within."""
+    draws = foreign = False
+    axes: frozenset[str] = frozenset()
+    eps = 0.0
+    for eqn in all_equations(jaxpr):
+        axes |= named_axes(eqn)
+        if eqn.primitive.name in _DRAWING:
+            draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
+        for var in eqn.outvars:
+            dtype = value_dtype(var.aval) if hasattr(var.aval, "dtype") else None
+            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
+                eps = max(eps, float(jnp.finfo(dtype).eps))
+    return Traced(draws, foreign, axes, eps)
+
+
+def all_equations(jaxpr: Any) -> Any:
+    """The equations of a jaxpr, and of those that they hold."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple | list) else [param]:
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from all_equations(inner)
+
+
+def _is_constant(atom: Any) -> bool:
+    return is_prng_key(atom.aval) and "same" in str(atom.aval.dtype) if hasattr(atom.aval, "dtype") else False

@@ -1,0 +1,185 @@
+"""Whether a loss is a mean over rows; and if it is not, what it is.
+
+With L of the whole batch and L_1 .. L_n of its slices, g their gradients, and draws that are the same everywhere:
+
+  L = mean of L_i, g = mean of g_i      a mean over rows
+  L = n x the mean                      a sum over rows; or it was divided by the global batch
+  g = sum of c_i g_i, L = sum of c_i L_i, sum of c_i = 1      a mean of rows with weights
+  g = sum of c_i g_i                    a function of a mean: a root, a logarithm
+  L of the batch twice - L = L          .. in part a sum over rows
+  L of the batch twice differs from L   rows are compared with each other: negatives
+  anything else                         a statistic of the batch: a variance, a rank, a largest value
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xlstm_jax.distributed.training.checking.comparing import causes
+from xlstm_jax.distributed.training.checking.comparing.comparison import LeafCheck, Multiple, flat
+from xlstm_jax.distributed.training.checking.comparing.draws import constant_like
+from xlstm_jax.distributed.training.checking.comparing.one_device import Found, OneDevice
+from xlstm_jax.wording import format_axes
+
+MOST_DRAWS = 256
+FITS = 1e-4  # a fit to that is no accident: there are several times as many gradients as slices
+
+
+def why_no_mean(
+    one: OneDevice, rng: Any, mean: Found, whole: Found, same: list[LeafCheck], sizes: dict[str, int], tolerance: float
+) -> Iterator[str]:
+    """What a loss is that is not the mean of what it is on slices, and what to do about it.
+
+    Args:
+      one, rng: the loss, and the key with which ``mean`` and ``whole`` were computed.
+      mean, whole: of the slices, and of the batch.
+      same: the gradients of the slices beside those of the batch.
+      sizes: of the axes that split the batch.
+      tolerance: what rounding does to the ratio of the two losses.
+    """
+    minibatches = one.loss.num_minibatches
+    sizes = sizes | ({"num_minibatches": minibatches} if minibatches > 1 else {})
+    times = Multiple.of(mean.loss / whole.loss if whole.loss else np.inf, sizes, tolerance)
+    if times.kind in ("summed", "divided") and all(_is_multiple(leaf, times, sizes) for leaf in same):
+        yield causes.of_loss(times, one.loss.weighted)
+        return
+    axes = format_axes(one.loss.axes)
+    is_not = f"the loss is no mean over rows: {mean.loss:.6g} as the mean of its slices, {whole.loss:.6g} of the batch"
+    if minibatches > 1 and _is_same(one.slices(rng, minibatches=1), whole, tolerance):
+        yield (
+            f"{is_not}. On whole devices it is right, and num_minibatches={minibatches} changes it: a statistic of the "
+            "batch is then one of each minibatch. Take num_minibatches=1 (and nn.remat for memory)."
+        )
+        return
+    if one.loss.weighted:
+        yield (
+            f"{is_not}. With weighted=True loss_fn returns (sum, weight), each a plain sum over its rows: the sum here "
+            "depends on the other rows. Reduce statistics of the batch over all devices first: "
+            f"pmean(statistic, {axes})."
+        )
+        return
+    yield f"{is_not}. {_CURES[_kind(one, rng, mean, whole)].format(axes)}"
+    if minibatches > 1:
+        yield f"num_minibatches={minibatches} changes such a loss, too: see it right with num_minibatches=1 first."
+
+
+_CURES = {
+    "weights": "The step minimises another mean. Where examples have weights (masks), return (sum, weight) with "
+    "weighted=True: return (losses * mask).sum(), mask.sum().",
+    "function": "It is a function of a mean (a root, a logarithm, a ratio), and the mean of its values is another "
+    "number. Reduce the mean over the devices first, by jax.lax: mean = pmean(mean, {0}); return what you make of it "
+    'as this device\'s: pcast(loss, {0}, to="varying").',
+    "part": "A part of it is a sum over rows. Return means over the rows that loss_fn is given, of all parts.",
+    "negatives": "It compares rows with each other (negatives, pairs), and a device sees its own. Gather the others"
+    " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of own row i is lax.axis_index({0}) * rows + i.",
+    "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), that a device takes "
+    "of its own rows. Reduce it over all by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - mean) ** 2)"
+    ".mean(0), {0}); nn.BatchNorm(axis_name={0}). Of ranks: values = all_gather(values, {0}, tiled=True).",
+    "reduced": "It communicates over devices, and does not come to what it is on one. A standard deviation is the root "
+    "of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
+}
+
+
+def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Multiple | None:
+    """The mean of the slices over the loss of the batch, both averaged over draws; None where that is no multiple.
+
+    Where a row's draw goes by its position (stratified times of a diffusion model), slices and batch differ with any
+    one u, but not in the mean over as many u as the batch has rows, evenly spread.
+    """
+    rows = max((len(leaf) for leaf in jax.tree.leaves(one.batch) if np.ndim(leaf)), default=1)
+    count = min(rows, MOST_DRAWS)
+    keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
+    pairs = [pair for pair in ((one.slices(key), one.whole(key)) for key in keys) if all(map(_is_finite, pair))]
+    if not pairs:
+        return None
+    (mean, whole), (of_mean, of_whole) = (
+        [np.mean([read(pair[i]) for pair in pairs], 0) for i in (0, 1)] for read in (lambda found: found.loss, _vector)
+    )
+    tolerance = max(FITS, 8 * one.eps(rng))
+    ratio = float(mean / whole) if whole else np.inf
+    times = Multiple.of(ratio, sizes, tolerance)
+    left = np.linalg.norm(of_mean - ratio * of_whole) if whole else np.inf
+    return times if times.kind != "other" and left <= tolerance * np.linalg.norm(of_mean) else None
+
+
+def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
+    """Whether the loss of two halves, with the same draws, is that of the halves with every other row exchanged.
+
+    It is for a mean, or a sum, over rows, also where a row's draws depend on its position; for no other loss.
+    """
+
+    def half(rest: int, other: int) -> Found:
+        def rows(x: Any) -> Any:
+            if not np.ndim(x):
+                return x
+            parts = jnp.reshape(x[: len(x) // 2 * 2], (2, len(x) // 2, *x.shape[1:]))
+            even = jnp.arange(len(x) // 2).reshape(-1, *[1] * (x.ndim - 1)) % 2 == 0
+            return jnp.where(even, parts[rest], parts[other])
+
+        return one.whole(key, batch=jax.tree.map(rows, one.batch))
+
+    before, after = ([half(i, j) for i, j in pairs] for pairs in (((0, 0), (1, 1)), ((0, 1), (1, 0))))
+    losses = [sum(found.loss for found in pair) for pair in (before, after)]
+    vectors = [_vector(pair[0]) + _vector(pair[1]) for pair in (before, after)]
+    tolerance = FITS if one.eps(key) < FITS else 8 * one.eps(key)
+    left = float(np.linalg.norm(vectors[0] - vectors[1]))
+    size = sum(float(np.linalg.norm(_vector(found))) for found in before)
+    return left <= tolerance * size and abs(losses[0] - losses[1]) <= tolerance * sum(abs(f.loss) for f in before)
+
+
+def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
+    if one.asks_for_axes(rng):
+        return "reduced"
+    parts = list(_parts(one, rng))
+    n = len(parts)
+    values = np.array([part.loss for part in parts])
+    gradients = np.stack([_vector(part) for part in parts], 1)
+    right = _vector(whole)
+    twice = one.whole(rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one.batch))
+    scale = np.abs(values).max() + abs(whole.loss)
+    if abs((twice.loss - whole.loss) * (1 - 1 / n) - (whole.loss - mean.loss)) <= FITS * abs(whole.loss - mean.loss):
+        return "part"
+    if abs(twice.loss - whole.loss) > FITS * scale:
+        return "negatives"
+    fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
+    left = np.linalg.norm(gradients @ fit - right)
+    if len(right) > 2 * n and left <= FITS * np.linalg.norm(right):
+        is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
+        return "weights" if is_mean else "function"
+    return "statistic"
+
+
+def _parts(one: OneDevice, rng: Any) -> Iterator[Found]:
+    """The slices by themselves."""
+    count = one.devices * one.loss.num_minibatches
+
+    def rows(x: Any, i: int) -> Any:
+        size = len(x) // count if np.ndim(x) else 0
+        return x[i * size : (i + 1) * size] if np.ndim(x) else x
+
+    for i in range(count):
+        yield one.whole(rng, batch=jax.tree.map(partial(rows, i=i), one.batch))
+
+
+def _is_finite(found: Found) -> bool:
+    return bool(np.isfinite(found.loss) and np.all(np.isfinite(_vector(found))))
+
+
+def _vector(found: Found) -> np.ndarray:
+    return np.concatenate(list(flat(found.grads).values()))
+
+
+def _is_multiple(leaf: LeafCheck, times: Multiple, sizes: dict[str, int]) -> bool:
+    if leaf.is_only_rounding:
+        return True
+    return leaf.error <= leaf.tolerance and Multiple.of(leaf.ratio, sizes, leaf.tolerance).times == times.times
+
+
+def _is_same(a: Found, b: Found, tolerance: float) -> bool:
+    left, right = _vector(a), _vector(b)
+    close = np.linalg.norm(left - right) <= max(FITS, 4 * tolerance) * np.linalg.norm(right)
+    return bool(close and abs(a.loss - b.loss) <= max(FITS, 4 * tolerance) * abs(b.loss))

@@ -1,0 +1,127 @@
+"""What a step makes of a state, seen through an optimizer that keeps the gradients; or through the step's own.
+
+A step whose optimizer is its own is compared by what that makes of gradients: first moments where it has them (``mu``,
+``trace``), else updates.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
+from xlstm_jax.distributed.training.state import State, collections_of, sharded_opt_state
+
+_FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
+
+
+class Loss(NamedTuple):
+    """The loss that a step returns, and the eps of its dtype."""
+
+    value: float
+    eps: float
+
+
+class SeenStep(NamedTuple):
+    """What a step made of each leaf by its path: ``got``; ``of_gradients`` makes the same of the right gradients.
+
+    ``rounding`` is what is rounded as it is read off, as a norm; ``updates`` how often the optimizer was called;
+    ``then`` what else is to be looked at where this is right.
+    """
+
+    what: str
+    got: dict[str, jax.Array]
+    of_gradients: Callable[[PyTree], dict[str, jax.Array]]
+    loss: Loss | None
+    collections: PyTree
+    rounding: Mapping[str, float] = MappingProxyType({})
+    updates: int = 1
+    then: Any = None
+
+
+def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
+    """Runs the step with an optimizer that keeps the gradients; where the step does not take it, with its own.
+
+    ``grads`` are the right gradients, or anything in their tree.
+    """
+    try:
+        after, loss = _run(step, keeping_gradients(state, mesh), given)
+    except (TypeError, ValueError, AttributeError):  # an optimizer, or specs of the state, that are the step's own
+        return _of_own_optimizer(step, state, given, grads)
+    if updates := int(after.opt_state["updates"]):
+        got = _by_path(_as_seen(after.opt_state["grads"]))
+        return SeenStep("gradients", got, _by_path, loss, collections_of(after), updates=updates)
+    return _of_own_optimizer(step, state, given, grads)
+
+
+def keeping_gradients(state: Any, mesh: Mesh) -> Any:
+    """The state with an optimizer that keeps the gradients."""
+    return state.replace(tx=_KEEP_GRADIENTS, opt_state=sharded_opt_state(_KEEP_GRADIENTS, state.params, mesh))
+
+
+def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
+    # What the optimizer remembers begins at 0, so that it is all of this step.
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state.opt_state)
+    fresh = state.replace(opt_state=zeros)
+    after, loss = _run(step, fresh, given)
+    before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
+    params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
+
+    def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
+        return optax.with_extra_args_support(state.tx).update(grads, opt_state, params)
+
+    kept, old = collections_of(after), _by_path(before)
+    moved = _by_path(jax.tree.map(jnp.subtract, trainable(after.params), before))
+    rounding = {path: float(jnp.finfo(leaf.dtype).eps * jnp.linalg.norm(leaf.ravel())) for path, leaf in old.items()}
+    updates = SeenStep("updates", moved, lambda grads: _by_path(updated(grads)[0]), loss, kept, rounding)
+    if moments := _first_moments(_as_seen(after.opt_state), params):
+        of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
+        return SeenStep("first moments", moments, of_moments, loss, kept, then=updates)
+    return updates
+
+
+def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, Loss | None]:
+    """State and loss after the step, which may donate all that it is given."""
+    after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
+    if not isinstance(metrics, dict):
+        metrics = {"loss": metrics} if np.shape(metrics) == () else {}
+    if "loss" not in metrics:
+        return after, None
+    dtype = jnp.result_type(metrics["loss"])
+    return after, Loss(
+        float(metrics["loss"]), float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0
+    )
+
+
+def _nothing_yet(params: PyTree) -> PyTree:
+    return {"grads": jax.tree.map(jnp.zeros_like, params), "updates": jnp.zeros(())}
+
+
+def _keep(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    del params, extra
+    return jax.tree.map(jnp.zeros_like, updates), {"grads": updates, "updates": state["updates"] + 1}
+
+
+_KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(_nothing_yet, _keep)
+
+
+def _as_seen(opt_state: PyTree) -> PyTree:
+    return trees.map_leaves(boxes.true_value, opt_state)
+
+
+def _by_path(tree: PyTree) -> dict[str, jax.Array]:
+    return dict(trees.leaves_with_path(tree))
+
+
+def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
+    """The first moments in an optimizer's state, by the paths of their parameters."""
+    paths = {path: path for path in _by_path(params)}
+    moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
+    return {str(owner_of_state(path, paths)): leaf for path, leaf in moments.items()}

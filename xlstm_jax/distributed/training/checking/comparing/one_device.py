@@ -1,0 +1,318 @@
+"""What a step should compute, computed on one device: the plain model with whole weights, and no gather.
+
+  slices   part (i, j) of the batch, of device i and minibatch j, with the key that this device has there; one part
+           after another, and then the mean of losses and gradients, by weight where losses have weights
+  whole    the batch at once
+
+A step that averages rightly returns what the slices come to: with the same draws, and therefore to rounding. A loss
+that is a mean over rows is the same of the slices and of the whole batch, where draws are the same (``draws``).
+
+A loss that communicates along a mesh axis (statistics over devices) has no slices that can be computed one after
+another. They are then computed on the mesh, each device with whole weights, and differentiated from outside, by JAX.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, placement, trees
+from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.training.checking.collections import readable
+from xlstm_jax.distributed.training.checking.comparing.draws import Traced, folded, traced
+from xlstm_jax.distributed.training.gradients import LossOutput
+from xlstm_jax.distributed.training.state import collections_of
+from xlstm_jax.distributed.training.varying import differing_axes
+
+MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # products of float32 at default precision: in bfloat16, in TF32
+COARSEST_EPS = 2.0**-7  # of bfloat16; what rounds coarser (float8) does so once, and not in each operation
+WHOLE = PartitionSpec()
+
+
+class StepLoss(NamedTuple):
+    """The loss of a step, and how it is spread; ``make_train_step`` leaves one on its step, for ``check_step``."""
+
+    loss_fn: Callable[..., LossOutput]
+    weighted: bool
+    has_aux: bool
+    axes: tuple[str, ...] = ()  # of the batch
+    num_minibatches: int = 1
+
+    def terms(self, params: PyTree, apply_fn: Any, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
+        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
+        out: Any = self.loss_fn(params, apply_fn, batch, rng, *kept)
+        out, kept = (out[0], ({**kept[0], **readable(dict(out[1]))},)) if kept else (out, ())
+        out = out[0] if self.has_aux else out
+        total, weight = out if self.weighted else (out, 1)
+        wide = wide_dtype(jnp.result_type(total))
+        return jnp.asarray(total, wide), (lax.stop_gradient(jnp.asarray(weight, wide)), kept)
+
+
+class Found(NamedTuple):
+    """A loss, and gradients by path; ``sizes`` are means over the parts of what the gradients' absolute values are."""
+
+    loss: float
+    grads: dict[str, jax.Array]
+    sizes: dict[str, jax.Array]
+
+
+class _Weights(NamedTuple):
+    """The parameters: those that take a gradient, the same again, as rounded as they arrive or None, and all others."""
+
+    base: list[Any]
+    rounded: list[Any]
+    rest: list[Any]
+
+
+class OneDevice:
+    """The loss of a step, its state and a batch, on the first device of the mesh."""
+
+    def __init__(self, loss: StepLoss, state: Any, batch: PyTree, mesh: Mesh):
+        self.loss, self.mesh, self._apply_fn = loss, mesh, state.apply_fn
+        # A mesh of the same axes, for losses that ask for one.
+        self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
+        self._leaves, self._put_back = trees.split_differentiable(state.params)
+        self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if boxes.is_differentiable(leaf)]
+        live = list(map(boxes.true_value, self._leaves))
+        rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not boxes.is_differentiable(leaf)]
+        rounded = [_rounded_on_mesh(leaf, mesh) for leaf in self._leaves]
+        self._others, kept = rest, collections_of(state)
+        weights = _Weights(live, rounded, list(map(boxes.true_value, rest)))
+        self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
+        self._jitted: dict[Any, Any] = {}
+        self._traced: dict[str, Traced] = {}
+
+    def _put(self, tree: PyTree, mesh: Mesh) -> Any:
+        return jax.device_put(tree, NamedSharding(mesh, WHOLE))
+
+    @property
+    def batch(self) -> PyTree:
+        return self._inputs[2]
+
+    @property
+    def devices(self) -> int:
+        """How many parts of the batch there are along the axes of the mesh."""
+        return count_of(self.mesh, self.loss.axes)
+
+    def tree(self, grads: dict[str, jax.Array]) -> PyTree:
+        """Gradients by path in the tree of the parameters, as an optimizer sees them."""
+        return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
+
+    def slices(self, rng: Any, minibatches: int | None = None, shake: bool = False) -> Found:
+        """The mean over the parts of the batch, each with the key that the step gives it."""
+        count = self.loss.num_minibatches if minibatches is None else minibatches
+        if self.asks_for_axes(rng):
+            return self._run(("on mesh", count), self._mean_on_mesh, rng, shake)
+        return self._run(("in turn", self.devices, count), self._mean_in_turn, rng, shake)
+
+    def whole(self, rng: Any, shake: bool = False, batch: PyTree = None, elsewhere: int = 0) -> Found:
+        """The loss of the whole batch, or of another one, at once; with ``elsewhere``, of quite other parameters."""
+        return self._run(("in turn", 1, 1), self._mean_in_turn, rng, shake, batch, elsewhere)
+
+    def _run(
+        self,
+        key: Any,
+        make: Callable[..., Any],
+        rng: Any,
+        shake: bool,
+        batch: PyTree = None,
+        elsewhere: int = 0,
+    ) -> Found:
+        live, weights, own_batch, kept = self._inputs
+        batch = own_batch if batch is None else batch
+        live, batch = _shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live = _moved(live, elsewhere) if elsewhere else live
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(make(*key[1:]))
+        mesh = self.mesh if key[0] == "on mesh" else self._one
+        loss, grads, sizes = self._jitted[key](*self._put((live, weights, batch, kept, rng), mesh))
+        grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
+        return Found(float(loss), grads, sizes)
+
+    # ------------------------------------------------------------------------------- what the equations of it tell
+
+    def eps(self, rng: Any) -> float:
+        """The rounding of the narrowest dtype in which the loss is computed on these devices."""
+        platform = self.mesh.devices.flat[0].platform
+        return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
+
+    def traced(self, rng: Any) -> Traced:
+        live, *rest = self._inputs
+        if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
+            jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(live, *rest, rng)
+            self._traced[key] = traced(jaxpr)
+        return self._traced[key]
+
+    def unconnected(self, rng: Any) -> list[str]:
+        """The leaves whose gradient depends on nothing, and is 0 for that: the loss is not computed of them."""
+        live, weights, batch, kept = self._inputs
+        flat, treedef = jax.tree.flatten((live, batch))
+
+        def grads(*leaves: Any) -> list[Any]:
+            live, batch = jax.tree.unflatten(treedef, leaves)
+            return list(self._mean_in_turn(1, 1)(live, weights, batch, kept, rng)[1])
+
+        of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
+        return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
+
+    def asks_for_axes(self, rng: Any) -> bool:
+        """Whether the loss communicates along a mesh axis, or asks where on it the device is."""
+        return bool(self.traced(rng).axes)
+
+    # ------------------------------------------------------------------------------------- one part after another
+
+    def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
+        at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
+        rest = iter(weights.rest)
+        params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
+        return self.loss.terms(params, self._apply_fn, batch, rng, kept)
+
+    def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
+        loss_and_grads = jax.value_and_grad(self._terms, has_aux=True)
+
+        def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
+            def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
+                sums, kept = carry
+                rows = _rows(batch, (devices, minibatches), at)
+                key = _key_of(rng, *at, minibatches)
+                (total, (weight, kept)), grads = loss_and_grads(live, weights, rows, key, kept)
+                grads = [g.astype(wide_dtype(g.dtype)) for g in grads]
+                new = (total, weight, grads, list(map(jnp.abs, grads)))
+                return (new if sums is None else jax.tree.map(jnp.add, sums, new), kept), None
+
+            def device(sums: Any, i: Any) -> tuple[Any, None]:
+                if minibatches == 1:
+                    return part((sums, kept), (i, 0))[0][0], None
+                js = jnp.arange(minibatches)
+                return lax.scan(part, (sums, kept), (jnp.full_like(js, i), js))[0][0], None
+
+            if devices * minibatches == 1:
+                return _means(*part((None, kept), (0, 0))[0][0])
+            like, _ = jax.eval_shape(part, (None, kept), (0, 0))[0]
+            start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            return _means(*lax.scan(device, start, jnp.arange(devices))[0])
+
+        return jax.shard_map(mean, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+
+    # ------------------------------------------------------------------------------------------------- on the mesh
+
+    def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
+        """A function that returns the sums and the weights of all devices."""
+        devices, axes = self.devices, placement.batch_spec(self.loss.axes, self.mesh)
+        _, _, batch, kept = self._inputs
+        of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._others))
+        of_weights = _Weights(of_live, of_live, of_rest)
+        of_batch = jax.tree.map(lambda x: axes if np.ndim(x) else WHOLE, batch)
+
+        def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: Any, index: Any) -> tuple[Any, Any]:
+            def part(kept: Any, j: Any) -> tuple[Any, Any]:
+                rows = _rows(batch, (1, minibatches), (0, j))
+                total, (weight, kept) = self._terms(live, weights, rows, _key_of(rng, index[0], j, minibatches), kept)
+                return kept, (total, weight)
+
+            if minibatches == 1:
+                return jax.tree.map(lambda x: x[None], part(kept, 0)[1])
+            return jax.tree.map(lambda x: x.sum()[None], lax.scan(part, kept, jnp.arange(minibatches))[1])
+
+        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
+        places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
+        spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
+        return lambda *args: spread(*args, jnp.arange(devices))
+
+    def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
+        terms = self._terms_on_mesh(minibatches)
+
+        def mean(live: Any, *rest: Any) -> Any:
+            def summed(live: Any) -> tuple[Any, Any]:
+                totals, weights = terms(live, *rest)
+                return totals.sum(), weights.sum()
+
+            (total, weight), grads = jax.value_and_grad(summed, has_aux=True)(live)
+            # Those of single devices are not seen: N vectors in any direction have a mean that is sqrt(N) times less.
+            return _means(total, weight, grads, [jnp.abs(g) * np.sqrt(self.devices) for g in grads])
+
+        return mean
+
+
+def count_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """The number of devices along the axes."""
+    return int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+
+
+def _rows(batch: PyTree, parts: tuple[int, int], at: tuple[Any, Any]) -> PyTree:
+    """The rows of part (i, j) of a batch [b, ...] in so many parts; scalars as they are."""
+
+    def rows(x: Any) -> Any:
+        return jnp.reshape(x, (*parts, np.shape(x)[0] // (parts[0] * parts[1]), *np.shape(x)[1:]))[at]
+
+    return jax.tree.map(lambda x: rows(x) if np.ndim(x) else x, batch)
+
+
+def _key_of(rng: Any, device: Any, minibatch: Any, minibatches: int) -> Any:
+    """The key of a part, as ``make_train_step`` and ``accumulate_gradients`` fold it."""
+    own = folded(rng, device)
+    return own if minibatches == 1 else folded(own, minibatch)
+
+
+def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple[Any, Any, Any]:
+    weight = jnp.where(weight != 0, weight, 1)
+    return total / weight, [g / weight for g in grads], [size / jnp.abs(weight) for size in sizes]
+
+
+def _shaken(tree: PyTree, eps: float) -> PyTree:
+    """All floats times 1 + u eps, u between -1 and 1: what rounding to a dtype of that eps may have done to them."""
+    rng = np.random.default_rng(0)
+
+    def shaken(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        factor = 1 + eps * rng.uniform(-1, 1, np.shape(x))
+        return (x * factor.astype(wide_dtype(jnp.abs(x).dtype))).astype(x.dtype)
+
+    return jax.tree.map(shaken, tree)
+
+
+def _moved(live: list[Any], seed: int) -> list[Any]:
+    """Other parameters of the same size; of zeros, others of size 1/10."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        size = float(jnp.sqrt(jnp.mean(jnp.abs(x) ** 2))) if x.size else 0.0
+        return (x + (0.5 * size or 0.1) * rng.normal(size=np.shape(x))).astype(x.dtype)
+
+    return list(map(moved, live))
+
+
+# ------------------------------------------------------------------------------------------------- how weights arrive
+
+
+def _spec_of_model(leaf: Any) -> PartitionSpec:
+    own = boxes.model_axes(leaf)
+    names = ([axis for axis in entry_axes(entry) if axis in own] for entry in boxes.leaf_names(leaf))
+    return PartitionSpec(*(axes_entry(tuple(entry)) for entry in names))
+
+
+def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
+    """The value in the dtype of its gather; where it travels in blocks, as rounded as it arrives."""
+    if rounded is not None:
+        return rounded + (value - lax.stop_gradient(start))
+    how = boxes.leaf_communication(leaf)
+    return value.astype(how.dtypes(boxes.leaf_value(leaf))[0]) if boxes.gathered_axes(leaf) else value
+
+
+def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:
+    """What arrives of a leaf that travels in blocks of 8 or 4 bits, which depend on its shards; else None."""
+    over = boxes.gathered_axes(leaf)
+    if not over or boxes.leaf_communication(leaf).format_of(boxes.leaf_value(leaf)) is None:
+        return None
+    specs = placement.partition_specs(leaf, mesh), _spec_of_model(leaf)
+    gather = partial(jax.shard_map, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
+    return jax.jit(gather(lambda leaf: boxes.leaf_value(gather_params(leaf, over))))(leaf)

@@ -1,0 +1,236 @@
+"""Mistakes that run: what the parts of an optimizer, the axes of a mesh and the names of a batch show of them.
+
+  create_train_state   the optimizer's parts, on the shapes of the parameters
+  a step's trace       the same with the options of the step; its axes; what it averages
+  a step's call        rows that were padded, and their weights
+
+What is certainly wrong raises. What may be meant warns, once in a process.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
+from xlstm_jax.distributed.optimizers import inside
+from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.training.varying import Axes, all_named_axes
+from xlstm_jax.wording import format_mesh, listed
+
+USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
+COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # of updates, at which schedules are compared
+NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that are hardly meant to decay
+LOOKS_REDUCED = re.compile(
+    r"max|min|sum|total|count|num|tokens|ppl|perplex|exp|norm|std|largest|smallest|worst|peak", re.I
+)
+LOOKS_LIKE_WEIGHTS = re.compile(r"weight|mask|valid|pad|length|segment", re.I)
+PASSED_ON = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "pcast"}
+CELLS = "of xlstm_jax.distributed.metrics.cells"
+REDUCED = {  # what makes a float beside the loss: what that is, and what to return instead
+    "reduce_max": ("the largest", f"Return Maximum.of(x) {CELLS}"),
+    "reduce_min": ("the smallest", f"Return Minimum.of(x) {CELLS}"),
+    "reduce_sum": ("the sum", f"Return Total.of(x), or of integers Count.of(x), {CELLS}"),
+    "exp": ("the exponential", "Return the mean itself, and take its exponential of the metrics"),
+    "sqrt": ("the root", "Return the mean of squares, and take its root of the metrics"),
+}
+_told: set[object] = set()
+
+
+def _warn(text: str, key: object = None) -> None:
+    """Warns, unless it has said this before, or something else with this ``key``."""
+    key = text if key is None else key
+    if key not in _told:
+        _told.add(key)
+        warnings.warn(text, stacklevel=USERS_LINE)
+
+
+# -------------------------------------------------------------------------------------------------------- the optimizer
+
+
+def check_optimizer(tx: optax.GradientTransformation) -> None:
+    """Looks at an optimizer before its state is made.
+
+    Raises:
+      ValueError: a mask or labels of it are a tree in boxes, which an optimizer does not see; or ``with_ema`` stands
+        in a chain before another transform.
+    """
+    for part in inside.parts(tx):
+        for argument in ("mask", "param_labels"):
+            tree = part.held.get(argument)
+            for path, leaf in [] if callable(tree) else trees.leaves_with_path(tree):
+                if boxes.is_box(leaf):
+                    raise ValueError(
+                        f"the {argument} of optax.{part.name} has '{path}' in a box, {boxes.leaf_names(leaf)}, and an "
+                        "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
+                        f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
+                    )
+    if after := inside.after_average(tx):
+        raise ValueError(
+            f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
+            "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
+        )
+
+
+def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Tells of parameters that updates hardly move, and of masks of weight decay that hardly say what was meant."""
+    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if boxes.is_differentiable(leaf)]
+    narrow = [(path, value_dtype(boxes.leaf_value(leaf))) for path, leaf in live]
+    narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
+    if narrow:
+        path, dtype = narrow[0]
+        least = float(jnp.finfo(dtype).eps) / 2
+        _warn(
+            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: what an update "
+            f"adds to a weight is rounded away where it is less than {least:.2g} of it. (Adam at a rate of 1e-4 moves "
+            "a weight of 0.1 by 0.001 of it.) Keep them in float32, and compute and gather in 16 bits: "
+            "nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
+            ("narrow", dtype),
+        )
+    shapes = jax.eval_shape(trainable, params)
+    for part in inside.parts(tx):
+        if taken := inside.decay_mask(part, shapes):
+            _warn_of_mask(taken, {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)})
+
+
+def _warn_of_mask(taken: Mapping[str, bool], ndim: Mapping[str, int]) -> None:
+    if not any(taken.values()):
+        _warn(
+            f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. An "
+            "optimizer sees bare arrays, no boxes: choose by shape or by path, as mask=lambda params: "
+            "jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in jax.tree_util.keystr(path), params)."
+        )
+    flat = [path for path, decays in taken.items() if ndim[path] <= 1]
+    biases = [path for path, decays in taken.items() if decays and path.rpartition("/")[2] in NO_DECAY]
+    if biases and flat and not any(taken[path] for path in flat):
+        _warn(
+            f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one dim, "
+            f"as {listed(flat, 1)}: biases and scales of layers that are stacked (nn.scan, nn.vmap) have a dim more. "
+            "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in "
+            "jax.tree_util.keystr(path), params)."
+        )
+
+
+def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: Any) -> None:
+    """Tells of options of a step that do not go with its optimizer."""
+    for part in inside.parts(tx):
+        if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
+            _warn(
+                f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
+                "with one weight each, so rows of a step of few weigh more than those of one of many. Take "
+                f"make_train_step(..., num_minibatches={count:.0f}, weighted=True) on batches of {count:.0f} times the "
+                "rows: the mean is then by weight."
+            )
+    given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
+    own = inside.schedules(tx)
+    product = [lambda count: math.prod(schedule(count) for schedule in own)]
+    for schedule in filter(callable, given):
+        if own and not any(_difference(schedule, other) is None for other in [*own, *product]):
+            count, reported, used = _difference(schedule, own[0]) or (0, 0.0, 0.0)
+            _warn(
+                f"learning_rate= of make_train_step is another schedule than the optimizer's: at update {count} it is "
+                f"{reported:.6g}, and the optimizer scales by {used:.6g}. It is only reported, and changes no update. "
+                "Make one schedule, and pass it to both."
+            )
+
+
+def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
+    """The first count at which two schedules differ, but for their sign, with both values; None of equal ones."""
+    for count in COUNTS:
+        a, b = abs(_at(one, count)), abs(_at(other, count))
+        if not math.isclose(a, b, rel_tol=1e-4):
+            return count, a, b
+    return None
+
+
+def _at(schedule: Callable[[Any], Any], count: int) -> float:
+    with jax.ensure_compile_time_eval():
+        return float(schedule(jnp.int32(count)))
+
+
+# ------------------------------------------------------------------------------------------------------- axes and means
+
+
+def warn_of_idle_axes(
+    mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]
+) -> None:
+    """Tells of axes along which all devices compute the same: no spec names them, and no equation of ``jaxpr()``."""
+    leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
+    split = {axis for leaf in leaves for axis in (*boxes.leaf_axes(leaf), *boxes.copied_axes(leaf))}
+    idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
+    if not idle or ("idle", mesh, idle) in _told:
+        return
+    if idle := idle - Axes().union(*map(all_named_axes, jaxpr().eqns)):
+        names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
+        _warn(
+            f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
+            f"split over {batch_axes}, and no parameter and no collective has {listed(names)}. The step is right, and "
+            f"{times} times the work. Name the axis in batch_axes, of shard_batch and create_train_state too, or split "
+            "parameters over it.",
+            ("idle", mesh, idle),
+        )
+
+
+def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
+    """Tells of floats beside the loss, at the paths ``aux``, that are averaged over ``count`` and are no means of rows.
+
+    Names are looked at first; then ``jaxpr()`` of the loss function, whose results they are, says how they were made.
+    """
+    looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _told]
+    if count == 1 or not looks:
+        return
+    made = dict(zip(aux, _makers(jaxpr().jaxpr), strict=True))
+    for path in looks:
+        what, cure = REDUCED.get(made[path], ("", ""))
+        if what and not (weighted and made[path] == "reduce_sum"):  # sums are divided by the global weight there
+            _warn(
+                f"aux['{path}'] is {what} on each device, and floats beside the loss are averaged, over {count} "
+                f"minibatches of devices here: that is not {what} of the batch. {cure}.",
+                ("aux", path),
+            )
+
+
+def _makers(jaxpr: Any) -> list[str]:
+    """The names of the primitives that make the results of a jaxpr."""
+    return [_maker(jaxpr, atom) for atom in jaxpr.outvars]
+
+
+def _maker(jaxpr: Any, atom: Any) -> str:
+    eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
+    if eqn is None:
+        return ""
+    if eqn.primitive.name in PASSED_ON:
+        return _maker(jaxpr, eqn.invars[0])
+    if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is None or eqn.primitive.name == "scan":
+        return eqn.primitive.name
+    inner = getattr(inner, "jaxpr", inner)
+    return _maker(inner, inner.outvars[[made is atom for made in eqn.outvars].index(True)])
+
+
+# ------------------------------------------------------------------------------------------------------------- the rows
+
+
+def warn_of_padding(batch: PyTree) -> None:
+    """Tells of rows that ``shard_batch`` has appended, in a batch without what could be their weights."""
+    leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
+    found = [of_leaf for _, leaf in leaves if (of_leaf := padded_rows_of(leaf))]
+    named = any(LOOKS_LIKE_WEIGHTS.search(path) or value_dtype(leaf).kind == "b" for path, leaf in leaves)
+    if found and len(found) == len(leaves) and not named:
+        rows, padded = found[0]
+        _warn(
+            f"shard_batch(..., pad=True) has made {padded} rows of {rows}, and the weight that it returned beside them "
+            f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: {padded - rows} rows of zeros count "
+            "like others. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
+            "metric.update(..., weight=) in an evaluation.",
+            "padding",
+        )

@@ -1,0 +1,106 @@
+"""What the processes of a run hand in once: the key of the initial parameters, and the first batch of a step.
+
+Nothing on a device sees that processes disagree here: each goes on with its own value of what is declared equal, or all
+train on the same rows. So they compare, through the store and not on devices, and only the first time:
+
+  key, scalars, arrays that are no global ones   equal in all processes, or a ``ValueError`` in all of them
+  shapes, dtypes, shardings                      the same
+  rows of global arrays                          equal where processes hold the same rows, as copies; where they hold
+                                                 others, rows that are equal all the same are told in a warning
+"""
+
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.processes.agreement import compare, entries_of
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, digest, exchange_in, named
+
+KEY = "key of the initial parameters"
+BATCH = "first batch of a step"
+
+
+def compare_keys(rng: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ``ValueError`` in all processes of the mesh if they initialise with different keys."""
+    if len(processes := _processes(mesh, rng)) > 1:
+        compare(entries_of({"rng": rng}), KEY, jax.process_index(), processes, PEER_TIMEOUT_S)
+
+
+def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Compares the batch between the processes of the mesh, as the top of this file says.
+
+    Raises:
+      ValueError: it differs where it must not; in all processes, names leaf, values and processes.
+      TimeoutError: a process did not come; says which.
+    """
+    if len(processes := _processes(mesh, batch)) < 2:
+        return
+    leaves, me = dict(trees.leaves_with_path(batch)), jax.process_index()
+    rows = {path: leaf for path, leaf in leaves.items() if _is_split(leaf)}
+    entries = {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
+    for path, leaf in leaves.items():
+        if path not in rows:
+            entries |= entries_of({path: leaf})
+    compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
+    told = exchange_in(Store("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
+    _tell(dict(zip(processes, map(json.loads, told), strict=True)))
+
+
+def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
+    """Those that must hand in the same; none where nothing is handed in, but traced."""
+    leaves = jax.tree.leaves(given)
+    if not isinstance(mesh, Mesh) or not jax.distributed.is_initialized():
+        return []
+    if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
+        return []
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def _is_split(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
+def _rows_here(rows: Mapping[str, jax.Array]) -> str:
+    """Which rows this process holds and what they are, as two digests; the second is empty where they are all alike."""
+    where, what, vary = [], [], False
+    for path, leaf in rows.items():
+        values = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
+        shards = {str(shard.index): shard.data for shard in values.addressable_shards}
+        for index, shard in sorted(shards.items()):
+            content = np.asarray(shard)
+            where.append([path, index])
+            what.append(digest(content.tobytes()))
+            flat = content.reshape(len(content), -1) if len(content) > 1 else content.reshape(-1, 1)
+            vary = vary or bool(np.any(flat != flat[:1]))
+    return json.dumps([digest(json.dumps(where)), digest(json.dumps(what)), vary])
+
+
+def _tell(of_process: Mapping[int, tuple[str, str, bool]]) -> None:
+    by_place, by_content = defaultdict(list), defaultdict(list)
+    for process, (where, what, vary) in of_process.items():
+        by_place[where].append(process)
+        if vary:
+            by_content[what].append(process)
+    for processes in by_place.values():
+        if len({of_process[process][1] for process in processes}) > 1:
+            raise ValueError(
+                f"{named(processes)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
+                "in the same rows where devices share a shard of the batch; shard_batch says which do."
+            )
+    for processes in by_content.values():
+        if len({of_process[process][0] for process in processes}) > 1:
+            warnings.warn(
+                f"{named(processes)} hand in equal rows as different parts of the {BATCH}: every example counts as "
+                "often as there are such processes. Let each read its own part of the data, by jax.process_index().",
+                stacklevel=4,
+            )
