@@ -4,6 +4,7 @@ two     one of two processes with two devices each: saves, suffers damage on one
 writer  saves, says so, and stays until it is killed; so does a child that it forks
 ends    ends while a save is under way, without closing anything
 fails   the same, and that save fails
+hangs   the same, and the rename of that save never returns
 """
 
 import json
@@ -115,14 +116,16 @@ def writer():
 
 def ends():
     simulate_cpu_devices(1)
-    checkpointer = Checkpointer(FOLDER, async_timeout_s=20)
+    checkpointer = Checkpointer(FOLDER, async_timeout_s=1 if MODE == "hangs" else 20)
     checkpointer.save(1, {"w": np.arange(3)})
     checkpointer.wait()
     if MODE == "fails":  # no file may be larger than 10 kB, as if the disk were full
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    if MODE == "hangs":
+        os.rename = lambda *_, **__: time.sleep(600)
     assert checkpointer.save(2, {"w": np.arange(200_000)})
 
 
 if __name__ == "__main__":
-    {"two": two, "writer": writer, "ends": ends, "fails": ends}[MODE]()
+    {"two": two, "writer": writer, "ends": ends, "fails": ends, "hangs": ends}[MODE]()

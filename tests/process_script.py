@@ -3,6 +3,7 @@
 It prints one JSON object at the end: for every step by its name what it returned or raised, and how long it took.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -18,6 +20,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import linen as nn
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,12 +30,16 @@ from xlstm_jax.distributed import (
     Checkpointer,
     DeviceMeshManager,
     assert_same_everywhere,
+    create_train_state,
     initialize_distributed,
+    make_train_step,
     shard_batch,
+    shard_module_params,
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.checkpoint import checkpointer as checkpoint
 from xlstm_jax.distributed.device_mesh import batches
+from xlstm_jax.distributed.training.checking import arguments
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -190,6 +198,74 @@ def restores():
         shutil.rmtree(folder)
 
 
+class Net(nn.Module):
+    axis: str
+
+    @nn.compact
+    def __call__(self, x):
+        return shard_module_params(nn.Dense, self.axis, min_weight_size=2)(1)(x)[:, 0]
+
+
+def mean_loss(params, apply_fn, batch, rng):
+    return jnp.mean((apply_fn({"params": params}, batch["x"])) ** 2) * batch.get("scale", 1.0)
+
+
+def first_batches(mesh, axis, cases):
+    """The first batch of a new step for each case, and what it raised or warned of."""
+    make = functools.partial(create_train_state, Net(axis), optax.sgd(0.1), mesh, batch_axes=axis, whole_ok=True)
+    step("seeds", lambda: bool(make(jax.random.key(RANK), jnp.ones((12, 3)))))
+    for name, batch in cases.items():
+        state = make(jax.random.key(0), jnp.ones((12, 3)))
+        train_step = make_train_step(mean_loss, mesh, axis, whole_ok=True)
+
+        def run(state=state, batch=batch, train_step=train_step):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                state, _ = train_step(state, batch, jax.random.key(1))
+                with mock.patch.object(arguments, "compare_batches") as again:
+                    train_step(state, batch, jax.random.key(1))
+            return [str(w.message) for w in caught if "equal rows" in str(w.message)] + ["again"] * again.call_count
+
+        step(name, run)
+
+
+def batches_in_training():
+    simulate_cpu_devices(1)
+    initialize_distributed(ADDRESS, COUNT, RANK)
+    (batches_of_four if COUNT == 4 else batches_of_own_rows)()
+
+
+def batches_of_own_rows():
+    mesh, rows = DeviceMeshManager.create_device_mesh({"fsdp": 2}), np.arange(18.0, dtype=np.float32).reshape(6, 3)
+
+    def put(rows):
+        return {"x": jax.make_array_from_process_local_data(NamedSharding(mesh, P("fsdp")), rows, (12, 3))}
+
+    both = np.concatenate([rows, rows + 100])
+    cases = {"own rows": put(rows + 100 * RANK), "equal rows": put(rows), "ones": put(np.ones_like(rows))}
+    cases |= {
+        "scalar": put(rows + RANK) | {"scale": np.float32(RANK)},
+        "raw": {"x": both},
+        "raw, other values": {"x": both + RANK},
+    }
+    cases |= {
+        "raw, other shape": {"x": both[: 12 - 2 * RANK]},
+        "raw, other dtype": {"x": both.astype([float, int][RANK])},
+    }
+    first_batches(mesh, "fsdp", cases)
+
+
+def batches_of_four():
+    """Processes 0 and 1 hold the same rows, and so do 2 and 3."""
+    mesh, rows = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}), np.arange(18.0).reshape(6, 3)
+
+    def put(rows):
+        return {"x": jax.make_array_from_process_local_data(NamedSharding(mesh, P("dp")), np.float32(rows), (12, 3))}
+
+    cases = {"own rows": put(rows + RANK // 2), "equal rows": put(rows), "unlike copies": put(rows + RANK)}
+    first_batches(mesh, "dp", cases)
+
+
 def slurm():
     """The environment that srun makes; no argument at all."""
     simulate_cpu_devices(1)
@@ -205,7 +281,9 @@ def join():
 
 if __name__ == "__main__":
     try:
-        {"two": two, "four": four, "slurm": slurm, "join": join, "restores": restores}[PART]()
+        {"two": two, "four": four, "slurm": slurm, "join": join, "restores": restores, "train": batches_in_training}[
+            PART
+        ]()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # without waiting for the others

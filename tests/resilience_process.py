@@ -92,6 +92,7 @@ def train(guard):
             return step, state
         go_wrong(step)
         if guard.should_stop(step):
+            say("SAVES", step, int(state.step))
             return step, state
         say("STEP", step)
         time.sleep(0.02)

@@ -1,6 +1,7 @@
 """What is restored is what was saved, in the types, shardings and boxes of the target; damage and failures are seen."""
 
 import json
+import shutil
 import socket
 import warnings
 
@@ -22,6 +23,7 @@ from tests.test_checkpoint_writer import spawn
 from tests.test_init import largest_buffer
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
+from xlstm_jax.distributed.checkpoint import record, saved_sums
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
 from xlstm_jax.distributed.data_parallel.boxes import is_box
@@ -229,6 +231,43 @@ def test_checksums_are_computed_from_shards():
     assert checksum_each({"x": x}) != checksum_each({"x": np.ones((64, 256), np.float32)[:, ::-1] * 2})
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["views", "on the device"])
+def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
+    """Its buffers are donated at once, many times, and its NumPy leaves overwritten, before a checksum is looked at."""
+    if on_device:  # as on an accelerator: programs that were begun before the buffers were donated
+        monkeypatch.setattr(saved_sums, "_is_in_host_memory", lambda _: False)
+    late = []
+    monkeypatch.setattr(saved_sums.SavedSums, "begin", lambda self: late.append(self._begun))
+    split = NamedSharding(mesh_of(2, 4), P("fsdp", "dp"))
+    make = jax.jit(lambda: {f"w{i}": jnp.full((512, 256), i, jnp.float32) for i in range(6)}, out_shardings=split)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
+    train, host = make(), np.arange(2**20)
+    want = damage.bits({"train": train, "host": host.copy()})
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"train": train, "host": host})
+        for _ in range(5):
+            train = overwrite(train)
+        host[:] = -1
+        assert float(jax.block_until_ready(train)["w5"][0, 0]) == -1
+        late[0].set()
+        checkpointer.wait()
+        assert damage.same(checkpointer.restore({"train": train, "host": host}), want)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64], ids=lambda t: t.__name__
+)
+@pytest.mark.parametrize("spec", [P("fsdp", "dp"), P(None, ("dp", "fsdp")), P("dp"), P()], ids=str)
+def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
+    array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
+    sums = saved_sums.SavedSums(
+        {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])}, 1
+    )
+    sums.begin()
+    assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})
+
+
 # ------------------------------------------------------------------------------------------------- what does not fit
 
 
@@ -353,6 +392,10 @@ def sound():
         (damage.truncate, None),
         (damage.delete_file, None),
         (damage.stray, NEWEST),
+        (damage.renamed_lower, OLDER),
+        (damage.linked_nowhere, OLDER),
+        (damage.loop_of_links, OLDER),
+        (damage.loop_within, OLDER),
         (damage.flip_both, "refused"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -379,6 +422,52 @@ def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, tmp_p
             checkpointer.restore(sound[NEWEST], 20)
         damage.exchange_steps(folder, None)
         assert damage.same(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
+
+
+@pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
+def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
+    """``latest_step`` too, since its answer is what one hands to ``restore``; the next save moves it out of the way."""
+    folder = damage.written(tmp_path / "run", lambda step: {"n": step})
+    hurt(folder, None)
+    problem = {"renamed_lower": "step 5 is damaged: it was saved as step 20", "linked_nowhere": "step 20 .* no folder"}
+    with Checkpointer(folder, 5) as checkpointer:
+        with pytest.warns(match=problem.get(hurt.__name__, "step 20 is damaged: its folder is empty")):
+            assert checkpointer.latest_step() == OLDER
+        with pytest.raises(CheckpointError, match=r"(no sound checkpoint in|has no step 20;) .*is damaged: i"):
+            checkpointer.restore({"n": 0}, NEWEST)
+        with pytest.warns(match="is damaged and was passed over"):
+            assert checkpointer.restore({"n": 0}) == {"n": OLDER}
+        checkpointer.save(15, {"n": 15})
+    with Checkpointer(folder, 5) as checkpointer:
+        assert checkpointer.latest_step() == 15 and checkpointer.restore({"n": 0}) == {"n": 15}
+    shutil.rmtree(folder / str(OLDER))
+    shutil.rmtree(folder / "15")
+    (folder / "25").symlink_to("nowhere")
+    with Checkpointer(folder) as checkpointer:
+        for ask in (checkpointer.latest_step, lambda: checkpointer.restore({"n": 0})):
+            with pytest.raises(CheckpointError, match=r"step 25 is damaged: it is a link that leads to no folder"):
+                ask()
+
+
+@pytest.mark.parametrize("entry", [damage.WRONG_ENTRIES, [], {}, 3], ids=lambda entry: type(entry).__name__)
+def test_a_record_that_describes_no_arrays_is_damage(entry):
+    good = {"shape": [3], "dtype": "int64", "checksum": [1, 2]}
+    assert record.from_json(record.to_json({"w": good}, 1), 1) == {"w": good}  # guard
+    wrong = [{"w": good | change if change else change} for change in entry] if isinstance(entry, tuple) else [entry]
+    for leaves in wrong:
+        with pytest.raises(
+            ValueError, match=r"record has its digest, and (does not describe an array|holds no leaves)"
+        ):
+            record.from_json(record.to_json(leaves, 1), 1)
+
+
+def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
+    """It holds no steps, and a run would start anew."""
+    (tmp_path / "run").symlink_to(tmp_path / "not mounted")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("run", "run/checkpoints", "loop"):
+        with pytest.raises(ValueError, match=r"link to .*, which leads nowhere. Mount"):
+            Checkpointer(tmp_path / name)
 
 
 def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, tmp_path):

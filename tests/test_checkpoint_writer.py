@@ -11,13 +11,13 @@ import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from xlstm_jax.distributed.checkpoint import checkpointer as module
+from xlstm_jax.distributed.checkpoint import steps
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +100,35 @@ def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
             CheckpointError, match=r"step 1 .* TimeoutError.*clock jumped ahead by \d{4,} s.*save again"
         ):
             checkpointer.wait()
+
+
+def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
+    """A rename that takes long, as on a file system that does not answer; the directory stays locked meanwhile."""
+    ends, real = threading.Event(), os.rename
+    with Checkpointer(tmp_path, async_timeout_s=1) as checkpointer:
+        checkpointer.save(1, SMALL)
+        checkpointer.wait()
+        monkeypatch.setattr(os, "rename", lambda *args, **kwargs: (ends.wait(30), real(*args, **kwargs))[1])
+        begun = time.monotonic()
+        checkpointer.save(2, SMALL)
+        for ask in (checkpointer.wait, lambda: checkpointer.save(3, SMALL), lambda: checkpointer.restore(ZEROS)):
+            with pytest.raises(
+                CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=1 s.*goes on"
+            ):
+                ask()
+        assert 1 < time.monotonic() - begun < 4 and not may_write(tmp_path)
+        ends.set()
+        while checkpointer._writer.manager.is_saving_in_progress():
+            time.sleep(0.01)
+        checkpointer.wait()  # it is on disk after all
+        assert not checkpointer.save(2, SMALL) and checkpointer.save(3, SMALL)
+    assert steps_in(tmp_path) == {"1", "2", "3"} and may_write(tmp_path)
+
+
+def test_a_program_whose_commit_hangs_ends(tmp_path):
+    code, errors = ended("hangs", tmp_path)
+    assert code == 1 and steps_in(tmp_path) >= {"1"} and "2" not in steps_in(tmp_path)
+    assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
 
 
 # --------------------------------------------------------------------------------------------------- the program's end
@@ -198,6 +227,34 @@ def test_a_planted_lock_is_refused(plant, tmp_path):
         assert checkpointer.save(1, SMALL)
 
 
+def moved_link(where):
+    (where / "run").unlink()
+    (where / "run").symlink_to("other")
+
+
+def replaced_folder(where):
+    (where / "one").rename(where / "away")
+    (where / "one").mkdir()
+
+
+@pytest.mark.parametrize("change", [moved_link, replaced_folder])
+def test_a_folder_that_becomes_another_under_its_writer_is_told(change, tmp_path):
+    (tmp_path / "one").mkdir()
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(1, {"w": np.arange(3)})
+    (tmp_path / "run").symlink_to("one")
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(2, SMALL)
+    checkpointer.wait()
+    change(tmp_path)
+    asked = (lambda: checkpointer.save(3, SMALL), checkpointer.latest_step, lambda: checkpointer.restore(ZEROS))
+    for ask in (*asked, checkpointer.wait, checkpointer.close):
+        with pytest.raises(CheckpointError, match=r"run is no longer the folder that this job writes and has locked"):
+            ask()
+    assert "3" not in steps_in(tmp_path / "other")
+
+
 # -------------------------------------------------------------------------------------------- trouble that is no damage
 
 
@@ -267,10 +324,9 @@ def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps)
             checkpointer.restore(ZEROS)
 
 
-def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps):
+def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps, monkeypatch):
     with Checkpointer(two_steps) as checkpointer:
-        listed = checkpointer._steps_format.find_all(checkpointer.directory)
-        checkpointer._steps_format = SimpleNamespace(find_all=lambda _: listed)
-        listed = [*listed, SimpleNamespace(step=3)]
+        listed = [*os.listdir(two_steps), "3"]
+        monkeypatch.setattr(steps.os, "listdir", lambda _: listed)
         assert checkpointer.latest_step() == 2
         assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])

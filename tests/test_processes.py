@@ -399,11 +399,12 @@ def test_the_options_that_are_compared_exist():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x + 1, lambda x: x.astype(np.int64), lambda x: x[::-1], lambda x: x[None]]
+    "change", [lambda x: x + 1, lambda x: x.astype(np.int64), lambda x: x[::-1], lambda x: x[None], lambda x: x % 99]
 )
 def test_arrays_that_differ_in_anything_differ(change):
     x = np.arange(100, dtype=np.int32)
     assert entries_of(change(x)) != entries_of(x) == entries_of(x.copy())
+    assert entries_of("long " * 99) != entries_of("long " * 98 + "else ")
 
 
 def test_packages_are_compared_file_by_file():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,14 +167,15 @@ def test_a_killed_process_takes_its_peer_along(start, victim):
     assert seconds_from(fault, processes) < FAST_S
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_sigterm_to_one_process_stops_both_at_the_same_step(start, told):
+@pytest.mark.parametrize("told, number, code", [(0, signal.SIGTERM, 0), (1, signal.SIGINT, 130)])
+def test_a_signal_to_one_process_stops_both_at_the_same_step(start, told, number, code):
     processes = start("none")
     for process in processes:
         process.wait_for(f"STEP {FAULT_STEP}")
-    processes[told].popen.send_signal(signal.SIGTERM)
-    assert [process.end() for process in processes] == [0, 0], processes[told].errors()[-3000:]
-    stopped = [process.line("STOPPED").split()[1:4] for process in processes]
+    processes[told].popen.send_signal(number)
+    ends = [process.end() for process in processes]
+    assert ends == [0 if process is not processes[told] else code for process in processes], processes[told].errors()
+    stopped = [process.line("SAVES").split()[1:] for process in processes]
     assert stopped[0] == stopped[1] and stopped[0][0] == stopped[0][1]
 
 
@@ -220,6 +222,46 @@ def test_with_one_process_an_exception_propagates_and_the_old_handler_is_back():
         raise OSError("the data are gone")
     assert signal.getsignal(signal.SIGTERM) == before
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def interrupted_loop(guard, asks=True, again=False):
+    """Ctrl-C in step 3; the steps at which the loop saves, and those that it has begun."""
+    saved, begun = [], []
+    for step in range(1, 9):
+        begun.append(step)
+        for _ in range((step == 3) * (1 + again)):
+            signal.raise_signal(signal.SIGINT)
+        guard.step_done(step, {"loss": 1.0})
+        if asks and guard.should_stop(step):
+            saved.append(step)
+            break
+    return saved, begun
+
+
+def test_ctrl_c_saves_after_the_step_and_ends_with_one_line_and_code_130(capfd):
+    with pytest.raises(SystemExit, match=r"^130$"), LoopGuard() as guard:
+        saved, begun = interrupted_loop(guard)
+    assert saved == [3] and begun == [1, 2, 3]
+    assert re.fullmatch(r"\nCtrl-C: this run saves and ends after its step, [^\n]*130[^\n]*\n", capfd.readouterr().err)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("options", [{"asks": False}, {"again": True}], ids=["nobody asks", "twice"])
+def test_ctrl_c_that_the_loop_does_not_hear_interrupts(options):
+    with pytest.raises(KeyboardInterrupt, match=r"^$|has not called should_stop"), LoopGuard() as guard:
+        interrupted_loop(guard, **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    """A run in the background (nohup) ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with LoopGuard() as guard:
+            saved, begun = interrupted_loop(guard)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert not saved and begun[-1] == 8
 
 
 def counted(in_a_row, total):
@@ -438,19 +480,19 @@ def trained(step, state, skip=()):
     return state, metrics
 
 
+@cache
 def trained_on_one_device():
     model, plain_params = Mlp(), Mlp().init(jax.random.key(0), jnp.zeros((16, 8)))["params"]
-    opt_state = TX.init(plain_params)
+    opt_state, gradient = TX.init(plain_params), jax.jit(jax.grad(lambda p, b: loss_fn(p, model.apply, b)))
     for kind, batch in batches():
         if kind is None:
-            grads = jax.grad(loss_fn)(plain_params, model.apply, batch)
+            grads = gradient(plain_params, batch)
             updates, opt_state = TX.update(grads, opt_state, plain_params)
             plain_params = optax.apply_updates(plain_params, updates)
     return plain_params
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dp, fsdp_size", [(1, 8), (2, 4)])
+@pytest.mark.parametrize("dp, fsdp_size, check_vma", [(1, 8, False), (2, 4, True)])
 def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, check_vma):
     mesh, tx = mesh_of(dp, fsdp_size), skip_nonfinite(TX)
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
@@ -510,7 +552,7 @@ def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
         updates, state = tx.update(grad, tx.init(params), params)
         return params + updates, (skip_counts(state) or {"skipped_steps": jnp.zeros((), jnp.int32)})["skipped_steps"]
 
-    grad = jnp.ones(16).at[3].set(jnp.nan)
+    grad = jnp.ones(16).at[3].set(jnp.nan if check_vma else jnp.inf)
 
     def run(tx):
         step = on_mesh(lambda *args: local(*args, tx), mesh_of(2, 4), check_vma, P(AXES), (P(AXES), P()))

@@ -136,6 +136,10 @@ def test_damaged_files_are_refused(tmp_path):
         file.write_bytes(content[:cut])
         with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
             import_safetensors(tmp_path, params)
+    both = (header()[:-1] + "," + header()[1:].replace("w", "b")).encode()  # two tensors at the same place
+    file.write_bytes(len(both).to_bytes(8, "little") + both + bytes(8))
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged: '.' begins at byte \d+, and should at"):
+        import_safetensors(tmp_path, {"w": np.ones(1, np.float32), "b": np.ones(1, np.float32)})
     for byte in range(100):  # in the header; values have no checksum in this format
         file.write_bytes(content[:byte] + bytes([content[byte] ^ 0x11]) + content[byte + 1 :])
         try:
@@ -150,8 +154,10 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
     export_safetensors(params, tmp_path, max_file_bytes=400)
     index = tmp_path / "model.safetensors.index.json"
     text = index.read_text()
-    for change in [("b", "d"), ("00002-of", "00001-of"), ('"weight_map"', '"weights"'), ("model-", "../model-")]:
-        index.write_text(text.replace(*change))
+    changes = [("b", "d"), ("00002-of", "00001-of"), ('"weight_map"', '"weights"'), ("model-", "../model-")]
+    exchanged = text.replace("00001-of", "*").replace("00002-of", "00001-of").replace("*", "00002-of")
+    for changed in [exchanged, *(text.replace(*change) for change in changes)]:
+        index.write_text(changed)
         with pytest.raises(ValueError, match=r"index.json (does not fit its files|is not the index)"):
             import_safetensors(tmp_path, params)
     index.write_text(text)
@@ -161,7 +167,7 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
         import_safetensors(tmp_path, params)
 
 
-def test_an_export_is_there_whole_or_not_at_all(tmp_path):
+def test_an_export_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     params = {"w": np.ones(3, np.float32)}
     with pytest.raises(
         FileNotFoundError, match=r"there is no .*model.safetensors, and no model.safetensors.index.json"
@@ -174,6 +180,9 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"file"):
         export_safetensors(params, tmp_path / "file" / "deeper")
+    with monkeypatch.context() as full, pytest.raises(OSError, match=r"no room"):
+        full.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        export_safetensors(params, tmp_path / "other.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model.safetensors"]
 
 

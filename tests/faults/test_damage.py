@@ -26,6 +26,11 @@ TRIALS = {
     damage.copy_older: 1,
     damage.link_older: 1,
     damage.exchange_steps: 1,
+    damage.renamed_lower: 1,
+    damage.linked_nowhere: 1,
+    damage.loop_of_links: 1,
+    damage.loop_within: 4,
+    damage.wrong_record: 40,
     damage.flip_both: 4,
 }
 
@@ -62,6 +67,8 @@ def test_never_wrong_data(hurt, folder, sound, tmp_path):
     record(hurt.__name__.replace("_", " "), TRIALS[hurt], None, f"newest is step {NEWEST}", told)
     only = {damage.stray: NEWEST, damage.empty_step: OLDER, damage.swap_steps: OLDER, damage.flip_both: "refused"}
     only |= {damage.copy_older: NEWEST, damage.link_older: NEWEST, damage.exchange_steps: "refused"}
+    only |= dict.fromkeys([damage.renamed_lower, damage.linked_nowhere, damage.loop_of_links], OLDER)
+    only |= dict.fromkeys([damage.loop_within, damage.wrong_record], OLDER)
     if hurt in only:
         assert set(found) == {only[hurt]}
     if hurt in (damage.flip_data, damage.overwrite, damage.flip_record):

@@ -52,7 +52,7 @@ def test_killed_at_random_the_job_ends_as_if_nothing_had_happened(undisturbed, t
     kill_until_done(*undisturbed, ROUNDS[undisturbed[0]], tmp_path)
 
 
-def kill_until_done(number, want, wanted_rounds, tmp_path):
+def kill_until_done(number, want, wanted_rounds, tmp_path, phases=PHASES):
     """Jobs of ``number`` processes, killed ``wanted_rounds`` times in all, each of which has to end as ``want``."""
     rng, rounds, jobs, gone, lost, saves = random.Random(number), 0, 0, {phase: [] for phase in PHASES}, [], []
     while rounds < wanted_rounds:
@@ -61,12 +61,12 @@ def kill_until_done(number, want, wanted_rounds, tmp_path):
         while True:
             with job.started(folder, number, "--start-timeout", START_TIMEOUT_S) as processes:
                 killed = rounds < wanted_rounds and processes.wait_for(
-                    moment(PHASES[rounds % len(PHASES)], rng, folder)
+                    moment(phases[rounds % len(phases)], rng, folder)
                 )
                 if killed and any(child.poll() is None for child in processes.children):
                     victims = job.random_victims(rng, number)
                     processes.kill(victims)
-                    gone[PHASES[rounds % len(PHASES)]].append(processes.wait_gone(STARTING_GONE_S))
+                    gone[phases[rounds % len(phases)]].append(processes.wait_gone(STARTING_GONE_S))
                     lost.append(job.steps_done(folder) - job.committed(folder))
                     saves.append(job.steps_done(folder) // job.SAVE_EVERY - job.committed(folder) // job.SAVE_EVERY)
                     rounds += 1

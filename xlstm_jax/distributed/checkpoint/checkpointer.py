@@ -1,7 +1,7 @@
 """Checkpoints that outlive the mesh they were written on, and are read only if they are what was written.
 
   save      state  -- without boxes -->  arrays by path, in shards   <directory>/<step>/state    (orbax, in background)
-                   -- checksums, computed on the devices -->         <directory>/<step>/leaves   (JSON)
+                   -- checksums of the shards -->                    <directory>/<step>/leaves   (JSON, in background)
   restore   each device reads its shards of each leaf, as the target is split; checksums of what was read are compared
             with those that were saved; each leaf gets the box that it has in the target
 
@@ -16,26 +16,27 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import jax
+import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint import record
+from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
 from xlstm_jax.distributed.checkpoint.orbax_io import (
     check_dtypes,
     directory_path,
     new_manager,
-    orbax,
     read_arrays,
     read_record,
     save_args,
 )
+from xlstm_jax.distributed.checkpoint.owner import check_same_tree, warn_if_other_optimizer, with_optimizers
+from xlstm_jax.distributed.checkpoint.saved_sums import SavedSums
 from xlstm_jax.distributed.checkpoint.writer import Writer
+from xlstm_jax.distributed.data_parallel.trees import check_alive
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
 from xlstm_jax.distributed.processes.together import allgather_text, fail_together
 from xlstm_jax.wording import listed
@@ -45,6 +46,7 @@ DEFAULT_MAX_TO_KEEP = 3
 DEFAULT_ASYNC_TIMEOUT_S = 60
 _MISTAKES = ValueError, TypeError  # of the caller, perhaps in one process alone
 Result = TypeVar("Result")
+_read_from: set[str] = set()  # directories from which this process goes on
 
 
 class Checkpointer:
@@ -57,7 +59,8 @@ class Checkpointer:
       directory: a local path, or a URL that orbax understands (``gs://...``); the same directory in all processes.
       save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
       max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
-      async_timeout_s: how long a save may take in the background, before it fails on all processes; whole seconds.
+      async_timeout_s: how long a save may take in the background, its commit and the removal of old steps included,
+        before it fails on all processes; whole seconds.
       peer_timeout_s: how long to wait, in each method, for a process that is alive but does not come; ``TimeoutError``
         then says which. A process that reads its shards so much slower than another is taken for one.
     Raises:
@@ -86,7 +89,6 @@ class Checkpointer:
         if not peer_timeout_s >= 1:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
-        self._steps_format = orbax().step.standard_name_format()
         self.directory: Any = directory_path(directory)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
@@ -101,15 +103,21 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest step in the directory, as process 0 sees it; only ``restore`` finds out whether it is sound.
 
-        Folders of steps that are all empty raise a ``CheckpointError``: their files are lost. So does a save that has
-        failed in the background.
+        It warns of later steps that are lost: an empty folder, a link that leads nowhere, a folder that was renamed.
+        Where there are only such it raises a ``CheckpointError``. So does a save that has failed in the background.
         """
-        self._together(self._check, CheckpointError, "look for the newest step")
-        folders = self._folders_of_process_0()
-        if folders and not any(folders.values()):
-            where = f"the steps {sorted(folders)} in {self.directory} are empty folders"
-            raise CheckpointError(f"{where}: their files are lost. Remove them to start anew.")
-        return max((step for step, has_files in folders.items() if has_files), default=None)
+        self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
+        found = self._steps_of_process_0()
+        newest = steps.newest(found)
+        if found and newest is None:
+            raise CheckpointError(
+                f"no sound checkpoint in {self.directory}: {_all_of(found)}. Remove them to start anew."
+            )
+        if newest is not None and (lost := steps.lost_after(found, newest)):
+            warnings.warn(
+                f"step {newest} is the newest in {self.directory} that may be restored: {_told(lost)}.", stacklevel=2
+            )
+        return newest
 
     def save(self, step: int, state: PyTree, *, force: bool = False) -> bool:
         """Starts to save a state; returns when its buffers may be donated, while files are still being written.
@@ -124,7 +132,8 @@ class Checkpointer:
         Raises:
           CheckpointError: this save failed, or the one before, also where this one is not due; or another job, or
             another object of this process, writes in the directory.
-          ValueError: the directory holds a newer step; or processes hold different values of a local leaf.
+          ValueError: the directory holds a newer step, or one of another tree from which this process has read nothing;
+            or processes hold different values of a local leaf.
           TypeError: a leaf is something else than numbers.
           TimeoutError: a process did not come to save this step within ``peer_timeout_s``.
         """
@@ -134,6 +143,7 @@ class Checkpointer:
         if not force and step % self.save_interval_steps:
             self._check()
             return False
+        check_alive(state, f"save of step {step}")
         # What follows waits for ever for a process that does not come.
         self._together(self.wait, CheckpointError, f"save step {step}")
         writer = self._become_writer()
@@ -142,9 +152,21 @@ class Checkpointer:
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
         check_dtypes(arrays)
-        entries = record.record_of(leaves, arrays)
-        self._check_same_everywhere(entries, arrays)
-        writer.save(step, save_args(arrays, entries, step))
+        local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
+        local_sums = record.checksum_each(local)
+        described = with_optimizers(record.record_without_sums(leaves), state)
+        self._check_same_everywhere(record.with_sums(described, local_sums))
+        self._check_same_experiment(described, writer)
+        placed = {path: array for path, array in arrays.items() if path not in local}
+        sums = SavedSums(placed, self.async_timeout_s)
+
+        def entries() -> record.Record:
+            return record.with_sums(described, local_sums | sums.result())
+
+        try:
+            writer.save(step, save_args(arrays | local, entries, step))
+        finally:
+            sums.begin()
         return True
 
     def wait(self) -> None:
@@ -154,13 +176,15 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the last save, as ``wait`` does, and unlocks the directory."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        if (writer := self._writer) is not None:
+            self._writer = None
             writer.close()
 
-    def _check(self) -> None:
+    def _check(self, *, place: bool = False) -> None:
         if self._writer is not None:
             self._writer.check()
+            if place:
+                self._writer.check_place()
 
     def _is_new(self, step: int, writer: Writer) -> bool:
         newest = writer.manager.latest_step()
@@ -173,9 +197,24 @@ class Checkpointer:
             "on from there, move the newer steps away, or use another directory."
         )
 
-    def _check_same_everywhere(self, entries: record.Record, arrays: dict[str, Any]) -> None:
+    def _check_same_experiment(self, entries: record.Record, writer: Writer) -> None:
+        """Checks, before the first save, that the newest step is of the same tree, unless this process has read one."""
+        newest, key = writer.manager.latest_step(), str(self.directory)
+        if newest is None or newest in self._own_steps or key in _read_from:
+            return
+
+        def check() -> None:
+            folder = self.directory / str(newest)
+            try:
+                there = read_record(folder / "leaves", newest)
+            except (ValueError, OSError):  # of a damaged step whoever restores hears
+                return
+            check_same_tree(entries, there, f"step {newest} in {self.directory}")
+
+        self._together(check, _MISTAKES, "compare a state with the newest step")
+
+    def _check_same_everywhere(self, local: record.Record) -> None:
         """Checks that all processes have the same local leaves, since only those of process 0 are written."""
-        local = {path: entries[path] for path, array in arrays.items() if not isinstance(array, jax.Array)}
         if jax.process_count() == 1 or not local:
             return
         first, *others = [
@@ -197,7 +236,8 @@ class Checkpointer:
           abstract_state: the target: ``ShapeDtypeStruct`` with shardings (see ``abstract_train_state``), or a state of
             arrays. Every leaf comes back as what it is there: an array with that sharding, a NumPy array, a Python
             number, a PRNG key. What is no leaf (``apply_fn``, ``tx``) is taken from the target.
-          step: the step to restore; None: the newest that is sound, with a warning if that is not the newest.
+          step: the step to restore; None: the newest that is sound, with a warning if that is not the newest. (Another
+            warning tells that a state was saved with another optimizer than the target's, of the same shapes.)
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
           ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
@@ -205,8 +245,16 @@ class Checkpointer:
           OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
-        restored, found = self._newest_sound(abstract_state, step, lambda entries, where: "")
+        read: dict[str, record.Record] = {}
+
+        def part_of(entries: record.Record, where: str) -> str:
+            read[where] = entries
+            return ""
+
+        restored, found = self._newest_sound(abstract_state, step, part_of)
+        warn_if_other_optimizer(*read.popitem(), abstract_state)
         self._own_steps.add(found)
+        _read_from.add(str(self.directory))
         return record.boxed_like(abstract_state, restored)
 
     def restore_params(self, abstract_params: PyTree, step: int | None = None, *, path: str | None = None) -> PyTree:
@@ -234,9 +282,9 @@ class Checkpointer:
         def part_of(entries: record.Record, where: str) -> str:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
-        return record.boxed_like(
-            abstract_params, self._newest_sound(abstract_params, step, part_of, "the parameters of ")[0]
-        )
+        restored, _ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
+        _read_from.add(str(self.directory))
+        return record.boxed_like(abstract_params, restored)
 
     def _newest_sound(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
@@ -246,29 +294,29 @@ class Checkpointer:
         self._together(self.wait, CheckpointError, what)
         likes = self._together(lambda: _leaves_of_target(target), _MISTAKES, what)
         problems: dict[int, str] = {}
-        for candidate in self._candidates(step):
+        found = self._steps_of_process_0()
+        for candidate in self._candidates(step, found):
             try:
                 restored = self._read(candidate, likes, part_of)
             except CheckpointError as error:
                 problems[candidate] = str(error)
                 continue
-            if step is None:
-                folders = self._folders_of_process_0().items()
-                problems |= {n: "its folder is empty" for n, has_files in folders if n > candidate and not has_files}
-            self._report(problems, candidate)
+            self._report(problems | (steps.lost_after(found, candidate) if step is None else {}), candidate)
             return restored, candidate
-        causes = "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
-        raise CheckpointError(f"no sound checkpoint in {self.directory}: {causes}. Nothing was restored.")
+        raise CheckpointError(f"no sound checkpoint in {self.directory}: {_told(problems)}. Nothing was restored.")
 
-    def _candidates(self, step: int | None) -> list[int]:
+    def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
         """The steps to try, newest first."""
-        steps = [step for step, has_files in self._folders_of_process_0().items() if has_files]
-        if not steps:
+        sound, lost = sorted((n for n in found if found[n].may_be_read), reverse=True), _all_of(found)
+        if lost and (step in found or (step is None and not sound)) and step not in sound:
+            raise CheckpointError(f"no sound checkpoint in {self.directory}: {lost}. Nothing was restored.")
+        if not sound:
             raise CheckpointError(f"{self.directory} holds no checkpoint; nothing was restored.")
         if step is None:
-            return sorted(steps, reverse=True)
-        if operator.index(step) not in steps:
-            raise CheckpointError(f"{self.directory} has no step {step}; it holds {sorted(steps)}.")
+            return sound
+        if operator.index(step) not in sound:
+            rest = f" ({lost})" if lost else ""
+            raise CheckpointError(f"{self.directory} has no step {step}; it holds {sorted(sound)}{rest}.")
         return [operator.index(step)]
 
     def _report(self, problems: dict[int, str], restored: int) -> None:
@@ -294,15 +342,16 @@ class Checkpointer:
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
 
-    def _folders_of_process_0(self) -> dict[int, bool]:
-        """``_folders`` as process 0 sees them; a file system may show each process something else."""
+    def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
+        """``steps_in`` as process 0 sees them; a file system may show each process something else."""
 
         def listing() -> str:
-            return json.dumps([*self._folders().items()] if jax.process_index() == 0 else [])
+            found = steps.steps_in(self.directory, read_records=True) if jax.process_index() == 0 else {}
+            return json.dumps([*found.items()])
 
         what = "list the steps of a checkpoint"
-        texts = self._read_together(listing, str(self.directory), what)
-        return dict(json.loads(allgather_text(texts, what, self.peer_timeout_s)[0]))
+        text = allgather_text(self._read_together(listing, str(self.directory), what), what, self.peer_timeout_s)[0]
+        return {number: steps.StepFolder(*found) for number, found in json.loads(text)}
 
     def _together(
         self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
@@ -311,16 +360,6 @@ class Checkpointer:
 
     def _read_together(self, work: Callable[[], Result], where: str, what: str) -> Result:
         return read_together(work, where, what, self.peer_timeout_s)
-
-    def _folders(self) -> dict[int, bool]:
-        """The folders that are called like a committed step, by its number; and whether they hold anything."""
-        if not self.directory.exists():
-            return {}
-        found: dict[int, bool] = {}
-        for entry in self._steps_format.find_all(self.directory):
-            with suppress(FileNotFoundError):  # a job that writes beside this one has removed it by now
-                found[entry.step] = any((self.directory / str(entry.step)).iterdir())
-        return found
 
     def _become_writer(self) -> Writer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
@@ -339,13 +378,10 @@ class Checkpointer:
         """The directory's writer. Process 0 locks the directory, and moves damaged steps and empty folders away."""
         self.directory.mkdir(parents=True, exist_ok=True)
         is_first = jax.process_index() == 0
-        self._writer = self._writer or Writer(self.directory, self, self._own_steps, locks=is_first)
-        for step, has_files in self._folders().items() if is_first else ():
-            folder = self.directory / str(step)
-            if not has_files:
-                folder.rmdir()
-            elif step in self._damaged:
-                folder.rename(_free_name(self.directory / f"{step}.damaged"))
+        if self._writer is None:
+            self._writer = Writer(self.directory, self, self._own_steps, self.async_timeout_s, locks=is_first)
+        if is_first:
+            steps.clear(self.directory, self._damaged)
         return self._writer
 
 
@@ -365,6 +401,9 @@ def _at_least_1(name: str, value: int) -> int:
     return number
 
 
-def _free_name(path: Path) -> Path:
-    names = [path.name, *(f"{path.name}-{i}" for i in range(2, 1000))]
-    return next(free for name in names if not (free := path.with_name(name)).exists())
+def _told(problems: Mapping[int, str]) -> str:
+    return "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
+
+
+def _all_of(found: Mapping[int, steps.StepFolder]) -> str:
+    return _told({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})

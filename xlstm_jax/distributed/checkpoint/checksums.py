@@ -30,7 +30,27 @@ def checksum(x: Any) -> jax.Array:
     It depends on the bits: 0.0 and -0.0 differ, as do two NaN with different payloads. An array of no values has 0.
     """
     words = _words(x)
-    positions = _positions(words.shape) * jnp.uint32(_STRIDE)
+    return _sums(words, _positions(words.shape))
+
+
+def checksum_of_part(x: Any, origin: jax.Array, strides: jax.Array) -> jax.Array:
+    """What a part of an array, as a shard, adds to the checksum of the whole.
+
+    Args:
+      x: the part; it may have further dims for the words of an entry.
+      origin: where in the array it begins, uint32 [ndim]; ``strides`` are those of the array, in entries modulo 2^32.
+    """
+    words = _words(x)
+    own = words.shape[origin.size :]
+    positions = jnp.broadcast_to(_positions(own), words.shape)
+    for dim in range(origin.size):
+        here = lax.broadcasted_iota(jnp.uint32, words.shape, dim) + origin[dim]
+        positions += here * (strides[dim] * jnp.uint32(math.prod(own) % 2**32))
+    return _sums(words, positions)
+
+
+def _sums(words: jax.Array, positions: jax.Array) -> jax.Array:
+    positions = positions * jnp.uint32(_STRIDE)
     return jnp.stack([jnp.sum(_scrambled(words + positions, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
 
 

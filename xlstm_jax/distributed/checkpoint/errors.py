@@ -14,6 +14,7 @@ from xlstm_jax.distributed.processes.together import cause_of, fail_together
 
 # Of OSError: what is not there, or is something else; and what wrong lengths and offsets in a damaged file lead to.
 _OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ENAMETOOLONG}
+_OF_DAMAGE |= {errno.ELOOP}  # links that lead to each other
 # TensorStore raises a ValueError and XLA a RuntimeError, whose texts begin with one of Abseil's status codes.
 _STATUS_OF_SYSTEM = re.compile(
     r"\s*(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|CANCELLED)\b"

@@ -27,7 +27,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Any) -> None:
-        self._file: int | None = _opened(directory)
+        self._path = os.path.join(directory, LOCK_FILE)
+        self._file: int | None = _opened(self._path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -41,6 +42,19 @@ class DirectoryLock:
         _held.add(self)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+    def check_place(self) -> None:
+        """Raises a ``CheckpointError`` where the path leads to another file by now than the one that is locked."""
+        try:
+            held = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file or 0))
+        except (FileNotFoundError, NotADirectoryError):
+            held = False
+        if not held:
+            raise CheckpointError(
+                f"{os.path.dirname(self._path)} is no longer the folder that this job writes and has locked: a link "
+                "was moved, or the folder or its lock was removed. Steps saved before are where it led; undo that, or "
+                "close this Checkpointer and make another."
+            )
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -59,9 +73,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _opened(directory: Any) -> int:
+def _opened(path: str) -> int:
     """The lock's file, which must be no link: the file that it leads to would be overwritten."""
-    path = os.path.join(directory, LOCK_FILE)
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:

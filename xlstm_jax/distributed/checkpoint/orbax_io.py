@@ -1,8 +1,10 @@
 """What this library asks of orbax: where and which bytes are written, and which each device reads."""
 
 import asyncio
+import dataclasses
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from xlstm_jax.wording import how_to_install
 
 # A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
 CHUNK_BYTES = 2**24
+RECORD_FILE = "leaves/metadata"  # of a step, as orbax's handler of JSON names it
 OTHER_READS_TIMEOUT_S = 10.0  # after one has failed
 
 
@@ -49,6 +52,12 @@ def directory_path(directory: str | os.PathLike[str]) -> Any:
                 f"It takes {known}; name a local folder by its path."
             ) from None
     path = Path(os.path.abspath(directory))
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.exists():  # a run would find no steps there, and start anew
+            raise ValueError(
+                f"the directory {path} is not to be found: {link} is a link to {os.readlink(link)}, which leads "
+                "nowhere. Mount what it leads to, or mend or remove the link."
+            )
     inside = next(parent for parent in (path, *path.parents) if parent.exists())
     if not inside.is_dir():
         where = "is" if inside == path else f"lies beneath {inside}, which is"
@@ -79,15 +88,37 @@ def check_dtypes(arrays: dict[str, Any]) -> None:
             raise TypeError(f"'{path}' has the dtype {array.dtype}, which cannot be stored; cast it.") from error
 
 
-def save_args(arrays: dict[str, Any], record: Record, step: int) -> Any:
-    """What orbax is to write for a step: the arrays that have values (it refuses others), and the record."""
+def save_args(arrays: dict[str, Any], record: Callable[[], Record], step: int) -> Any:
+    """What orbax is to write for a step: the arrays that have values (it refuses others), and the record.
+
+    ``record`` is called in the background, in each process.
+    """
     ocp = orbax()
     tree = unflatten_dict({path: array for path, array in arrays.items() if array.size}, sep="/")
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(tree, save_args=chunks),
-        leaves=ocp.args.JsonSave(to_json(record, step)),
+        leaves=_late_json()(lambda: to_json(record(), step)),
     )
+
+
+@cache
+def _late_json() -> Any:
+    """Arguments to write a JSON of what a function returns, which is called once the save goes on in the background."""
+    ocp = orbax()
+    json_handler: type[Any] = ocp.JsonCheckpointHandler
+    checkpoint_args: type[Any] = ocp.args.CheckpointArgs
+
+    class LateJsonHandler(json_handler):  # type: ignore[misc]  # mypy: a variable
+        async def _save_fn(self, content: Callable[[], Any], directory: Any) -> None:
+            await super()._save_fn(content(), directory)
+
+    @ocp.args.register_with_handler(LateJsonHandler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class LateJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
+        item: Callable[[], Any]
+
+    return LateJsonSave
 
 
 def read_record(folder: Any, step: int) -> Record:

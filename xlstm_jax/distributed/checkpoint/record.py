@@ -34,8 +34,10 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error
-Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum", and "impl" for keys
+OPTIMIZER = "optimizer"
+Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum"; "impl" of keys; OPTIMIZER of one leaf of its state
 Record = dict[str, Entry]
+_ORDER = ("shape", "dtype", "checksum", "impl", OPTIMIZER)
 
 PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
@@ -129,11 +131,18 @@ def stored_arrays(leaves: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- the record
 
 
-def record_of(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> Record:
-    """The record of a state; ``arrays`` are its ``stored_arrays``."""
-    record = {path: _description(leaves[path]) | {"checksum": value} for path, value in checksum_each(arrays).items()}
-    keys = {path: leaf for path, leaf in leaves.items() if is_prng_key(leaf)}
-    return record | {path: record[path] | {"impl": str(jax.random.key_impl(key))} for path, key in keys.items()}
+def record_without_sums(leaves: Mapping[str, Any]) -> Record:
+    """The record of a state without checksums, which keeps nothing of its values."""
+    impls = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)}
+    return {
+        path: _description(leaf) | ({"impl": impls[path]} if path in impls else {}) for path, leaf in leaves.items()
+    }
+
+
+def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
+    """The entries of a record that have checksums in ``sums``, with these; names in the order of version 0.1."""
+    found = {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
+    return {path: {name: entry[name] for name in sorted(entry, key=_ORDER.index)} for path, entry in found.items()}
 
 
 def _description(leaf: Any) -> Entry:
@@ -150,20 +159,58 @@ def to_json(record: Record, step: int) -> dict[str, Any]:
 
 
 def from_json(content: Any, step: int) -> Record:
-    """The inverse of ``to_json``; raises ``ValueError`` if a digest is wrong, or the record is that of another step."""
+    """The inverse of ``to_json``.
+
+    Raises:
+      ValueError: a digest is wrong, the record is that of another step, or an entry is none that ``to_json`` writes.
+    """
     record = content.get("leaves") if isinstance(content, dict) else None
     if record is None or content.get("digest") != _digest(record):
         raise ValueError("the record of leaves does not have its digest")
+    if not (isinstance(record, dict) and record):
+        raise ValueError("the record has its digest, and holds no leaves")
+    if wrong := [path for path, entry in record.items() if not _is_entry(entry)]:
+        raise ValueError(f"{listed(wrong)}: the record has its digest, and does not describe an array there")
     if content.keys() == {"leaves", "digest"}:  # of version 0.1
         return record
-    if content.get("step_digest") != _digest([content.get("step"), content["digest"]]):
-        raise ValueError("the record's number of the step does not have its digest")
-    if content["step"] != step:
-        raise ValueError(
-            f"it was saved as step {content['step']}, and its folder was renamed, copied or linked to {step}; give it "
-            "its own number back"
-        )
+    check_number(saved_as(content), step)
     return record
+
+
+def saved_as(content: Any) -> int | None:
+    """The step that a record was saved as; None where it does not say so, with the digest of that."""
+    if not isinstance(content, dict) or type(number := content.get("step")) is not int:
+        return None
+    return number if content.get("step_digest") == _digest([number, content.get("digest")]) else None
+
+
+def check_number(number: int | None, name: int) -> None:
+    """Raises a ``ValueError`` where a folder of this name was not saved as that step."""
+    if number is None:
+        raise ValueError("the record's number of the step does not have its digest")
+    if number != name:
+        raise ValueError(
+            f"it was saved as step {number}, and its folder was renamed, copied or linked to {name}; give it its own "
+            "number back"
+        )
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
+    try:
+        shape, sums, dtype = entry["shape"], entry["checksum"], entry["dtype"]
+        numbers = [*shape, *sums]
+        is_key = isinstance(dtype, str) and dtype.startswith("key<")
+        if not all(type(number) is int and number >= 0 for number in numbers) or len(sums) != 2:
+            return False
+        if entry.keys() - {"impl", OPTIMIZER} != {"shape", "dtype", "checksum"} or is_key != ("impl" in entry):
+            return False
+        if not isinstance(entry.get(OPTIMIZER, ""), str):
+            return False
+        data_struct(entry)
+    except Exception:  # NumPy and JAX raise whatever they like of a dtype or a kind of key that they do not know
+        return False
+    return True
 
 
 def _digest(content: Any) -> str:
@@ -174,7 +221,7 @@ def checksum_each(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
     """The checksum of every array; those of placed arrays are computed on their devices, from the shards."""
     # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
     # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
-    return {path: np.asarray(checksum_program(array)(_words(array))).tolist() for path, array in arrays.items()}
+    return {path: np.asarray(checksum_program(array)(as_words(array))).tolist() for path, array in arrays.items()}
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
@@ -190,7 +237,7 @@ def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
     return jax.jit(checksum, out_shardings=sharding)
 
 
-def _words(array: Any) -> Any:
+def as_words(array: Any) -> Any:
     """A NumPy array of 64-bit values as pairs of 32 bits: JAX would cut the values, unless it has 64 bits enabled."""
     if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
         return array
@@ -220,7 +267,7 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
             "that was saved (same model, optimizer and frozen parameters). Parameters without an optimizer are read by "
             "restore_params."
         )
-    unlike = [path for path, like in likes.items() if not _fits(record[path], _description(like))]
+    unlike = [path for path, like in likes.items() if not fits(record[path], _description(like))]
     if unlike:
         entries = record[unlike[0]], _description(likes[unlike[0]])
         saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
@@ -270,7 +317,7 @@ def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
     return "; and ".join(problems)
 
 
-def _fits(saved: Entry, like: Entry) -> bool:
+def fits(saved: Entry, like: Entry) -> bool:
     """A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array."""
     names = {saved["dtype"], like["dtype"]}
     same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1

@@ -1,8 +1,9 @@
 """Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
 
-A save goes on in the background. Whoever calls next learns whether it failed, and at the end of the program, where
-nobody calls any more, the exit waits for it: threads can still be started then, which orbax needs (in Python 3.12 they
-cannot). If it fails there, the exit says which step is lost, and the exit code is 1.
+A save goes on in the background, up to a limit that holds for its commit too. Whoever calls next learns whether it
+failed, and at the end of the program, where nobody calls any more, the exit waits for it: threads can still be started
+then, which orbax needs (in Python 3.12 they cannot). If it fails there, the exit says which step is lost, and the exit
+code is 1.
 """
 
 import atexit
@@ -21,8 +22,11 @@ from typing import Any
 
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.orbax_io import is_url
+from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of
 
+_COMMIT_GRACE_S = 1.0  # beyond the limit, in which orbax's own error comes
+_LOOK_EVERY_S = 0.005
 _JUMP_S = 1.0  # of the clock, beyond which it is the cause of a timeout
 
 
@@ -34,12 +38,13 @@ class Writer:
       owner: the object that saves with it. While that lives, no other object of this process can write the directory.
       steps: numbers of saved steps; ``save`` adds to them, and a failure takes away again.
       locks: whether this process locks the directory for the job.
+      timeout_s: how long a save may take in the background, its commit and the removal of old steps included.
     Raises:
       CheckpointError: another object of this process, or another job, writes there.
     """
 
-    def __init__(self, directory: Any, owner: object, steps: set[int], *, locks: bool) -> None:
-        self.directory, self._steps = directory, steps
+    def __init__(self, directory: Any, owner: object, steps: set[int], timeout_s: float, *, locks: bool) -> None:
+        self.directory, self._steps, self._timeout_s = directory, steps, timeout_s
         self.manager: Any = None  # whoever opens the writer sets it
         self._lock: Any = None
         self._saving: int | None = None  # the step
@@ -74,11 +79,37 @@ class Writer:
         self._steps.add(step)
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises a ``CheckpointError`` if it failed."""
-        step, self._saving = self._saving, None
-        if step is not None:
+        """Waits until the last save is on disk, no longer than its limit; raises a ``CheckpointError`` if it failed."""
+        if (step := self._saving) is not None:
             with self._failing_as(step):
+                self._wait_for_commit()
+                self._saving = None
                 self.manager.wait_until_finished()
+            self._steps.add(step)
+        self.check_place()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the last save has passed its limit, and goes on: a rename on a file system that does not answer."""
+        return self._saving is not None and time.monotonic() >= self._deadline and self.manager.is_saving_in_progress()
+
+    def _wait_for_commit(self) -> None:
+        while self.manager.is_saving_in_progress():
+            if time.monotonic() >= self._deadline:
+                raise TimeoutError(
+                    f"it was not on disk within async_timeout_s={self._timeout_s:g} s, and writing, renaming or the "
+                    "removal of old steps goes on"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    @property
+    def _deadline(self) -> float:
+        return self._begun[1] + self._timeout_s + _COMMIT_GRACE_S
+
+    def check_place(self) -> None:
+        """Raises a ``CheckpointError`` if the directory is another by now: a link to it was moved, say."""
+        if self._lock is not None:
+            self._lock.check_place()
 
     def check(self) -> None:
         """Raises a ``CheckpointError`` if the last save has failed by now; does not wait."""
@@ -88,11 +119,18 @@ class Writer:
     def close(self) -> None:
         """Waits for the last save, as ``wait`` does, and unlocks the directory."""
         with ExitStack() as at_last:
+            at_last.callback(self._close_unless_it_hangs)
+            self.wait()
+
+    def _close_unless_it_hangs(self) -> None:
+        """What hangs may still be committed: the directory stays locked until that, or the end of the process."""
+        if self.hangs:
+            return
+        with ExitStack() as at_last:
             for resource in filter(None, (self._lock, self.manager)):
                 at_last.callback(resource.close)
             if self._key in _writers and _writers[self._key][1] is self:
                 del _writers[self._key]
-            self.wait()
 
     @contextmanager
     def _failing_as(self, step: int) -> Iterator[None]:
@@ -140,11 +178,12 @@ def _close_all() -> None:
             writer.close()
         except BaseException as error:  # nobody is left to catch it, nor a KeyboardInterrupt
             _lost.append(str(error) if isinstance(error, CheckpointError) else cause_of(error))
-    if not _lost or sys.stderr is None:
-        return
     cure = "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
-    with suppress(OSError, ValueError):  # of a stream that nobody reads, or that is closed
-        sys.stderr.write("\n".join([*_lost, cure, ""]))
+    if _lost and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # of a stream that nobody reads, or that is closed
+            sys.stderr.write("\n".join([*_lost, cure, ""]))
+    if any(writer.hangs for _, writer in _writers.values()):  # Python would wait for its threads.
+        leave(1, "; ".join(_lost))
 
 
 @atexit.register

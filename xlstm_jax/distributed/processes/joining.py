@@ -3,8 +3,8 @@
   initialize_distributed()                    under SLURM, Open MPI, Kubernetes, on TPU pods: joins; alone: does nothing
   initialize_distributed(address, n, id)      anywhere else
 
-All waits are bounded, and far shorter than JAX's own (300, 100 and 300 s): a job whose processes do not find each
-other, or lose one, should end at once, so that the scheduler starts it again.
+All waits are bounded: a job whose processes do not find each other, or lose one, should end soon, so that the scheduler
+starts it again. What a process that gives up says ends the others (``leaving.py``).
 """
 
 import contextlib
@@ -20,10 +20,11 @@ import jax
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
+from xlstm_jax.distributed.processes.leaving import leave_with_others
 from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
-HEARTBEAT_TIMEOUT_S = 10
+HEARTBEAT_TIMEOUT_S = 600  # as a step may take by default: a process that pauses is not dead before
 SHUTDOWN_TIMEOUT_S = 30
 RETRY_S = 0.2  # between attempts to reach the coordinator
 
@@ -66,7 +67,10 @@ def initialize_distributed(
         and Open MPI, the one with the number of the process on its host: start one process for each, or pass the list.
       initialization_timeout_s: how long to wait for the others. A process that finds no coordinator raises. One that
         did, but waits for a third, is ended by JAX's runtime (SIGABRT, "RegisterTask ... Deadline Exceeded").
-      heartbeat_timeout_s: after this long without a sign of life from a process all others are ended.
+      heartbeat_timeout_s: after this long without a sign of life from a process (its host is gone, or it was stopped)
+        all others are ended, by JAX's runtime (SIGABRT). A pause that a ``LoopGuard`` allows must be shorter: pass at
+        least its ``step_timeout_s``. A process that is killed in a collective, or leaves by an error, is noticed at
+        once; elsewhere this is how long it is waited for, where no other limit comes first.
       shutdown_timeout_s: how long a process that exits waits for the others to exit.
     Raises:
       ValueError: some of the three arguments are given and others are not, or they make no sense.
@@ -95,6 +99,7 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
+    leave_with_others()
 
 
 def _given_membership(

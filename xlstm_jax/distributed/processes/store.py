@@ -70,10 +70,14 @@ def exchange(text: str, what: str, timeout_s: float) -> list[str]:
     state = distributed.global_state
     if not jax.distributed.is_initialized() or state.num_processes == 1:
         return [text]
-    store = Store("exchange", state.process_id, range(state.num_processes))
+    return exchange_in(Store("exchange", state.process_id, range(state.num_processes)), text, what, timeout_s)
+
+
+def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[str]:
+    """The same among the processes of ``store``, in their order."""
     deadline = time.monotonic() + timeout_s
     store.post(f"texts/{store.me}", json.dumps([what, text]))
-    if store.me == 0:
+    if store.me == store.processes[0]:
         _answer(store, deadline)
     answer = json.loads(store.read("answer", deadline + GRACE_S) or "{}")
     if "posted" not in answer:
@@ -85,7 +89,8 @@ def exchange(text: str, what: str, timeout_s: float) -> list[str]:
         )
     whats, texts = zip(*answer["posted"], strict=True)
     if len(set(whats)) > 1:
-        raise ValueError(f"processes do different things at once: {_by_process(whats)}. Let all do the same in order.")
+        different = _by_process(whats, store.processes)
+        raise ValueError(f"processes do different things at once: {different}. Let all do the same in order.")
     return list(texts)
 
 
@@ -100,9 +105,9 @@ def _answer(store: Store, deadline: float) -> None:
     store.post("answer", json.dumps({"posted": [json.loads(text) for text in posted if text]}))
 
 
-def _by_process(texts: Sequence[str]) -> str:
+def _by_process(texts: Sequence[str], processes: Sequence[int]) -> str:
     groups = defaultdict(list)
-    for process, text in enumerate(texts):
+    for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)
     return ", but ".join(f"{text} on {named(group)}" for text, group in groups.items())
 

@@ -11,9 +11,10 @@ What goes wrong in a run, and what happens then:
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
+from xlstm_jax.distributed.processes.leaving import EXIT_FAILED
 from xlstm_jax.distributed.resilience.loop_guard import LoopGuard, NonFiniteError
 from xlstm_jax.distributed.resilience.replica_check import ReplicaError, check_replicas
-from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG
+from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG
 
 __all__ = [
     "EXIT_FAILED",

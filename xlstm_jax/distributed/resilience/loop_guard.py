@@ -1,17 +1,18 @@
-"""The guard around the training loop: the clock of the steps, the values of their losses, SIGTERM, and the way out.
+"""The guard around the training loop: the clock of the steps, the values of their losses, signals, and the way out.
 
 ``step_done(n, metrics)`` starts the copy of step n's loss and counters to the host, reads those of step n - 1, and
 starts the watchdog's clock anew. While it waits for step n - 1 the device has step n to do, so the device never waits
 for the host. All processes learn of a bad step one step later, at the same step: they read the same replicated values.
 
-After an exception a process ends with ``os._exit``, which closes its connections at once. JAX's ``atexit`` would wait
-in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out (100 s).
+After an exception a process tells the others and ends with ``os._exit`` (``processes/leaving.py``). JAX's ``atexit``
+would wait in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out.
 
 The watchdog looks at every shard of the loss. Where a process is gone, the collective fails on the devices that talk to
 it; the others wait for their neighbours, and a read of the loss reads the first device alone.
 """
 
 import math
+import os
 import signal
 import threading
 import traceback
@@ -25,9 +26,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, SKIPPED_STEPS
-from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, MAX_TIMEOUT_S, Watchdog, leave
+from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
+from xlstm_jax.distributed.resilience.watchdog import MAX_TIMEOUT_S, Watchdog
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = (
+    b"\nCtrl-C: this run saves and ends after its step, with exit code 130; a second Ctrl-C ends it at once.\n"
+)
 DEFAULT_STEP_TIMEOUT_S = 600.0
 DEFAULT_FIRST_STEP_TIMEOUT_S = 3600.0  # it compiles
 DEFAULT_MAX_SKIPPED_IN_A_ROW = 10
@@ -53,6 +57,9 @@ class LoopGuard:
     processes, the process ends at once with code 13 (130 after Ctrl-C, its own after ``sys.exit``): an enclosing
     ``with`` or ``finally`` does not run. So what waits for other processes as it closes (a checkpointer) belongs
     outside of the guard, what writes files (a ``MetricLogger``) inside. In a single process the exception propagates.
+
+    Ctrl-C is heard as SIGTERM is: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
+    program by ``SystemExit(130)``. A second one, or one that the loop does not ask about, is a ``KeyboardInterrupt``.
 
     Args:
       step_timeout_s: a step that takes longer, from one ``step_done`` to the next, ends the process with code 14 after
@@ -88,14 +95,14 @@ class LoopGuard:
         self._watching: tuple[str, float | None] = ("", None)
         self._pending: tuple[int, dict[str, Any]] | None = None  # the last step, with its values
         self._in_flight: list[Any] = []  # losses that may not have been computed
-        self._sigterm_seen = False
-        self._previous_handler: Any = None
+        self._sigterm_seen = self._interrupted = self._unheard = False
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if self._watchdog is not None:
             raise ValueError("this LoopGuard is in use, or was; make one for each loop.")
-        if not jax.distributed.is_initialized():
-            self._listen_for_sigterm()
+        self._listen()
+        leave_with_others()
         self._watchdog = Watchdog(f"process {jax.process_index()} of {jax.process_count()}", self._failed_shard)
         self._watchdog.start()
         self._watch("the first step", self._first_step_timeout_s)
@@ -110,6 +117,8 @@ class LoopGuard:
             self._close(late)
             raise
         self._close(error)
+        if error is None and self._interrupted:
+            raise SystemExit(EXIT_INTERRUPTED)
 
     def step_done(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Says that a step was dispatched, and checks the loss and the counters of the step before.
@@ -124,6 +133,9 @@ class LoopGuard:
           ValueError: ``metrics`` have no ``loss``; or the guard is outside of its ``with`` block.
         """
         self._entered("step_done")
+        if self._unheard:
+            raise KeyboardInterrupt("a step after Ctrl-C, and the loop has not called should_stop since")
+        self._unheard = self._interrupted
         held = None if metrics is None else (step, _values_to_check(metrics))
         self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, held))]
         self._check_pending()
@@ -131,12 +143,13 @@ class LoopGuard:
         self._watch(f"step {step + 1}", self._step_timeout_s)
 
     def should_stop(self, step: int) -> bool:
-        """Whether to save a checkpoint and leave: some process has got SIGTERM.
+        """Whether to save a checkpoint and leave: some process has got SIGTERM, or Ctrl-C.
 
         It is True in all processes after the same step, the first one that none had begun; they agree on it through
         JAX's preemption service, without a collective. Call it in every process after every step, with its number.
         """
         self._entered("should_stop")
+        self._unheard = False
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._sigterm_seen
@@ -193,25 +206,39 @@ class LoopGuard:
         losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array)]
         return next(filter(None, map(_failure_of, losses)), None)
 
-    def _listen_for_sigterm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def _listen(self) -> None:
+        """Notes SIGTERM and Ctrl-C. In a run of several processes JAX hears SIGTERM, and tells all of them."""
+        several = jax.distributed.is_initialized()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not several and not in_main_thread:
             raise ValueError("LoopGuard was entered outside of the main thread, but only that one can hear SIGTERM.")
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
             del number, frame
             self._sigterm_seen = True
 
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self._interrupted:
+                signal.default_int_handler(number, frame)
+            self._interrupted = self._sigterm_seen = True
+            os.write(2, INTERRUPTED)
+            if several:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         # None is a handler that was not installed from Python, which cannot be put back.
-        self._previous_handler = signal.signal(signal.SIGTERM, note) or signal.SIG_DFL
+        if not several:
+            self._previous_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop) or signal.SIG_DFL
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored (nohup)
+            self._previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def _close(self, error: BaseException | None) -> None:
-        """Ends the process if others would wait for it; else stops the watchdog and restores the SIGTERM handler."""
+        """Ends the process if others would wait for it; else stops the watchdog and restores the handlers."""
         if error is not None and jax.process_count() > 1 and (code := _exit_code(error)):
             traceback.print_exception(error)
-            leave(code)
+            leave(code, f"{type(error).__name__}: {error}")
         self._entered("close").stop()
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def _failure_of(loss: jax.Array) -> str | None:

@@ -23,7 +23,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value
 from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import check_alive, leaves_with_path
 from xlstm_jax.distributed.processes.simulation import Device
 from xlstm_jax.distributed.processes.together import allgather_text
 
@@ -66,6 +66,7 @@ def check_replicas(tree: PyTree) -> None:
 
     >>> check_replicas({"w": jax.device_put(np.ones(3), NamedSharding(mesh, PartitionSpec()))})
     """
+    check_alive(tree, "check_replicas")
     copied = [leaf for path, leaf in leaves_with_path(tree) for leaf in _copied(path, leaf_value(leaf))]
     if not copied:
         return

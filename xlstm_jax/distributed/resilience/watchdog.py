@@ -18,18 +18,17 @@ import contextlib
 import faulthandler
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-EXIT_FAILED = 13
+from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, in_time, leave
+
 EXIT_HUNG = 14
 LOOK_EVERY_S = 0.25
 TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, which has more to say
 MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # that the timer can take; 292 years
-FLUSH_TIMEOUT_S = 0.5
 WRITE_TIMEOUT_S = 2.0  # that a reader of stderr is given to take the stacks
 _STDERR = 2
 
@@ -104,8 +103,8 @@ class Watchdog:
 
     def _end(self, reason: str, code: int) -> None:
         text = f"\n{self._name}: {reason}. The process ends with exit code {code}; the stacks of its threads:\n"
-        _in_time(lambda: _write_all(text.encode() + _stacks()), WRITE_TIMEOUT_S)
-        leave(code)
+        in_time(lambda: _write_all(text.encode() + _stacks()), WRITE_TIMEOUT_S)
+        leave(code, reason)
 
 
 def _stderr_that_does_not_block() -> int:
@@ -134,17 +133,3 @@ def _stacks() -> bytes:
 def _write_all(data: bytes) -> None:
     while data:
         data = data[os.write(_STDERR, data) :]
-
-
-def _in_time(work: Callable[[], object], timeout_s: float) -> None:
-    """Does the work in a thread that is left behind if it takes longer."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-
-
-def leave(code: int) -> None:
-    """Ends the process at once: no ``atexit``, no barrier. What was printed is flushed, where that does not block."""
-    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-    _in_time(lambda: [stream.flush() for stream in streams], FLUSH_TIMEOUT_S)
-    os._exit(code)

@@ -1,0 +1,87 @@
+"""One of several processes that goes wrong, or ends: ``python -m tests.leaving_process MODE RANK COUNT PORT FOLDER``.
+
+Process 0 is the stuck one where MODE says so, else the last is; lines on stdout say when what happened.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import (
+    Checkpointer,
+    DeviceMeshManager,
+    LoopGuard,
+    assert_same_everywhere,
+    initialize_distributed,
+    simulate_cpu_devices,
+)
+
+MODE, RANK, COUNT, PORT, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+WRONG = 0 if MODE.endswith("first") else COUNT - 1
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def mean_of_all(mesh):
+    total = jax.jit(lambda: jnp.arange(8.0).sum(), out_shardings=NamedSharding(mesh, P()))
+    return float(total())
+
+
+def steps(mesh):
+    with LoopGuard(step_timeout_s=60) as guard:
+        for step in range(1, 20):
+            guard.step_done(step, {"loss": mean_of_all(mesh)})
+            say("STEP", step)
+            time.sleep(0.1)
+
+
+def save_that_hangs():
+    """From the second save on no rename of process 0 ends."""
+    split = NamedSharding(DeviceMeshManager.create_device_mesh({"data": -1}), P("data"))
+    state = {"w": jax.jit(lambda: jnp.arange(8.0), out_shardings=split)()}
+    checkpointer = Checkpointer(FOLDER, async_timeout_s=2)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    if RANK == 0:
+        os.rename = lambda *_, **__: time.sleep(600)
+    checkpointer.save(2, state)
+    say("SAVED", time.time())
+    checkpointer.wait()
+
+
+simulate_cpu_devices(1)
+initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
+assert_same_everywhere({"mode": MODE})
+assert jax.device_count() == COUNT  # JAX waits for all as it starts the devices
+say("JOINED", time.time())
+if MODE.startswith("timeout"):
+    if RANK == WRONG:
+        time.sleep(600)
+    Checkpointer(FOLDER, peer_timeout_s=1).latest_step()
+elif MODE.startswith("exception"):
+    if RANK == WRONG:
+        time.sleep(0.5)
+        raise OSError("the data are gone")
+    time.sleep(600)
+elif MODE.startswith("guard"):
+    with LoopGuard(step_timeout_s=60):
+        if RANK == WRONG:
+            raise OSError("the data are gone")
+        time.sleep(600)
+elif MODE == "interrupt":
+    time.sleep(600)
+elif MODE == "save":
+    save_that_hangs()
+elif MODE == "pause":
+    steps(DeviceMeshManager.create_device_mesh({"data": -1}))
+np.testing.assert_equal(jax.process_count(), COUNT)
+say("END", time.time())

@@ -1,0 +1,99 @@
+"""The record of a checkpoint by itself: checksums are those of NumPy, and every difference from a record is seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xlstm_jax.distributed.checkpoint.checksums import checksum
+from xlstm_jax.distributed.checkpoint.record import (
+    check_sound,
+    checksum_each,
+    from_json,
+    record_without_sums,
+    to_json,
+    with_sums,
+)
+
+
+def record_of(leaves, arrays):
+    return with_sums(record_without_sums(leaves), checksum_each(arrays))
+
+
+FACTORS = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97, 15))
+
+
+def checksum_of_numpy(words):
+    """Of uint32 words in their order: each with its position, scrambled twice, and summed modulo 2^32."""
+    sums = []
+    for first, factor, second, other, last in FACTORS:
+        found = (words.ravel() + np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(factor)
+        found = (found ^ (found >> first)) * np.uint32(factor)
+        found = (found ^ (found >> second)) * np.uint32(other)
+        sums.append(int(np.sum(found ^ (found >> last), dtype=np.uint32)))
+    return sums
+
+
+def words_of(array):
+    """The bits of the values, one word of 32 bits for each that has no more."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.itemsize >= 4:
+        return array.view(np.uint32)
+    return array.view(f"uint{8 * array.dtype.itemsize}").astype(np.uint32)
+
+
+VALUES = np.linspace(-2, 2, 24).reshape(2, 3, 4)
+ARRAYS = {
+    "float32": VALUES.astype(np.float32),
+    "bfloat16": np.asarray(jnp.asarray(VALUES, jnp.bfloat16)),
+    "int8": (30 * VALUES).astype(np.int8),
+    "bool": VALUES > 0,
+    "complex64": (VALUES + 1j * VALUES**2).astype(np.complex64),
+    "float64": VALUES * (1 + 1e-12),
+    "nothing but 0": np.zeros(3, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_checksums_are_those_of_numpy(name):
+    """On the devices and of what lies on the host, in the version of the format that released files have."""
+    array = ARRAYS[name]
+    want = checksum_of_numpy(words_of(array))
+    assert checksum_each({"x": array})["x"] == want
+    if array.dtype.itemsize <= 4 or name == "complex64":
+        assert np.asarray(checksum(jnp.asarray(array))).tolist() == want
+    assert checksum_each({"x": array.ravel()[::-1].copy()})["x"] != want or not array.any()
+
+
+def test_what_was_read_is_compared_in_shape_dtype_and_every_bit():
+    arrays = {"w": np.arange(6, dtype=np.int32), "b": np.zeros(2, np.float32)}
+    record = record_of(arrays, arrays)
+    check_sound(record, arrays)
+    flipped = arrays["w"].copy()
+    flipped[3] ^= 1 << 30
+    for other in (arrays["w"].reshape(2, 3), arrays["w"].view(np.uint32), arrays["w"].view(np.float32), flipped):
+        assert checksum_each({"w": other}) == checksum_each({"w": arrays["w"]}) or other is flipped  # guard
+        with pytest.raises(ValueError, match="'w': what was read does not have the checksum or dtype"):
+            check_sound(record, arrays | {"w": other})
+
+
+def test_a_record_that_was_changed_is_refused():
+    content = to_json(record_of({"n": 3}, {"n": np.int64(3)}), step=7)
+    assert from_json(content, 7)["n"]["dtype"] == "int"
+    leaf = {"n": content["leaves"]["n"] | {"dtype": "bool"}}
+    for changed, message in (
+        ({"leaves": leaf}, "the record of leaves does not have its digest"),
+        ({"step": 8}, "the record's number of the step does not have its digest"),
+        ({"step_digest": "0"}, "the record's number of the step does not have its digest"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_json(content | changed, 8 if "step" in changed else 7)
+    with pytest.raises(ValueError, match="it was saved as step 7, and its folder was renamed, copied or linked to 8"):
+        from_json(content, 8)
+    assert from_json({name: content[name] for name in ("leaves", "digest")}, 8)  # of version 0.1
+
+
+def test_keys_of_each_kind_are_their_own():
+    keys = {kind: jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg")}
+    data = {kind: jax.random.key_data(key) for kind, key in keys.items()}
+    assert record_of(keys, data)["rbg"]["dtype"] != record_of(keys, data)["threefry2x32"]["dtype"]
