@@ -1,0 +1,144 @@
+"""Runs tests against copies of the tree that a mutation has changed, several at a time.
+
+This process imports JAX once, and starts no device. Each run is a fork of it, which imports the library from its copy
+and calls pytest: a second or two, and the tests that it is given.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# Before JAX is imported; as conftest.py has it.
+os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"
+
+import flax.linen
+import flax.nnx  # noqa: F401
+import jax.numpy  # noqa: F401
+import optax  # noqa: F401
+import pytest
+
+from tests.mutants.catalogue import ROOT, Mutant
+
+COPIED = ("xlstm_jax", "tests", "conftest.py", "pyproject.toml", "setup.cfg")
+LIMIT_S = 600.0
+POLL_S = 0.05
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+class Run(NamedTuple):
+    """The tests that are run, with a mutation or without one."""
+
+    tests: tuple[str, ...]
+    mutant: Mutant | None = None
+
+
+class Outcome(NamedTuple):
+    """What came of it: "passed", "failed", "hung", or "broken" where no test ran."""
+
+    run: Run
+    result: str
+    test: str  # the first that failed
+    seconds: float  # of processor time
+    text: str
+
+
+class _Child(NamedTuple):
+    run: Run
+    pid: int
+    copy: Path
+    log: Path
+    begun: float
+
+
+def outcomes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
+    """What comes of the runs, each as it ends."""
+    waiting = list(reversed(runs))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        free = [_copy(Path(folder) / str(job)) for job in range(jobs)]
+        children: list[_Child] = []
+        try:
+            while waiting or children:
+                while waiting and free:
+                    children.append(_started(waiting.pop(), free.pop()))
+                time.sleep(POLL_S)
+                for child in list(children):
+                    if outcome := _ended(child):
+                        children.remove(child)
+                        free.append(child.copy)
+                        yield outcome
+        finally:
+            for child in children:
+                _kill(child.pid)
+
+
+def _copy(to: Path) -> Path:
+    to.mkdir()
+    for source in (ROOT / name for name in COPIED):
+        shutil.copytree(source, to / source.name) if source.is_dir() else shutil.copy2(source, to)
+    return to
+
+
+def _started(run: Run, copy: Path) -> _Child:
+    if run.mutant:
+        file = copy / run.mutant.path
+        file.write_text(run.mutant.mutated((ROOT / run.mutant.path).read_text()))
+    log = copy.with_suffix(".log")
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        _run_tests(run.tests, copy, log)
+    return _Child(run, pid, copy, log, time.monotonic())
+
+
+def _run_tests(tests: Sequence[str], copy: Path, log: Path) -> None:
+    """In the child: it never returns."""
+    code = 99
+    try:
+        os.setsid()  # what it starts ends with it
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = True
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xlstm_jax", "conftest")]:
+            del sys.modules[name]
+        sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]))
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _ended(child: _Child) -> Outcome | None:
+    pid, status, used = os.wait4(child.pid, os.WNOHANG)
+    if not pid and time.monotonic() - child.begun < LIMIT_S:
+        return None
+    if not pid:
+        _kill(child.pid)
+    if child.run.mutant:
+        shutil.copy2(ROOT / child.run.mutant.path, child.copy / child.run.mutant.path)
+    text = child.log.read_text(errors="replace")
+    found = FAILED.search(text)
+    result = {0: "passed", 1: "failed"}.get(os.waitstatus_to_exitcode(status), "broken") if pid else "hung"
+    return Outcome(
+        child.run, result, found[1].removeprefix("tests/") if found else "", used.ru_utime + used.ru_stime, text
+    )
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
