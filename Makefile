@@ -6,50 +6,56 @@
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
+#   make test-mutants  puts some two hundred mistakes into the library, each of which a test must see; half an hour
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
-# PYTHON chooses the interpreter, VENV the folder of the environment, EXTRAS (of setup.cfg) what is installed in it.
+# PYTHON chooses the interpreter, VENV the folder of the environment. A target installs the extras of setup.cfg that it
+# needs, the first time that it runs; what other targets have installed stays. So `make docs test` also runs the tests of
+# what the pages need, which are skipped in an environment without it: those that compile for GPUs.
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,dev,docs,models,forecast-gpu
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test check docs docs-serve test-targets test-models test-gpu test-faults clean
+.PHONY: train test check docs docs-serve test-targets test-models test-gpu test-mutants test-faults clean
 
-train: $(VENV)/installed
+train: $(VENV)/has-train
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
 
-test: $(VENV)/installed
+test: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
-check: $(VENV)/installed
+# mypy and pyright read what the code imports.
+check: $(VENV)/has-test,dev,docs
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-docs: $(VENV)/installed
+docs: $(VENV)/has-docs,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx --quiet --jobs 2 --fail-on-warning --keep-going docs docs/_build/html
 
 docs-serve: docs
 	$(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
 
-test-targets: $(VENV)/installed
+test-targets: $(VENV)/has-test,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)
 
-test-models: $(VENV)/installed
+test-models: $(VENV)/has-test,models
 	$(VENV)/bin/python -m pytest tests/third_party $(ARGS)
 
-test-gpu: $(VENV)/installed
+test-gpu: $(VENV)/has-test
 	$(VENV)/bin/python -m tests.gpu
 
-test-faults: $(VENV)/installed
+test-mutants: $(VENV)/has-test
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
+
+test-faults: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest tests/faults $(ARGS)
 
-$(VENV)/installed: setup.cfg setup.py
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/has-%: setup.cfg setup.py
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet -e .[$(EXTRAS)]
+	$(VENV)/bin/python -m pip install --quiet -e ".[$*]"
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 # Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. And most of their
@@ -10,6 +11,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_bac
 # No test reads what another has compiled, nor what the user has.
 os.environ["XLSTM_JAX_CACHE_DIR"] = ""
 
+import xlstm_jax  # before JAX, so that CUDA's plugin is silent; isort: skip
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +21,33 @@ from flax import linen as nn
 
 import xlstm_jax.distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.training.checking import whole_params
 
 TESTS = Path(__file__).parent / "tests"
 
+# Tests marked with a name compile for such devices; what they need is in an extra.
+PLATFORMS = {"libtpu": "tpu", "cuda_plugin": "cuda"}
+
 simulate_cpu_devices(8)
+
+
+@cache
+def _lacks_compiler(platform: str) -> str:
+    """What of the platform's extra is not there, or does not fit together."""
+    try:
+        check_compiler(platform)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures compile
+def pytest_runtest_setup(item):
+    """A test of a compiler that is not installed is skipped by its marker alone, so that none can forget to."""
+    for marker, platform in PLATFORMS.items():
+        if item.get_closest_marker(marker) and (lacks := _lacks_compiler(platform)):
+            pytest.skip(lacks)
 
 
 def pytest_ignore_collect(collection_path):

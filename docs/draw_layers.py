@@ -23,6 +23,7 @@ CAPTIONS = {
     "wording": "numbers as text",
     "hardware": "chips, links, XLA options",
     "common_types": "a few type names",
+    "quiet_import": "CUDA's plugin, silent",
 }
 CORE = "data_parallel"
 WIDTH, HEIGHT, GAP = 10.0, 0.72, 0.14

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
-from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
 
 KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
-
-
-def _lacks_cuda_plugin() -> str:
-    """What the extra forecast-gpu brings and is not there, or does not fit together."""
-    try:
-        check_compiler("cuda")
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
-NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
-_CUDA_PLUGIN_PROBLEM = _lacks_cuda_plugin()
-NEEDS_CUDA_PLUGIN = pytest.mark.skipif(bool(_CUDA_PLUGIN_PROBLEM), reason=_CUDA_PLUGIN_PROBLEM)
 
 
 @cache

@@ -98,6 +98,7 @@ def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path
     assert found["missing"].items() >= EXTRAS.items() and "checkpoint" not in found["missing"]
     assert found["versions"]["xlstm_jax"] == xlstm_jax.__version__
     assert all(check["ok"] for check in found["checks"]) and len(found["checks"]) >= 8
+    assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
 
 
 def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):

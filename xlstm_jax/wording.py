@@ -4,11 +4,12 @@ import copy
 import dataclasses
 import io
 import itertools
+import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,6 +18,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+Result = TypeVar("Result")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_WIDTH = 24  # characters that no column folds; of long texts each line has at least as many
@@ -103,6 +105,25 @@ def kind_of(value: Any) -> str:
 def one_line(text: object) -> str:
     """A text, such as that of an error, without line breaks."""
     return " ".join(str(text).split())
+
+
+def read_json(text: str, what: str, read: Callable[[Any], Result]) -> Result:
+    """``read`` of the JSON in a text, which is to be ``what``; a ``ValueError`` says why it is not, whatever it holds.
+
+    >>> read_json("[[1]]", "a number", lambda data: data["value"])
+    Traceback (most recent call last):
+      ...
+    ValueError: this is not a number as the library writes it: list indices must be integers or slices, not str.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not {what}, but no JSON: {one_line(error)}.") from None
+    try:
+        return read(data)
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"this is not {what} as the library writes it: {why}.") from error
 
 
 def how_to_install(extra: str) -> str:

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from xlstm_jax.cli.doctor import Diagnosis, examine
-from xlstm_jax.cli.factory import Factory, load_factory
+from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_of
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
@@ -117,25 +117,41 @@ def _other_sizes(mesh: dict[str, int], devices: int) -> str:
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
     """Refuses a mesh without an axis to split over, which may be a typing error, unless ``--set`` asks for it."""
-    if "shard_axes" not in factory.declared or "shard_axes" in chosen or Options(mesh).shard_axes:
+    name = _axes_of(factory)
+    if name is None or name in chosen or Options(mesh).shard_axes:
         return
     last = list(mesh)[-1]
     renamed = {SHARD_AXIS_PREFIX if axis == last else axis: size for axis, size in mesh.items()}
     raise ValueError(
         f"--mesh {format_mesh(mesh)}: no axis begins with {SHARD_AXIS_PREFIX}, so {factory.name} would be "
         f"told to split nothing. Name the axes to split over {SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
-        f', or pass --set "shard_axes=(\'{last}\',)", or --set "shard_axes=()" for a replicated run.'
+        f', or pass --set "{name}=(\'{last}\',)", or --set "{name}=()" for a replicated run.'
     )
+
+
+def _axes_of(factory: Factory) -> str | None:
+    """The name by which a factory takes the axes to split over; None: it names them itself."""
+    return next((name for name in AXES if name in factory.taken), None)
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
     """Those of ``fit`` where the factory can split over any axes; else one flat axis."""
-    return meshes_of(topology) if "shard_axes" in factory.declared else [{SHARD_AXIS_PREFIX: topology.num_devices}]
+    return meshes_of(topology) if _axes_of(factory) else [{SHARD_AXIS_PREFIX: topology.num_devices}]
+
+
+def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:
+    """Before anything is compiled: which options do not reach the factory."""
+    if ignored := [what for what in factory.not_varied if what in varied]:
+        say(
+            f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
+            "which it passes to shard_modules, it takes all but remat, which is for its model.",
+            stays=True,
+        )
 
 
 def _workload(factory: Factory, mesh: dict[str, int], args: Namespace) -> Workload:
     """The user's workload for a mesh, with all options at the defaults of the factory."""
-    given = {"shard_axes": Options(mesh).shard_axes, "devices": math.prod(mesh.values())}
+    given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())}
     return _offloaded(factory.workload(given, dict(args.set)), Offload() if args.offload else NO_OFFLOAD)
 
 
@@ -154,6 +170,8 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[s
     """The forecast, the plan, and what is to be said of the cache."""
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
+    if args.topology and not args.mesh:
+        _say_what_it_ignores(factory, list(VARIED)[:1], say)
     workload = _workload(factory, mesh, args)
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
@@ -220,7 +238,7 @@ def _read_plan(path: str) -> ShardingPlan:
         return ShardingPlan.from_json(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--diff {path}: {error.strerror}. {cure}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # whatever is in the file
+    except ValueError as error:
         why = shortened(one_line(error).rstrip("."), MAX_REASON)
         raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
@@ -281,6 +299,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
     """``xlstm-jax fit``"""
     factory = load_factory(args.factory)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
+    _say_what_it_ignores(factory, list(VARIED), say)
     build_step, cache, progress = _StepBuilder(factory, dict(args.set)), _cache(args), _FitProgress(say)
     found = fit(
         build_step,
@@ -300,7 +319,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
 
 def _command_again(args: Namespace, factory: Factory, options: Options) -> str:
     """The command that forecasts the options that ``fit`` has found, with those arguments that the factory declares."""
-    found = {name: getattr(options, name) for name in ("min_weight_size", "remat", "keep_gathered")}
+    found = {name: value for name, value in settings_of(options).items() if name not in AXES}  # as the mesh has them
     settings = factory.arguments(found, dict(args.set))
     return f"and to see all of it:\n\n{indent(command_of(options, args.factory, args.topology, settings), '    ')}\n"
 
@@ -340,8 +359,7 @@ class _StepBuilder:
         Raises:
           ValueError: the factory has no argument for what these options change, so the step was built before.
         """
-        given = {name: getattr(options, name) for name in ("shard_axes", "min_weight_size", "remat", "keep_gathered")}
-        given["devices"] = math.prod(options.mesh.values())
+        given = settings_of(options) | {"devices": math.prod(options.mesh.values())}
         arguments = self.factory.arguments(given, self.chosen)
         workload = _offloaded(self.factory.workload(given, self.chosen), options.offload)
         key = repr((options.mesh, options.num_minibatches, arguments, workload.offload))

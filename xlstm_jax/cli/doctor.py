@@ -3,7 +3,8 @@
     examine() -> Diagnosis
 
 This process starts no accelerator. Child processes (``self_test``) list the devices and compare sharded training with
-training on one device: they can simulate devices, and an accelerator is free again when they end.
+training on one device: they can simulate devices, and an accelerator is free again when they end. Compilers for devices
+that are not there run beside them, and so does a training on simulated devices, which counts where there are no others.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -28,8 +29,8 @@ from xlstm_jax import __version__
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
+from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
@@ -68,6 +69,8 @@ USES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 CHILD_TIMEOUT_S = 300.0
+# What is tested there is the library: XLA's optimizations would take a third of the time.
+SIMULATED = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 TOPOLOGIES = {"forecast": "v5e:2x2", "forecast-gpu": "h100:1x4"}  # of four devices each
 
 
@@ -116,18 +119,20 @@ class Diagnosis:
 
 
 def examine(say: Callable[[str], None]) -> Diagnosis:
-    """Looks at the machine and runs all self-tests, in about half a minute; ``say`` shows the progress."""
+    """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras()
+    begun = {extra: _begin_compiling(extra) for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}}
     say("starting JAX on the devices at hand")
-    listed = run_child("devices", dict(os.environ))
-    kinds = listed.get("kinds", [])
-    several = len(kinds) > 1 and listed["platform"] != "cpu"
-    tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
-    say(f"training a small model on {tested_on} and on one device")
-    environment = dict(os.environ) if several else dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
-    tested = run_child("parity" if several else "simulated", environment)
-    say(f"compiling for {' and '.join(TOPOLOGIES.values())}")
+    with ThreadPoolExecutor() as beside:
+        simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
+        listed = run_child("devices", dict(os.environ))
+        kinds = listed.get("kinds", [])
+        several = len(kinds) > 1 and listed["platform"] != "cpu"
+        tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
+        say(f"training a small model on {tested_on} and on one device")
+        tested = run_child("parity", dict(os.environ)) if several else simulated.result()
+    say(f"waiting for the compilers for {' and '.join(TOPOLOGIES[extra] for extra in begun)}")
     return Diagnosis(
         versions=versions,
         missing=missing,
@@ -136,7 +141,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
         checks=(
             *_checks("JAX starts", listed),
             *_checks("training", tested),
-            *(check for extra in TOPOLOGIES for check in _compile_check(extra, missing)),
+            *(_compile_check(TOPOLOGIES[extra], job) for extra, job in begun.items()),
             *_libtpu_check(versions["libtpu"]),
         ),
     )
@@ -194,16 +199,22 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
     return [Check(**check) for check in found.get("checks", ())]
 
 
-def _compile_check(extra: str, missing: dict[str, list[str]]) -> Iterator[Check]:
-    """Whether a small program compiles for devices that are not there; no check without the extra's compiler."""
-    if set(missing.get(extra, ())) - {"matplotlib"}:
-        return
-    name, start = f"a program compiles for {TOPOLOGIES[extra]}", time.monotonic()
+def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
+    """A small program on its way through the compiler of an extra; or why that is of no use."""
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
-        compile_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGIES[extra], timeout_s=CHILD_TIMEOUT_S)
-    except (CompileError, ImportError, TimeoutError) as error:  # ImportError: of another version than jaxlib
-        yield Check(name, one_line(error), "", False)
-    else:
-        yield Check(name, f"{time.monotonic() - start:.0f} s", "", True)
+        return begin_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGIES[extra]).start()
+    except ImportError as error:  # of another version than jaxlib
+        return error
+
+
+def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
+    """Whether the program compiles for devices that are not there."""
+    problem: Exception | None = job if isinstance(job, ImportError) else None
+    try:
+        if isinstance(job, Pending):
+            job.result()
+    except (CompileError, TimeoutError) as error:
+        problem = error
+    return Check(f"a program compiles for {topology}", one_line(problem) if problem else "it does", "", not problem)

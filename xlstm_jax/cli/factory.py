@@ -2,6 +2,9 @@
 
   "my_project.train:training"  --load_factory-->  Factory  --workload(options, chosen)-->  Workload
 
+A factory takes what it declares of the options; with ``**sharding`` also those arguments of ``shard_modules`` and
+``shard_module_params`` that a search varies, to pass them on as they come.
+
 A factory is the user's code and may raise anything. That is raised again as a ``FactoryError``: one line with the call,
 the error and the line of the user's file.
 """
@@ -17,7 +20,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from xlstm_jax.distributed.forecast.fitting.search import Options
 from xlstm_jax.distributed.forecast.workload import Workload, described
+
+AXES = ("shard_axes", "axis_name")  # the factory's own name for them, and that of the wrappers
+# What a search varies: in words, and by the names that a factory may take it.
+VARIED = {
+    "the axes to split over": AXES,
+    "min_weight_size": ("min_weight_size",),
+    "weights gathered again": ("keep_gathered", "reshard_after_forward"),
+    "remat": ("remat",),
+}
+PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # in **sharding
 
 
 class FactoryError(ValueError):
@@ -32,6 +46,22 @@ class Factory:
     function: Callable[..., Any]
 
     @property
+    def takes_sharding(self) -> bool:
+        """Whether it has ``**sharding``, or whatever it calls that."""
+        kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
+        return inspect.Parameter.VAR_KEYWORD in kinds
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The names of the options that reach it."""
+        return (*self.declared, *(PASSED_ON if self.takes_sharding else ()))
+
+    @property
+    def not_varied(self) -> list[str]:
+        """What a search cannot vary, in words."""
+        return [what for what, names in VARIED.items() if not set(names) & set(self.taken)]
+
+    @property
     def declared(self) -> tuple[str, ...]:
         """The names of the function's arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -41,17 +71,17 @@ class Factory:
         """The arguments that the function is called with.
 
         Args:
-          options: passed if the function has an argument of that name.
+          options: passed if the function takes one of that name.
           chosen: the values of ``--set``, always passed; they replace options of the same name.
         Raises:
           FactoryError: the function has no argument of a chosen name.
         """
-        if unknown := [name for name in chosen if name not in self.declared]:
+        if unknown := [name for name in chosen if name not in self.declared and not self.takes_sharding]:
             raise FactoryError(
                 f"--set {unknown[0]}=...: {self.name} has no argument of this name; it has "
                 f"{', '.join(self.declared) or 'none'}. Give it one, with a default."
             )
-        return {name: value for name, value in options.items() if name in self.declared} | dict(chosen)
+        return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
 
     def workload(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> Workload:
         """Calls the function; see ``arguments``.
@@ -71,6 +101,17 @@ class Factory:
                 "model, tx, batch, loss_fn)."
             )
         return found
+
+
+def settings_of(options: Options) -> dict[str, Any]:
+    """All that a factory may be told of these options, by every name that it may have."""
+    return {
+        **dict.fromkeys(AXES, options.shard_axes),
+        "min_weight_size": options.min_weight_size,
+        "remat": options.remat,
+        "keep_gathered": options.keep_gathered,
+        "reshard_after_forward": not options.keep_gathered and not options.remat,  # nn.remat gathers again by itself
+    }
 
 
 def load_factory(name: str) -> Factory:

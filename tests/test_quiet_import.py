@@ -1,0 +1,52 @@
+"""A program on a machine without a GPU says nothing of one, where CUDA's plugin is installed to compile for GPUs."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from xlstm_jax.distributed.processes import simulation
+from xlstm_jax.quiet_import import NOISY_RELEASE
+
+ON_CPUS = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(2); import jax; print(jax.device_count())"
+
+
+def run(code, *, to_stderr="2>&2"):
+    command = ["sh", "-c", f'exec "$0" -c "$1" {to_stderr}', sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout, done.stderr
+
+
+def test_a_program_that_imports_the_library_first_writes_nothing_to_stderr():
+    if not simulation._has_cpus_alone():
+        pytest.skip("this machine may have an accelerator")
+    assert run(ON_CPUS) == ("2\n", "")
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.skipif(not jax.__version__.startswith(NOISY_RELEASE), reason="later releases are silent")
+def test_guard_without_the_library_the_plugin_does_complain():
+    _, errors = run("import jax")
+    assert "Could not find cuda drivers" in errors
+
+
+def test_without_a_stderr_the_library_is_imported_all_the_same():
+    assert run(ON_CPUS, to_stderr="2>&-")[0] == "2\n"
+
+
+WITHIN = """
+import os, sys
+from xlstm_jax.quiet_import import stderr_without
+try:
+    with stderr_without([b"noise"]):
+        os.write(2, b"one\\nthe noise of C++\\n")
+        print("two", file=sys.stderr)
+        raise ImportError("three")
+except ImportError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_other_lines_are_written_in_their_order_and_errors_pass():
+    assert run(WITHIN) == ("", "one\ntwo\nthree\n")

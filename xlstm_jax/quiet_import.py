@@ -1,0 +1,71 @@
+"""Keeps CUDA's plugin of JAX 0.10 from writing to stderr in every process on a machine without a GPU.
+
+The extra ``forecast-gpu`` installs the plugin to compile with. On JAX 0.10 each of the plugin's libraries writes "Could
+not find cuda drivers" as it is loaded: three as ``jax`` is imported, one as JAX starts its devices. They write it in
+C++, before any option is read, so no variable turns it off. Loaded here first, with that message left out, they are
+silent afterwards. A program that imports JAX before this package has three messages behind it, and is spared the last.
+"""
+
+import contextlib
+import ctypes
+import glob
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, files, version
+
+NOISY_RELEASE = "0.10."  # JAX 0.12 is silent
+PLUGIN, RUNTIME = "jax-cuda12-plugin", "jax-cuda12-pjrt"
+GPU_FILES = ("/dev/nvidia*", "/dev/dxg")  # Linux, WSL
+NOISE = (b"Could not find cuda drivers", b"All log messages before absl::InitializeLog()")
+STDERR = 2
+
+
+def load_cuda_plugin_quietly() -> None:
+    """Loads the plugin's libraries where they would complain; elsewhere does nothing, and does not import JAX."""
+    if not _version(PLUGIN).startswith(NOISY_RELEASE) or any(map(glob.glob, GPU_FILES)):
+        return
+    with contextlib.suppress(OSError), stderr_without(NOISE):  # OSError: the program has closed its stderr
+        import_module("jax")
+        for path in _libraries(RUNTIME):
+            ctypes.CDLL(path)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _libraries(package: str) -> list[str]:
+    try:
+        return [str(path.locate()) for path in files(package) or () if path.suffix == ".so"]
+    except PackageNotFoundError:
+        return []
+
+
+@contextlib.contextmanager
+def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
+    """Keeps what this process writes to stderr, in C++ too, and at the end writes all lines but those of ``noise``."""
+    _flush()
+    stderr = os.dup(STDERR)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(stderr, STDERR)
+            os.close(stderr)
+            kept.seek(0)
+            for line in kept:
+                if not any(part in line for part in noise):
+                    os.write(STDERR, line)
+
+
+def _flush() -> None:
+    if sys.stderr is not None:  # as it is where the program began without one
+        sys.stderr.flush()
