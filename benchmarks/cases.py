@@ -39,13 +39,13 @@ from benchmarks.models import BLOCKS, LanguageModel
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_names, leaf_value, rebox
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.placement import shardings
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes
 from xlstm_jax.distributed.hardware.slices import Topology

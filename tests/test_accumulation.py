@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 from xlstm_jax.distributed.training.strategies import STRATEGIES
 

@@ -23,8 +23,8 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, box_dim, leaf_axes, leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()

@@ -28,8 +28,8 @@ from xlstm_jax.distributed import (
     shard_modules,
 )
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_packed, leaf_axes, leaf_bytes, leaf_value, true_value
-from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 
 BATCH, KEY, STEPS = data(), jax.random.key(0), 4
 TX = optax.adam(1e-2)

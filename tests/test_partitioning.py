@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
 from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_names
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -26,8 +25,9 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     TooSmall,
     reason_from_json,
 )
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, split_differentiable
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.reasons import (
     Indivisible,
     Largest,
     NoParameter,

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from tests.support import equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
-from xlstm_jax.distributed.data_parallel.collectives import _matrix_shape, reduce_scatter
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import balanced_orders
+from xlstm_jax.distributed.data_parallel.shard_choice import balanced_orders
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.collectives import _matrix_shape, reduce_scatter
 
 AXES = ("x", "y", "z")
 TREE = {

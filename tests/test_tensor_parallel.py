@@ -28,8 +28,8 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.boxes import leaf_names
-from xlstm_jax.distributed.data_parallel.collectives import is_tracked, own_shard
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, own_shard
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
 KEPT = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, _, __=None: (g, g))

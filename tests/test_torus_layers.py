@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from tests.support import fsdp, plain
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast
 
 TORI = {"v5e:4x4": {"x": 4, "y": 4}, "v5p:2x2x4": {"x": 2, "y": 2, "z": 4}}

@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.boxes import is_padded, leaf_value, rebox, true_shape, true_value, with_padding
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error

@@ -21,14 +21,14 @@ from flax.core import meta
 from jax.core import Tracer
 from typing_extensions import TypeIs
 
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import (
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     DEFAULT_COMMUNICATION,
     Communication,
     value_dtype,
 )
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     GATHER_SCOPE,
     ReadAsArray,
     gather_dims,
@@ -37,7 +37,7 @@ from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     note_branch,
     whole_value,
 )
-from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong
+from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
 
 
 class Box(Protocol):

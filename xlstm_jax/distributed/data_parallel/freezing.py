@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import cast_dtype, dtype_name, packed_format
-from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong, dim_to_pack
-from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong, dim_to_pack
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.wording import kind_of
 
 Trainable = Callable[[str], Any]

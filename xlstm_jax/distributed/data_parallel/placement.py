@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_names, leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 
 HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
 

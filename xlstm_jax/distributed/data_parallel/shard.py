@@ -10,11 +10,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned
-from xlstm_jax.distributed.data_parallel.decisions.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
     UNEVEN,
     ShardChoice,
@@ -22,7 +21,9 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
     choose_shard_dim,
     padded_size,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import (
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     DEFAULT_COMMUNICATION,
     Communication,
     Replicas,

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.wording import kind_of
 

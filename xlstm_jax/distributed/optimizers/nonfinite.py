@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel import boxes
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 
 SKIPPED_STEPS = "skipped_steps"

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_max_norm, not_averaged
 
 AxesOfEach = tuple[tuple[str, ...], ...]

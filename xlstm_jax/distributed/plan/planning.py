@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import (
     is_differentiable,
     is_packed,
@@ -25,8 +24,10 @@ from xlstm_jax.distributed.data_parallel.boxes import (
     true_shape,
     unit_depth,
 )
-from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned, planning_mesh
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
+from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
     NoParameter,
     OfNoParameter,
@@ -34,13 +35,12 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Reason,
     Unwrapped,
 )
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
-from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
-from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
-from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices

@@ -22,8 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.boxes import leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
 from xlstm_jax.distributed.data_parallel.trees import check_alive, leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.processes.simulation import Device
 from xlstm_jax.distributed.processes.together import allgather_text
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import noting_branches
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import noting_branches
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.distributed.training.checking.arguments import check_batch

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.varying import Axes, parted_axes
 
 

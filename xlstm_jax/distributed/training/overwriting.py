@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 
 OVERWRITTEN = "_overwrite_with_gradient"

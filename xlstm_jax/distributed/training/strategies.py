@@ -13,9 +13,9 @@ import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.gradients import varying_leaves
 
 

@@ -15,13 +15,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, read_value
-from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import path_in_model, whole_value
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
     box_params,
@@ -31,6 +27,10 @@ from xlstm_jax.distributed.data_parallel.shard import (
     with_unit,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.gather_array import path_in_model, whole_value
 
 
 class Unit(NamedTuple):

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.branches import differing_args
 from xlstm_jax.distributed.training.checking.arguments import binds
 from xlstm_jax.distributed.training.varying import Axes, differing_axes

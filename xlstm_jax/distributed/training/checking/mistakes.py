@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.state import trainable

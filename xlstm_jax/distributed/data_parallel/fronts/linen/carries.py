@@ -10,9 +10,9 @@ import jax
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
 def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_shape, unit_depth
 from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
@@ -38,9 +37,10 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     shard_module_params,
     taken_apart,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)

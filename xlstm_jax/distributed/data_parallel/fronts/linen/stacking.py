@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.wording import kind_of, listed
 
 NUMBER = "{}"  # in the name of a layer of a loop

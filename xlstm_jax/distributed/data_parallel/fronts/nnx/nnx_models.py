@@ -21,7 +21,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     LEAF_PATH,
@@ -40,8 +40,9 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
 from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
 from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.gather_array import meanwhile
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]

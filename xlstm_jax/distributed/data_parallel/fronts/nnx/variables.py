@@ -18,9 +18,9 @@ from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it

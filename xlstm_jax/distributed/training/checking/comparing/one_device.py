@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, placement, trees
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.training.checking.collections import readable
 from xlstm_jax.distributed.training.checking.comparing.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.gradients import LossOutput

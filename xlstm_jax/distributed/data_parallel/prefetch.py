@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     GATHER_SCOPE,
     Primal,
     check_one_gradient_of_one_batch,
@@ -37,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.gathering.packing import Packing
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers

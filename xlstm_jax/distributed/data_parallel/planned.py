@@ -13,8 +13,8 @@ from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
 

@@ -18,10 +18,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.callers import inside_branch
-from xlstm_jax.distributed.data_parallel.gathering.communication import (
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     Replicas,
     cast_dtype,
@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.gathering.communication import (
     term_of_mean,
     widened,
 )
-from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, packed_mean
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing, packed_mean
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 

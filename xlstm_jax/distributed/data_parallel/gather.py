@@ -17,10 +17,11 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import GATHER_SCOPE, path_in_model
+from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, path_in_model
 
 
 def gather_params(
