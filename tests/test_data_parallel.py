@@ -16,7 +16,7 @@ from xlstm_jax.distributed import (
     shard_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
 from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_names
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
@@ -103,10 +103,10 @@ def test_boxes_are_put_back_around_bare_values():
 
 
 def test_names_of_any_length_fit_the_dims():
-    assert leaf_names(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))) == ("fsdp", None)
-    assert leaf_names(nn.Partitioned(jnp.ones(()), ("fsdp", None))) == ()
-    assert leaf_names(jnp.ones((2, 3))) == (None, None)
-    assert leaf_axes(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))) == ("dp", "fsdp", "tp")
+    assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))).names == ("fsdp", None)
+    assert leaf_of(nn.Partitioned(jnp.ones(()), ("fsdp", None))).names == ()
+    assert leaf_of(jnp.ones((2, 3))).names == (None, None)
+    assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))).axes == ("dp", "fsdp", "tp")
 
 
 def test_paths_read_like_names():

@@ -31,7 +31,7 @@ from xlstm_jax.distributed import (
     skip_counts,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.resilience import watchdog
 from xlstm_jax.distributed.resilience.loop_guard import _failure_of

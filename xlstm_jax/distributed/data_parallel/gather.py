@@ -17,7 +17,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -62,14 +63,14 @@ def gather_own_params(
     """``gather_params`` of those leaves of which ``is_own(path, leaf)`` is true; others stay as they are."""
 
     def gather(path: str, leaf: Any) -> Any:
-        if not boxes.is_box(leaf) or not is_own(path, leaf):
+        if not is_box(leaf) or not is_own(path, leaf):
             return leaf
-        path = path_in_model(path)
-        how = given.or_else(boxes.leaf_communication(leaf))
-        if set(boxes.leaf_axes(leaf)) & set(axes):
+        path, found = path_in_model(path), leaf_of(leaf)
+        how = given.or_else(found.communication)
+        if set(found.axes) & set(axes):
             collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-            how.dtypes(boxes.leaf_value(leaf), path)  # refused here, with the leaf's name
-        return boxes.gather_leaf(leaf, axes, how, path)
+            how.dtypes(found.value, path)  # refused here, with the leaf's name
+        return gather_leaf(leaf, axes, how, path)
 
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(gather, params)
@@ -109,17 +110,17 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
-    known = [_known_averages.axes_of(boxes.leaf_value(leaf)) for leaf in live]
-    done = [axes_of.union(boxes.reduced_axes(leaf)) for leaf, axes_of in zip(live, known, strict=True)]
+    known = [_known_averages.axes_of(leaf_of(leaf).value) for leaf in live]
+    done = [axes_of.union(leaf_of(leaf).reduced_axes) for leaf, axes_of in zip(live, known, strict=True)]
     over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
-    apart = [set(boxes.model_axes(leaf)) for leaf in live]
+    apart = [set(leaf_of(leaf).model_axes) for leaf in live]
     with jax.named_scope("sync_gradients"):
         divided = list(map(_divide_summed, live, over, known))
         over = [tuple(axis for axis in some if axis not in own) for some, own in zip(over, apart, strict=True)]
         synced = collectives.pmean(divided, over)
     for value, axes_done in zip(synced, done, strict=True):
         _known_averages.add(value, axes_done.union(axes))
-    return put_back([boxes.rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
+    return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
 def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
@@ -127,8 +128,8 @@ def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> j
 
     These are the model's own, and tracked ones, its copies' among them, over which its type does not vary.
     """
-    grad, own = boxes.leaf_value(leaf), boxes.model_axes(leaf)
-    over = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in known]
+    grad, own = leaf_of(leaf).value, leaf_of(leaf).model_axes
+    over = [axis for axis in (*axes, *leaf_of(leaf).copied_axes) if axis not in known]
     equal = [axis for axis in over if axis not in collectives.varying_axes(grad) and collectives.is_tracked(axis)]
     count = collectives.axis_size([axis for axis in over if axis in own or axis in equal])
     return grad / count if count > 1 else grad

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
@@ -104,7 +105,7 @@ def accumulate_gradients(
     collectives.check_bound(axes, caller="accumulate_gradients")
     check_options(num_minibatches, accumulation)
     strategy = STRATEGIES[accumulation if num_minibatches > 1 else DEFAULT_ACCUMULATION]
-    own = trees.map_leaves(boxes.split_by_model, params)
+    own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
@@ -142,7 +143,7 @@ def accumulate_gradients(
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
     found = (loss, reported if fold_aux is None else carry) if has_aux else loss
-    kept = [trees.map_leaves(boxes.rebox, collections, trees.stored_values(updated)) for updated in kept]
+    kept = [trees.map_leaves(rebox, collections, trees.stored_values(updated)) for updated in kept]
     return (found, grads, *kept)
 
 

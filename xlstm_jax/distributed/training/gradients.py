@@ -20,9 +20,10 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
@@ -94,7 +95,7 @@ def value_and_grad(
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
-        own = trees.map_leaves(boxes.split_by_model, params)
+        own = trees.map_leaves(split_by_model, params)
         with noting_branches() as gathered_there:
             local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
         if gathered_there:
@@ -143,7 +144,7 @@ def local_result(
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
-    own = frozenset(axis for leaf in live for axis in boxes.model_axes(leaf))
+    own = frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with meanwhile(in_loss, InLoss(axes, own)):
@@ -163,7 +164,7 @@ def local_result(
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:
-    frozen = [path for path, leaf in trees.leaves_with_path(params) if not boxes.is_trainable(leaf)]
+    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
     if frozen and not live:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
@@ -213,21 +214,21 @@ def _with_cure(error: Exception) -> Exception | None:
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Leaves cast to varying over the axes, but for the axes of their copies, over which the gather casts them."""
     spread = collectives.spread_axes(axes)
-    return [collectives.to_varying(leaf, [a for a in spread if a not in boxes.copied_axes(leaf)]) for leaf in leaves]
+    return [collectives.to_varying(leaf, [a for a in spread if a not in leaf_of(leaf).copied_axes]) for leaf in leaves]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Gradients averaged over devices in the tree of ``params``; float0 for leaves that take none, 0 for frozen."""
 
     def no_gradient(leaf: Any) -> Any:
-        value = boxes.leaf_value(leaf)
-        if not boxes.is_trainable(leaf) and boxes.is_differentiable(value):
-            return boxes.rebox(leaf, jnp.zeros_like(value))
-        return boxes.rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
+        value = leaf_of(leaf).value
+        if not leaf_of(leaf).trainable and leaf_of(value).is_differentiable:
+            return rebox(leaf, jnp.zeros_like(value))
+        return rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
     live, put_back = trees.split_differentiable(params)
-    means = map(boxes.leaf_value, sync_gradients(grads, axes))
-    return put_back(map(boxes.rebox, live, means), rest=no_gradient)
+    means = (leaf_of(leaf).value for leaf in sync_gradients(grads, axes))
+    return put_back(map(rebox, live, means), rest=no_gradient)
 
 
 def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -322,29 +322,3 @@ def _gather_dim(
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)
-
-
-class ReadAsArray:
-    """What makes a box an array to those who read it: the array that ``unbox`` returns, gathered where it must be."""
-
-    def unbox(self, apply_constraint: bool = True) -> Any:
-        raise NotImplementedError
-
-    def __jax_array__(self) -> jax.Array:
-        return self.unbox()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.unbox(), dtype, copy=copy)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.unbox()[index]
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.unbox())
-
-    @property
-    def T(self) -> jax.Array:  # noqa: N802  # as arrays have it
-        return self.unbox().T
-
-    def astype(self, dtype: Any) -> jax.Array:
-        return self.unbox().astype(dtype)

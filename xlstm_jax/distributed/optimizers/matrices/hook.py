@@ -11,7 +11,8 @@ import optax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
@@ -122,5 +123,5 @@ def _of_groups(
             matrices = to_owners(group, values, exchange_dtype)
             updates, new_state = update(matrices, trees.stored_values(state[name]))
             new |= from_owners(group, updates, exchange_dtype)
-        kept[name] = trees.map_leaves(boxes.rebox, state[name], new_state)
+        kept[name] = trees.map_leaves(rebox, state[name], new_state)
     return new, kept
