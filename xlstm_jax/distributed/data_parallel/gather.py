@@ -9,7 +9,7 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -110,7 +110,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
-    known = [_known_averages.axes_of(leaf_of(leaf).value) for leaf in live]
+    known = [_averaged_over(leaf_of(leaf).value) for leaf in live]
     done = [axes_of.union(leaf_of(leaf).reduced_axes) for leaf, axes_of in zip(live, known, strict=True)]
     over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
     apart = [set(leaf_of(leaf).model_axes) for leaf in live]
@@ -118,8 +118,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
         divided = list(map(_divide_summed, live, over, known))
         over = [tuple(axis for axis in some if axis not in own) for some, own in zip(over, apart, strict=True)]
         synced = collectives.pmean(divided, over)
-    for value, axes_done in zip(synced, done, strict=True):
-        _known_averages.add(value, axes_done.union(axes))
+    _remember(synced, [axes_done.union(axes) for axes_done in done])
     return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
@@ -135,23 +134,16 @@ def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> j
     return grad / count if count > 1 else grad
 
 
-class _Averages:
-    """The traced arrays that ``sync_gradients`` has returned and that still exist, with the axes averaged over.
-
-    By identity: an average has the type of a sum, and JAX lets nobody write on an array where it comes from.
-    """
-
-    def __init__(self) -> None:
-        self._axes: dict[int, tuple[weakref.ref[jax.Array], frozenset[str]]] = {}
-
-    def add(self, value: jax.Array, axes: frozenset[str]) -> None:
-        if isinstance(value, Tracer):
-            key = id(value)
-            self._axes[key] = (weakref.ref(value, lambda _: self._axes.pop(key, None)), axes)
-
-    def axes_of(self, value: Any) -> frozenset[str]:
-        found = self._axes.get(id(value))
-        return found[1] if found and found[0]() is value else frozenset()
+# The traced arrays that sync_gradients has returned and that still exist, with the axes they are averaged over. An
+# average has the type of a sum, and JAX lets nobody write on an array where it comes from.
+_averages: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
 
 
-_known_averages = _Averages()
+def _averaged_over(value: Any) -> frozenset[str]:
+    return next((axes for average, axes in _averages if average() is value), frozenset())
+
+
+def _remember(averages: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
+    new = zip(averages, axes, strict=True)
+    _averages[:] = [(average, over) for average, over in _averages if average() is not None]
+    _averages.extend((weakref.ref(value), over) for value, over in new if isinstance(value, Tracer))

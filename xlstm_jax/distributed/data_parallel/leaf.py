@@ -38,7 +38,6 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     GATHER_SCOPE,
     gather_dims,
     gathered_by_hand,
-    in_loss,
     note_branch,
     whole_value,
 )
@@ -398,8 +397,8 @@ def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
     """The shard of a leaf for a gather over ``axes``; see ``gathered_by_hand`` where the model itself splits it."""
     found = leaf_of(leaf)
-    own = set(found.model_axes) if is_ours(leaf) else in_loss.get().own & set(found.axes)
-    return gathered_by_hand(_as_read(leaf, found.value), tuple(axis for axis in axes if axis in own), path)
+    own = tuple(axis for axis in axes if axis in found.model_axes)
+    return gathered_by_hand(_as_read(leaf, found.value), own, path)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:

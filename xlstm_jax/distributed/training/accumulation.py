@@ -19,7 +19,6 @@ from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import noting_branches
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.distributed.training.checking.arguments import check_batch
@@ -115,12 +114,11 @@ def accumulate_gradients(
         minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         rest, loss = (minibatch, key, *kept), cast(Callable[..., Any], loss_fn)
-        with noting_branches() as gathered_there:
-            if kept and OVERWRITTEN in kept[0]:
-                local = overwriting_result(loss, weights, rest, axes, has_aux, weighted)
-            else:
-                local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
-        check_branches(gathered_there, loss, (weights, *rest), axes)
+        if kept and OVERWRITTEN in kept[0]:
+            local = overwriting_result(loss, weights, rest, axes, has_aux, weighted)
+        else:
+            local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
+        check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
         if kept:
             kept = [updated_collections(loss, (weights, *rest), local.collections, axes)]
         if fold_aux is not None:

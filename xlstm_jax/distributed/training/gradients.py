@@ -10,7 +10,7 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
 
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_mo
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.data_parallel.wire.gather_array import inside_loss
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.wording import kind_of, one_line
 
@@ -96,16 +96,15 @@ def value_and_grad(
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
         own = trees.map_leaves(split_by_model, params)
-        with noting_branches() as gathered_there:
-            local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
-        if gathered_there:
+        local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
+        if local.gathered_in_branches:
             arrays, put_back = split_arrays((args, kwargs))
 
             def again(params: PyTree, arrays: PyTree, _: None) -> LossOutput:
                 args, kwargs = put_back(arrays)
                 return cast(Callable[..., LossOutput], loss_fn)(params, *args, **kwargs)
 
-            check_branches(gathered_there, again, (own, arrays, None), axes)
+            check_branches(local.gathered_in_branches, again, (own, arrays, None), axes)
         (loss,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((loss, local.aux), grads) if has_aux else (loss, grads)
@@ -118,7 +117,8 @@ class LocalResult(NamedTuple):
 
     ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it, ``weight`` W,
     and ``scale`` N / W, the factor that made the loss out of the function's sum; both are 1 without ``weighted``.
-    ``collections`` are those that it has updated, if it returns them.
+    ``collections`` are those that it has updated, if it returns them; ``gathered_in_branches`` the paths of leaves
+    that it gathers within a branch.
     """
 
     loss: jax.Array
@@ -127,6 +127,7 @@ class LocalResult(NamedTuple):
     scale: Scalar
     weight: Scalar
     collections: PyTree = None
+    gathered_in_branches: Sequence[str] = ()
 
 
 def local_result(
@@ -144,10 +145,10 @@ def local_result(
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
-    own = frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes)
+    gathered_in_branches: list[str] = []
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with meanwhile(in_loss, InLoss(axes, own)):
+        with inside_loss(axes, gathered_in_branches):
             out: Any = loss_fn(put_back(live))
         out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
@@ -160,7 +161,7 @@ def local_result(
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight, updated)
+    return LocalResult(loss, grads, aux, scale, weight, updated, gathered_in_branches)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:

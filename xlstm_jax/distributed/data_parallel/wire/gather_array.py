@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -152,33 +152,38 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-class InLoss(NamedTuple):
+@dataclass(frozen=True)
+class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
-    ``own`` are the axes over which boxes of its parameters say that the model itself splits them.
+    Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to ``gathered_in_branches``.
     """
 
-    axes: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    axes: tuple[str, ...]
+    gathered_in_branches: list[str]
 
 
-in_branches: ContextVar[list[str] | None] = ContextVar("in_branches", default=None)
-in_loss: ContextVar[InLoss] = ContextVar("in_loss", default=InLoss())  # noqa: B039  # immutable
+# The user's loss function stands between value_and_grad, which knows the axes, and the gathers within the model.
+_running_loss: ContextVar[RunningLoss | None] = ContextVar("_running_loss", default=None)
+# Linen calls a wrapped module's gather without its path, which errors name.
 _module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
 
 
-@contextlib.contextmanager
-def noting_branches() -> Iterator[list[str]]:
-    """A list, into which meanwhile the path of each leaf comes that is gathered in a branch."""
-    found: list[str] = []
-    with meanwhile(in_branches, found):
-        yield found
+def inside_loss(axes: tuple[str, ...], gathered_in_branches: list[str]) -> contextlib.AbstractContextManager[None]:
+    """While a loss function runs whose gradient is averaged over ``axes``; fills ``gathered_in_branches``."""
+    return meanwhile(_running_loss, RunningLoss(axes, gathered_in_branches))
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """The axes over which the gradient of the loss function that runs is averaged; () where none runs."""
+    loss = _running_loss.get()
+    return loss.axes if loss else ()
 
 
 def note_branch(path: str) -> None:
     """Called at each gather."""
-    if (found := in_branches.get()) is not None and inside_branch():
-        found.append(path or "a parameter")
+    if (loss := _running_loss.get()) and inside_branch():
+        loss.gathered_in_branches.append(path or "a parameter")
 
 
 def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
@@ -220,7 +225,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
     if not collectives.spread_axes(axes):
         return
     for_each_example = collectives.is_batched(cotangent) and not primal.batched
-    if for_each_example or in_loss.get().axes:
+    if for_each_example or averaged_axes():
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
@@ -237,7 +242,7 @@ def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.A
     The gather makes a mean of it, and the sum is made of that here.
     """
     own = collectives.spread_axes(own)
-    return _gathered_by_hand(shard, own, in_loss.get().axes, path) if own else shard
+    return _gathered_by_hand(shard, own, averaged_axes(), path) if own else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
