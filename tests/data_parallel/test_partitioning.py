@@ -28,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, split_differentiable
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.optimizers.matrices.layout import Owned
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,24 @@ def test_names_of_any_length_fit_the_dims():
     assert leaf_of(nn.Partitioned(jnp.ones(()), ("fsdp", None))).names == ()
     assert leaf_of(jnp.ones((2, 3))).names == (None, None)
     assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))).axes == ("dp", "fsdp", "tp")
+
+
+def test_a_box_prints_what_differs_from_the_default():
+    box = Sharded(jnp.ones((4, 2), jnp.bfloat16), ("fsdp", None))
+    assert repr(box) == "Sharded(bfloat16[4, 2], ('fsdp', None))"
+    assert repr(box.replace(trainable=False)) == "Sharded(bfloat16[4, 2], ('fsdp', None), trainable=False)"
+    assert repr(Owned(jax.ShapeDtypeStruct((3,), "int8"), (None,))) == "Owned(int8[3], (None,))"
+    assert repr(box.replace(value=None)) == "Sharded(None, ('fsdp', None))"
+
+
+def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
+    value, names = jnp.ones((4, 2)), ("fsdp", None)
+    box = Sharded(value, names)
+    for other in (nn.Partitioned(value, names), nn.LogicallyPartitioned(value, names)):
+        assert jax.tree.structure(leaf_of(other)) == jax.tree.structure(box) and leaf_of(other).value is value
+    bare = leaf_of(value)
+    assert (bare.axes, bare.trainable, bare.is_padded, bare.true_shape) == ((), True, False, (4, 2))
+    assert leaf_of(box) is box  # it is not made anew
 
 
 def test_paths_read_like_names():

@@ -43,10 +43,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    gather_array_with_mean_grads,
-    reduce_over_replicas,
-)
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads, reduce_over_replicas
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing, sent_bytes
 from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology

@@ -22,7 +22,8 @@ from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, is_box, leaf_o
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, path_in_model
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 
 def gather_params(

@@ -34,14 +34,9 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     value_dtype,
 )
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    GATHER_SCOPE,
-    gather_dims,
-    gathered_by_hand,
-    note_branch,
-    whole_value,
-)
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
+from xlstm_jax.distributed.data_parallel.wire.tracing import note_branch
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
@@ -121,7 +116,7 @@ class Sharded(meta.Partitioned[Any]):
         return any(self.true_sizes)
 
     @property
-    def size_of_dims(self) -> tuple[int | None, ...]:
+    def unpadded_sizes(self) -> tuple[int | None, ...]:
         """``true_sizes`` with an entry for each dim."""
         return self.true_sizes or (None,) * np.ndim(self.value)
 
@@ -130,7 +125,7 @@ class Sharded(meta.Partitioned[Any]):
         """The global shape that the plain model's leaf has; of a leaf of global shape, padded or not."""
         stored = np.shape(self.value)
         stored = self.packed.true_shape(stored) if self.packed else stored
-        return tuple(size if true is None else true for size, true in zip(stored, self.size_of_dims, strict=True))
+        return tuple(size if true is None else true for size, true in zip(stored, self.unpadded_sizes, strict=True))
 
     @property
     def stored_bytes(self) -> int:
@@ -190,7 +185,7 @@ class Sharded(meta.Partitioned[Any]):
         parts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
         stored = np.shape(self.value)
         stored = self.packed.true_shape(stored) if self.packed else stored
-        dims = zip(stored, parts, leaf.size_of_dims, strict=True)
+        dims = zip(stored, parts, leaf.unpadded_sizes, strict=True)
         return tuple(size * count if true is None else true for size, count, true in dims)
 
     def __jax_array__(self) -> jax.Array:
@@ -246,6 +241,10 @@ class SplitVariable:
     def as_sharded(self) -> Sharded:
         """The stored array, or whatever a transformed tree holds instead of it, and what is known of it."""
         raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[AxisEntry, ...]:
+        return self.as_sharded.names
 
     def replace(self, **fields: Any) -> "SplitVariable":
         """The same with other fields of ``as_sharded``."""
@@ -339,7 +338,7 @@ def split_along(
     ``true_size`` is the size of ``dim`` without padding, where ``value`` was padded.
     """
     found = leaf_of(leaf)
-    names, sizes = list(found.names), list(found.size_of_dims)
+    names, sizes = list(found.names), list(found.unpadded_sizes)
     names[dim], sizes[dim] = axes_entry(axes), true_size
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or found.communication.replicas
@@ -418,4 +417,14 @@ def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple
         unit_depth=found.unit_depth,
         trainable=found.trainable,
         read_as_stored=True,
+    )
+
+
+def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
+    """What to raise of a leaf, named by ``what``, whose box says that it is split, and whose value is whole."""
+    return ValueError(
+        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
+        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
+        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
+        "path: 'lora' in path), or freeze_params."
     )

@@ -59,7 +59,7 @@ class _Decisions(tuple[Decision, ...]):
         return hash(_Decisions)
 
 
-class Planned(Sharded):
+class Planned(Sharded, repr=False):
     """The box of a leaf in a plan, split or whole. ``decisions`` are those of all wrappers that saw it, in their order.
 
     ``stands_for`` is the class of the box that the leaf has when the model is initialised, None where it has none.

@@ -35,11 +35,11 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     packing_of,
-    path_in_model,
     shard_as_sent,
     terms_to_scatter,
 )
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers

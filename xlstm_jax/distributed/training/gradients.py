@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_mo
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import inside_loss
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_loss
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.wording import kind_of, one_line
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value, whole_value
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.gather_array import path_in_model, whole_value
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 
 class Unit(NamedTuple):

@@ -6,9 +6,7 @@
 Nothing here knows what a box is: ``gather_params`` gathers trees of them, and a box that is read gathers itself.
 """
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.callers import inside_branch
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
@@ -30,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing, packed_mean
+from xlstm_jax.distributed.data_parallel.wire.tracing import averaged_axes
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 
@@ -150,71 +148,6 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
     """What the stages of a reduce-scatter end with, as the gradient: its mean over copies, of the primal's type."""
     grad = reduce_over_replicas(scattered, how.replicas, primal.varying) if how.replicas else scattered
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
-
-
-@dataclass(frozen=True)
-class RunningLoss:
-    """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
-
-    Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to ``gathered_in_branches``.
-    """
-
-    axes: tuple[str, ...]
-    gathered_in_branches: list[str]
-
-
-# The user's loss function stands between value_and_grad, which knows the axes, and the gathers within the model.
-_running_loss: ContextVar[RunningLoss | None] = ContextVar("_running_loss", default=None)
-# Linen calls a wrapped module's gather without its path, which errors name.
-_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
-
-
-def inside_loss(axes: tuple[str, ...], gathered_in_branches: list[str]) -> contextlib.AbstractContextManager[None]:
-    """While a loss function runs whose gradient is averaged over ``axes``; fills ``gathered_in_branches``."""
-    return meanwhile(_running_loss, RunningLoss(axes, gathered_in_branches))
-
-
-def averaged_axes() -> tuple[str, ...]:
-    """The axes over which the gradient of the loss function that runs is averaged; () where none runs."""
-    loss = _running_loss.get()
-    return loss.axes if loss else ()
-
-
-def note_branch(path: str) -> None:
-    """Called at each gather."""
-    if (loss := _running_loss.get()) and inside_branch():
-        loss.gathered_in_branches.append(path or "a parameter")
-
-
-def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
-    return meanwhile(_module, path)
-
-
-@contextlib.contextmanager
-def meanwhile(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable, and sets it back."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """What to raise of a leaf, named by ``what``, whose box says that it is split, and whose value is whole."""
-    return ValueError(
-        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
-        "path: 'lora' in path), or freeze_params."
-    )
-
-
-def path_in_model(path: str) -> str:
-    """The path of a leaf from the top of the model, for one within the module that gathers it."""
-    module = _module.get()
-    return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
 def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:

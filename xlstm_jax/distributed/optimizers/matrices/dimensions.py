@@ -106,7 +106,7 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
     def shape(leaf: Any) -> Shape:
-        sizes = zip(stored_shape(leaf), leaf_of(leaf).size_of_dims, strict=True)
+        sizes = zip(stored_shape(leaf), leaf_of(leaf).unpadded_sizes, strict=True)
         return tuple(size if true is None else true for size, true in sizes)
 
     return {path: shape(leaf) for path, leaf in trees.leaves_with_path(tree)}

@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, wi
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
 
@@ -43,7 +43,7 @@ _WATCHED: ContextVar[list["Told"] | None] = ContextVar("choices of matrix optimi
 
 def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
     """Optimizers that run within know where their leaves lie."""
-    return meanwhile(_KNOWN, layout)
+    return set_context(_KNOWN, layout)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Told:
 def watching_matrices() -> Iterator[list[Told]]:
     """Collects what matrix optimizers that are initialised within take their leaves for."""
     seen: list[Told] = []
-    with meanwhile(_WATCHED, seen):
+    with set_context(_WATCHED, seen):
         yield seen
 
 
@@ -71,7 +71,7 @@ def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_ord
         watched.append(Told(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
 
 
-class Owned(Sharded):
+class Owned(Sharded, repr=False):
     """The box of what owners keep of their matrices: [matrices, ...], split over owners, padded to all places."""
 
 

@@ -22,7 +22,6 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
 from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
@@ -41,6 +40,7 @@ from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_be
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)

@@ -10,7 +10,7 @@ from flax.errors import ScopeParamShapeError
 from xlstm_jax.distributed.data_parallel.fronts.entering import closed_over, running, split_over
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 
 READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
 

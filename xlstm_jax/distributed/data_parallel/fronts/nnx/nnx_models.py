@@ -43,7 +43,7 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.wire.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
@@ -131,7 +131,7 @@ class NnxModel:
         """
         module = self._bound(variables, rngs)
         axes = {axis for leaf in jax.tree.leaves((variables, inputs)) for axis in collectives.varying_axes(leaf)}
-        with jax.named_scope(type(module).__name__), meanwhile(VARYING, frozenset(axes)):
+        with jax.named_scope(type(module).__name__), set_context(VARYING, frozenset(axes)):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:
             return output
@@ -227,7 +227,7 @@ class NnxModel:
             _method(self._with_units_in(module), method)(*inputs, **kwargs)
 
         seen: dict[str, tuple[int, ...]] = {}
-        with meanwhile(SEEN, seen):
+        with set_context(SEEN, seen):
             jax.eval_shape(run, rngs, inputs)
         return seen
 
