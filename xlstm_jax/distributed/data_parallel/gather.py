@@ -80,8 +80,10 @@ def gather_own_params(
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """Averages gradients over the data axes that their leaves are not split over.
 
-    Call it inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this device's
-    batch. Arrays that it has returned, or ``training.value_and_grad``, it knows again and leaves as they are.
+    Call it once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over this device's
+    batch. It recognises arrays that it has returned itself, or that ``training.value_and_grad`` has returned, and does
+    not average them again. If you scale, cast or clip an average and pass it in again, it cannot recognise it, and may
+    divide it a second time; ``training.check_step`` finds that.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
@@ -92,17 +94,15 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
     (over the axis of its copies, by that transpose), and is divided; any other is averaged.
 
-    A leaf that the model itself splits over an axis of the batch (experts, each device having its own) has gradients of
-    all tokens that came to the device: their sum, which is divided. Boxes of ``init_sharded`` say so. A hand-made
-    ``nn.Partitioned`` does not, and counts as one that ``gather_params`` has gathered; ``value_and_grad`` tells apart.
-
-    An average has that type, too. One that has become another array since (scaled, cast, clipped, carried by a
-    ``scan``) must therefore not come here again: nothing shows that it is no sum. ``training.check_step`` finds it.
+    Where the model itself splits a leaf over an axis of the batch (each device has its own experts), the gradient is
+    the sum over all tokens that came to the device, and is divided. Boxes made by ``init_sharded`` say that the model
+    splits the leaf. A hand-made ``nn.Partitioned`` does not say it, and is taken for a leaf that ``gather_params`` has
+    gathered; ``value_and_grad`` treats both rightly.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
-      axis_names: all mesh axes along which the batch or gathered weights differ (those of the wrappers among them), a
-        string or a sequence. An axis that is left out is not averaged over, and nothing here can notice.
+      axis_names: all mesh axes along which the batch or gathered weights differ, with the axes of the wrappers; a
+        string or a sequence. Gradients are not averaged over an axis that you leave out, and no error tells.
     Returns:
       The tree with the same boxes and dtypes; sums run in float32 where the leaves are narrower.
     Raises:
@@ -124,9 +124,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
 
 def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
-    """A gradient divided by the sizes of the axes over which it is summed already.
+    """The gradient divided by the number of devices over which it is already a sum.
 
-    These are the model's own, and tracked ones, its copies' among them, over which its type does not vary.
+    It is a sum over the model's own axes, and over tracked axes (of copies, too) over which its type does not vary.
     """
     grad, own = leaf_of(leaf).value, leaf_of(leaf).model_axes
     over = [axis for axis in (*axes, *leaf_of(leaf).copied_axes) if axis not in known]

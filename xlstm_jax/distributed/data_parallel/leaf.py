@@ -49,24 +49,22 @@ class Sharded(meta.Partitioned[Any]):
       communication: how the leaf travels.
       true_sizes: for each dim its size without padding, where it was padded so that the axes divide it, else None;
         empty where no dim is padded.
-      unit_depth: which module gathers the leaf: how many of the last names of its path lie below that module; 0: not
-        known.
+      unit_depth: tells the wrapped module that gathers the leaf: the number of names in the leaf's path after that
+        module's own path. 1 for "blocks/mlp/kernel" gathered by "blocks/mlp"; 0 where no module is known.
       model_axes: axes over which the model itself splits the leaf, and no wrapper gathers it (tensor parallel,
         experts).
-      trainable: False of a frozen leaf: whoever reads it, it has no gradient. A frozen leaf that is whole has a box for
-        that alone, whose names are all None.
-      packed: how a frozen leaf is stored in blocks of bytes, which travel as they are, and are unpacked where they are
-        read.
-      read_as_stored: a gather over other axes has left the leaf split, and its module reads the shard (tensor
+      trainable: False for a frozen leaf, which has no gradient wherever it is read. A frozen leaf that is whole has a
+        box only to say this; its names are all None.
+      packed: how a frozen leaf is stored as blocks of bytes. The bytes travel; the reader unpacks them.
+      read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
         parallel).
 
-    A box that is read gathers itself. ``unbox``, by which Linen reads a parameter, gathers a shard that no wrapped
-    module has gathered before: over all axes that are bound, but for ``model_axes``. (That of ``nn.Partitioned`` would
-    constrain its sharding, which is an error where the mesh axes are manual.) Read as an array (``jnp.dot(x, box)``,
-    ``box.T``, ``box[0]``) it is what ``unbox`` returns. Each such read is a gather of its own.
+    A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the
+    shard, ``unbox`` gathers it, over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
+    sharding instead, which is an error where the mesh axes are manual.) A box also reads as an array
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``), which calls ``unbox``. Each read is one more gather.
 
-    ``nn.scan`` and ``nn.vmap`` may add their layer dim without giving a name for it in ``metadata_params``; the layer
-    dim is then whole.
+    A layer dim that ``nn.scan`` or ``nn.vmap`` adds is whole, unless ``metadata_params`` has a name for it.
     """
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
@@ -87,7 +85,7 @@ class Sharded(meta.Partitioned[Any]):
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
-        """Those of ``axes`` over which wrappers, or ``gather_params``, gather the leaf."""
+        """``axes`` without ``model_axes``: wrapped modules, or ``gather_params``, gather the leaf over these."""
         return tuple(axis for axis in self.axes if axis not in self.model_axes)
 
     @property
@@ -97,7 +95,7 @@ class Sharded(meta.Partitioned[Any]):
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """The axes over which the gather reduces the gradient: those that split the leaf, and those of its copies."""
+        """The axes over which the backward pass of the gather averages: the gathered axes, and the axes of copies."""
         return self.gathered_axes + self.copied_axes
 
     @property
@@ -157,7 +155,7 @@ class Sharded(meta.Partitioned[Any]):
             return leaf_of(gather_leaf(self, axes, self.communication)).value
 
     def _axes_to_read(self) -> tuple[str, ...]:
-        """The axes over which it is gathered when it is read here; outside of ``shard_map`` values are global."""
+        """The axes over which a read gathers here; () outside of ``shard_map``, where values are global."""
         if self.read_as_stored:
             return ()
         bound = tuple(axis for axis in self.gathered_axes if collectives.is_bound(axis))
@@ -292,9 +290,9 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
-    """A leaf that its model has boxed, in a box that says so; ``gathered`` are the axes of a wrapper around the model.
+    """The leaf with the axes in its box as ``model_axes``, except the axes in ``gathered``, which a wrapper gathers.
 
-    An ``nn.Partitioned`` does not tell experts, of which each device has its own, from shards that are to be gathered.
+    An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
     """
     found = leaf_of(leaf)
     if not found.axes or isinstance(leaf, SplitVariable):
@@ -317,7 +315,7 @@ def with_communication(leaf: Any, **fields: Any) -> Any:
 
 
 def with_layer_names(leaf: Any) -> Any:
-    """The leaf in a box whose names say that the leading dims, those that it has no names for, are whole."""
+    """The leaf with None in front of its names, for leading dims (layers) that have no name yet."""
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
@@ -326,16 +324,16 @@ def with_layer_names(leaf: Any) -> Any:
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
-    """The leaf in a box that has names for the last ``ndim`` dims only: those of a layer."""
+    """The leaf with names for its last ``ndim`` dims only, which are the dims of one layer."""
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
 def split_along(
     leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, true_size: int | None
 ) -> Sharded:
-    """``value`` in a box that splits ``dim`` over ``axes`` and keeps what the box of ``leaf`` says of other dims.
+    """``value`` in a box that splits ``dim`` over ``axes``; the other dims stay as in the box of ``leaf``.
 
-    ``true_size`` is the size of ``dim`` without padding, where ``value`` was padded.
+    ``true_size`` is the size of ``dim`` without padding, or None where ``value`` has no padding.
     """
     found = leaf_of(leaf)
     names, sizes = list(found.names), list(found.unpadded_sizes)
@@ -353,7 +351,7 @@ def split_along(
 
 
 def unpacked(leaf: Any) -> Any:
-    """The leaf without packing; what packing has rounded stays rounded."""
+    """The leaf as an array of floats, with the rounding of its packed form; itself where it is not packed."""
     found = leaf_of(leaf)
     return found.replace(value=found.packed.unpack(found.value), packed=None) if found.packed else leaf
 
@@ -369,7 +367,7 @@ def true_value(leaf: Any) -> Any:
 
 
 def with_padding(leaf: Any, value: Any) -> Any:
-    """``value``, which has the true shape of ``leaf``, with zeros up to the shape in which ``leaf`` is stored."""
+    """``value``, of the true shape of ``leaf``, padded with zeros to the stored shape of ``leaf``."""
     found = leaf_of(leaf)
     if not found.is_padded:
         return value
@@ -378,7 +376,7 @@ def with_padding(leaf: Any, value: Any) -> Any:
 
 
 def read_value(leaf: Any) -> Any:
-    """``true_value`` for a module to compute with; of a frozen leaf it has no gradient."""
+    """``true_value``, without gradient where the leaf is frozen: what a module computes with."""
     return _as_read(leaf, true_value(leaf))
 
 
@@ -387,21 +385,21 @@ def _as_read(leaf: Any, value: Any) -> Any:
 
 
 def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
-    """The value of a leaf gathered over ``axes``, without padding; in a box where it is split over others still."""
+    """The value gathered over ``axes``, without padding; in a box where other axes still split it."""
     note_branch(path)
     value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf_of(leaf).names, axes, how, path)
     return as_gathered(leaf, value, names, axes, how)
 
 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
-    """The shard of a leaf for a gather over ``axes``; see ``gathered_by_hand`` where the model itself splits it."""
+    """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
     found = leaf_of(leaf)
     own = tuple(axis for axis in axes if axis in found.model_axes)
     return gathered_by_hand(_as_read(leaf, found.value), own, path)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
-    """``value``, gathered over ``axes`` with the ``names`` that are left, as ``gather_leaf`` returns it."""
+    """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
     found = leaf_of(leaf)
     value = found.packed.unpack(value, how) if found.packed else value
     if found.is_padded:
@@ -421,7 +419,7 @@ def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple
 
 
 def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """What to raise of a leaf, named by ``what``, whose box says that it is split, and whose value is whole."""
+    """The error for a leaf, named by ``what``, with a whole value in a box that says it is split."""
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
         "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "

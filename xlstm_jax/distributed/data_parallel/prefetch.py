@@ -6,12 +6,12 @@ With weights that are gathered in two stages (over the axis across hosts, then w
   backward   layer i is computed again            |  stage 2 of layer i - 1  |  stage 1 of layer i - 2
              and differentiated                   |  the gradient of layer i + 1 is scattered
 
-What stands in one line does not depend on each other, so each collective has a layer to hide behind, where the compiler
-runs it beside products. What travels, and in which dtypes, is what ``gather_array`` sends: nothing is gathered that
-nobody uses, as the first and the last iterations stand outside of the loop.
+The entries of one line do not depend on each other, so the compiler can run each collective beside the products of a
+layer. Shards travel in the dtypes of ``gather_array``. No weight is gathered without use: the first and the last
+iterations stand outside of the loop.
 
-Of the forward pass each layer's input is kept, and no weight: a scan that carries gathered weights would keep those of
-every layer, hence a derivative of its own for the whole loop (``jax.custom_vjp``).
+The forward pass keeps each layer's input and no weights. A plain scan that carries gathered weights would keep the
+weights of every layer; hence the whole loop has its own derivative (``jax.custom_vjp``).
 """
 
 from collections.abc import Callable, Sequence
@@ -312,7 +312,7 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """The gradient of ``run`` by each of ``args``, with None for leaves that have none; so are those of cotangents."""
+    """The gradients of ``run`` by each of ``args``. Leaves without gradient are None, there and in ``cotangents``."""
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))

@@ -1,9 +1,10 @@
-"""One array is gathered where it is used, and its gradient scattered as a mean: what both ways to gather rest on.
+"""The gather of one array, and the rule of its gradient.
 
   forward    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   backward   dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
 
-Nothing here knows what a box is: ``gather_params`` gathers trees of them, and a box that is read gathers itself.
+``gather_params`` gathers each leaf of a tree so, and a box that is read gathers itself so. ``prefetch`` takes the same
+steps one by one.
 """
 
 from collections.abc import Collection, Sequence
@@ -151,9 +152,9 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
 
 
 def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the transpose of a gather would average over devices what is no gradient of the mean over a batch.
+    """Raises where the cotangent is not the gradient of this device's whole batch, as averaging over devices assumes.
 
-    Under ``vmap`` a cotangent may be one of many whose shards are many, too (an ensemble), but not of a single shard.
+    Under ``vmap`` the cotangents may belong to as many shards (an ensemble), but not all to a single shard.
     """
     if not collectives.spread_axes(axes):
         return
@@ -169,10 +170,10 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
 
 
 def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.Array:
-    """The shard of a leaf that the model itself splits over the axes ``own``, and that is gathered over them after all.
+    """The shard, for a gather over ``own``: axes over which the model itself splits the leaf.
 
-    ``sync_gradients`` takes the gradient of such a leaf for a sum over those that are axes of the batch, and divides.
-    The gather makes a mean of it, and the sum is made of that here.
+    Nobody gathers such a leaf but a user, by hand. ``sync_gradients`` takes its gradient for a sum over the batch axes
+    among ``own``, and divides it. The gather's transpose is a mean; this makes a sum of it.
     """
     own = collectives.spread_axes(own)
     return _gathered_by_hand(shard, own, averaged_axes(), path) if own else shard
@@ -205,10 +206,11 @@ _gathered_by_hand.defvjp(_by_hand_fwd, _by_hand_bwd)
 
 
 def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
-    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen.
+    """The mean of a shard's gradient over its copies, divided before it travels, in ``replicas.reduce_dtype``.
 
-    ``varying`` are the axes over which the shard varies by type. Over tracked ones that it does not vary over the
-    result is the sum: JAX sums what else depends on the shard (a penalty on its values), and sums add up.
+    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis that is not among them the
+    result is the sum and not the mean: JAX sums the shard's other gradients there (of a penalty on its values), and
+    all terms of one gradient must be of one kind.
     """
     axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
     if not axes:
