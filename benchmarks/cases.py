@@ -42,9 +42,9 @@ from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_names, leaf_value, rebox
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.placement import shardings
+from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes

@@ -26,7 +26,7 @@ EXCUSED = {
     "distributed/data_parallel/boxes.py:stored": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:trainable": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:true_sizes": "an interface; subclasses have it",
-    "distributed/data_parallel/fronts/linen/refusals.py:named_in_errors": "goes on as it came: Flax's own",
+    "distributed/data_parallel/modules/linen_module.py:named_in_errors": "goes on as it came: Flax's own",
     "distributed/data_parallel/gathering/gather_array.py:unbox": "an interface; subclasses have it",
     "distributed/forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
     "distributed/forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",

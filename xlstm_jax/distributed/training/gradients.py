@@ -22,10 +22,10 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.wording import kind_of, one_line
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import GatheredScans
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.checks import check_transform

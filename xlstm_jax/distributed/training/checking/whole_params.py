@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import GatheredScans
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import format_bytes, format_mesh, joined

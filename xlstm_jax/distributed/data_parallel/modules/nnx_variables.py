@@ -19,7 +19,7 @@ from flax.nnx.bridge import variables as bridge
 
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here
+from xlstm_jax.distributed.data_parallel.modules.unit import Unit, gather_here
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}

@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 
 from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
-from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
-from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.modules.nnx_variables import Gathered, is_split, is_variable, path_of
+from xlstm_jax.distributed.data_parallel.modules.unit import Unit, running
+from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]

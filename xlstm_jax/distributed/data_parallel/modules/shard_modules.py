@@ -25,20 +25,20 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_shape, unit_depth
 from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
-from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
-from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors, refused_in_map
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
-from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
+from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     Method,
     is_nnx,
     is_public,
+    named_in_errors,
     public_methods,
     shard_module_params,
     taken_apart,
+    with_varying_carry,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import inside_wrapper, scans_over_params, unwatched
+from xlstm_jax.distributed.data_parallel.modules.selection import Choice, Seen, SeenModule, as_choice
+from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, Unit, gather_here
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.wording import kind_of, path_pattern
@@ -233,7 +233,7 @@ class _Run:
         self.seen.modules[path] = self._seen(module)
         units = choice.units(self.seen, path, module)
         if path in units and inside_map_variables(gather_here):
-            units = refused_in_map(path, choice.is_policy)
+            units = _refused_in_map(path, choice.is_policy)
         for unit in units:
             self.seen.choose(unit)
             self._split(unit, path, module)
@@ -280,6 +280,24 @@ class _Run:
             yield
         finally:
             self._entered.pop()
+
+
+def _refused_in_map(path: str, by_policy: bool) -> list[str]:
+    """No unit at ``path``, within an ``nn.map_variables`` of the model: that would map shards, weight norm by hand say.
+
+    A policy leaves its parameters to the module around it, which gathers them before.
+
+    Raises:
+      ValueError: the module was chosen by its class, or by a predicate.
+    """
+    if by_policy:
+        return []
+    outer = path.rpartition("/")[0]
+    raise ValueError(
+        f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm are "
+        "made of it), which would compute from shards what it is to compute from whole parameters. Choose the module "
+        f"around it, which gathers before: where=lambda path, module: path == {outer!r}, or larger_than(size)."
+    )
 
 
 class _Place(nn.Module):

@@ -7,25 +7,36 @@ The variables of a wrapped module pass ``gather_here`` where a public method is 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax.core import lift
+from flax.errors import ScopeParamShapeError
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here, running, shard_here
-from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
-from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import inside_wrapper
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    Unit,
+    closed_over,
+    gather_here,
+    running,
+    shard_here,
+    split_over,
+)
+from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -243,3 +254,82 @@ def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str
             f"{call.format(cls.__name__)}(...)."
         )
     return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
+
+
+def check_not_inside_reader(module: nn.Module) -> None:
+    """Raises where a layer that reads parameters stands around a wrapped module: it would take norms of shards.
+
+    Boxes would get into the names of its own parameters, too. Flax keeps the modules that are being called to itself.
+    """
+    for caller in nn.module._context.module_stack:
+        if isinstance(caller, READERS):
+            kind, layer = type(caller).__name__, type(module).__name__
+            raise ValueError(
+                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it: that "
+                "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
+                f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
+            )
+
+
+@contextmanager
+def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
+    """While the module gathers: errors name its leaves by their path, and Linen's of a whole value says what it is."""
+    with inside_module(module.path):
+        try:
+            yield
+        except ScopeParamShapeError as error:
+            if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
+                raise reason from None
+            raise
+
+
+def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
+    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
+    for path, leaf in leaves_with_path(module.variables.get("params", {})):
+        if split_over(leaf, axes) and f"generate shape {np.shape(leaf_value(leaf))}," in str(error):
+            return closed_over("/".join((*module.path, path)), leaf, axes)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- carries that vary
+
+# A cell makes its first carry from shapes alone. By its type under ``check_vma=True`` that is equal on all devices, the
+# carry after a step is not, and a scan wants one type for both. So the carry is made, and cast, before ``nn.RNN`` runs.
+
+
+def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a method, with an ``initial_carry`` that varies where the method is that of an RNN."""
+    if not isinstance(module, nn.RNN) or method != "__call__" or kwargs.get("initial_carry") is not None:
+        return kwargs
+    axes = _axes_of((args, kwargs, module.variables))
+    if not any(map(collectives.is_tracked, axes)):
+        return kwargs
+    return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
+
+
+def vary_carries(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """For ``nn.intercept_methods``."""
+    return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
+
+
+def _axes_of(tree: PyTree) -> list[str]:
+    """The axes over which values vary by type, and those over which leaves are split, so that they will."""
+    leaves = [leaf for _, leaf in leaves_with_path(tree)]
+    arrays = [leaf_value(leaf) for leaf in leaves if isinstance(leaf_value(leaf), jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf_axes(leaf) if collectives.is_bound(axis)}
+    return sorted(split.union(*map(collectives.varying_axes, arrays)))
+
+
+def _initial_carry(
+    rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
+) -> PyTree:
+    """What ``nn.RNN`` begins with: its cell's carry for inputs without their time dim."""
+    time_major = rnn.time_major if time_major is None else time_major
+    time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
+    key = jax.random.key(0) if init_key is None else init_key
+    return rnn.cell.initialize_carry(key, inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :])

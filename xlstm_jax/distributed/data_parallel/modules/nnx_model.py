@@ -22,8 +22,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
-from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     LEAF_PATH,
     SEEN,
     VARYING,
@@ -32,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     modules_of,
     predicate,
 )
-from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
+from xlstm_jax.distributed.data_parallel.modules.nnx_variables import (
     collection_of,
     contents,
     is_variable,
@@ -40,8 +41,7 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.modules.unit import Unit, shard_here
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
