@@ -1,71 +1,53 @@
-"""Scans over layers within a wrapped module, which make it gather the parameters of all layers at once."""
+"""Scans over layers of Linen modules: which classes they are, and whether a unit gathers all their layers at once."""
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import Any
 
 from flax import linen as nn
 from flax.core import lift
 
+from xlstm_jax.distributed.data_parallel.modules.unit import Stacks, noted_stacks
 
-class GatheredScans:
-    """Finds ``nn.scan`` over layers of parameters within a wrapped module, which gathers those of all layers at once.
 
-    ``layers`` are the names of what is scanned, and its class. A wrapped module within the scan gathers one layer at a
-    time, and is not among them; nor are scans of functions, whose layers nothing here can tell.
+@contextmanager
+def noting_scans() -> Iterator[None]:
+    """While a unit runs: notes ``nn.scan`` over layers that are none themselves (see ``noting_stacks``).
+
+    Scans of functions are not seen: nothing here can tell what their layers are.
     """
+    stacks = noted_stacks()
+    if stacks is None:
+        yield
+        return
+    stacks.units += 1
+    with nn.intercept_methods(_Watch(stacks).look):
+        yield
 
-    def __init__(self) -> None:
-        self.layers: dict[str, str] = {}
-        self._depth = self._entered = 0
-        self._scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many wrapped ones before
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Looks at all models that are initialised or applied meanwhile."""
-        token = _scans.set(self)
-        try:
-            with nn.intercept_methods(self._look):
-                yield
-        finally:
-            _scans.reset(token)
+class _Watch:
+    """Sees the modules that run within a unit."""
 
-    @contextlib.contextmanager
-    def inside_wrapper(self) -> Iterator[None]:
-        """While a wrapped module runs."""
-        self._entered += 1
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many units before
 
-    def _look(self, method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        cls = type(context.module)
-        if self._depth and scans_over_params(cls):
-            self._scan = cls, self._entered
+    def look(self, method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        cls, units = type(context.module), self._stacks.units
+        if scans_over_params(cls):
+            self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
-            if self._scan[1] == self._entered:
-                self.layers[context.module.name or cls.__name__] = cls.__name__
+            if self._scan[1] == units:  # no unit was entered since: the layer is none
+                self._stacks.layers[context.module.name or cls.__name__] = cls.__name__
             self._scan = None
         return method(*args, **kwargs)
 
 
-_scans: ContextVar[GatheredScans | None] = ContextVar("_scans", default=None)
-
-
-def inside_wrapper() -> contextlib.AbstractContextManager[None]:
-    """While a wrapped module runs: tells those who watch, if any."""
-    scans = _scans.get()
-    return scans.inside_wrapper() if scans else contextlib.nullcontext()
-
-
-def unwatched(path: str) -> None:
-    """Tells those who watch that the module at ``path`` was sharded from outside: it gathers one layer at a time."""
-    if scans := _scans.get():
-        scans.layers.pop(path.rpartition("/")[-1], None)
+def unnoted(path: str) -> None:
+    """The module at ``path`` is a layer, and was sharded from outside: it gathers one layer at a time."""
+    if stacks := noted_stacks():
+        stacks.layers.pop(path.rpartition("/")[-1], None)
 
 
 def scans_over_params(cls: type[nn.Module]) -> bool:

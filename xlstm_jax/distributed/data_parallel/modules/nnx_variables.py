@@ -19,13 +19,13 @@ from flax.nnx.bridge import variables as bridge
 
 from xlstm_jax.distributed.data_parallel import boxes
 from xlstm_jax.distributed.data_parallel.axes import AxisEntry
-from xlstm_jax.distributed.data_parallel.modules.unit import Unit, gather_here
-from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.modules.unit import gather_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
-BOX, AXES = "split_box", "split_axes"  # in ours: the box without its value, and the axes over which it is gathered
+BOX, POLICY = "split_box", "shard_policy"  # in ours: the box without its value, and the policy that gathers it
 OF_LINEN = "linen_meta_type"  # in those of ``nnx.bridge``: the class of a box that a Linen module has made
 
 # ------------------------------------------------------------------------------------------------- variables of a shard
@@ -137,9 +137,8 @@ def is_split(variable: Any) -> bool:
 def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The whole values of split variables by path; what other axes split (tensor parallel) stays so."""
     whole: dict[str, Any] = {}
-    for axes in {variable.get_metadata(AXES) for variable in variables.values()}:
-        over_axes = {path: v for path, v in variables.items() if v.get_metadata(AXES) == axes}
-        whole |= gather_here(axes, ShardRule(), over_axes)
+    for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
+        whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
     return {path: boxes.leaf_value(whole[path]) for path in variables}
 
 
@@ -220,13 +219,13 @@ def _leaf(variable: Any) -> Any:
     return meta.Partitioned(value, own) if any(own) else value
 
 
-def with_leaf(variable: Any, leaf: Any, unit: Unit | None) -> Any:
-    """The variable with the value of ``leaf``, which ``unit`` gathers where a box splits it over its axes."""
+def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
+    """The variable with the value of ``leaf``, which its unit gathers where a box splits it over axes of ``policy``."""
     value = boxes.leaf_value(leaf)
-    if unit and set(boxes.leaf_axes(leaf)) & set(unit.axes):
+    if policy and set(boxes.leaf_axes(leaf)) & set(policy.axes):
         box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, boxes.leaf_names(leaf))
-        how = box.communication.or_else(unit.rule.communication)
-        split = variable.copy(value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
+        how = box.communication.or_else(policy.communication)
+        split = variable.copy(value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
         _turn_into(split, _Split)
         return split
     if not boxes.leaf_axes(leaf) and OF_LINEN not in variable.get_metadata():

@@ -1,19 +1,17 @@
-"""Which submodules ``shard_modules`` shards: by class, by a predicate, or by a policy that sees the whole model.
+"""Which Linen submodules ``shard_modules`` shards: by class or predicate, or by their size or repetition in the model.
 
 A choice is made once, while the model is initialised, when a module is left. What was chosen stands in the boxes.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from flax import linen as nn
 
-from xlstm_jax.wording import kind_of
-
-Predicate = Callable[[str, nn.Module], Any]
+from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN
+from xlstm_jax.distributed.data_parallel.modules.unit import Predicate, as_predicate
 
 
 @dataclass(frozen=True)
@@ -67,49 +65,42 @@ def is_below(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}/")
 
 
-class Choice(Protocol):
-    """What ``where`` comes down to; ``is_policy`` where no user has named the modules."""
+class Selection:
+    """What ``where`` comes down to: decided while the model is initialised, and read off the boxes when it is applied.
 
-    is_policy: ClassVar[bool]
+    ``names_modules`` where a user has named the units, by a class or a predicate.
+    """
 
-    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
-        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
-        ...
+    names_modules: ClassVar[bool] = False
 
     def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
         """The paths of the modules to shard, decided when the module at ``path`` is left."""
-        ...
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The modules of which a predicate is true."""
-
-    is_policy: ClassVar[bool] = False
-
-    predicate: Predicate
+        del seen, path, module
+        return []
 
     def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
-        del is_marked
-        return bool(self.predicate(path, module))
-
-    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
-        del seen
-        return [path] if self.predicate(path, module) else []
-
-
-class _Policy:
-    """A choice that stands in the boxes alone."""
-
-    is_policy: ClassVar[bool] = True
-
-    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
         del path, module
         return is_marked
 
 
 @dataclass(frozen=True)
-class _LargerThan(_Policy):
+class _Matching(Selection):
+    """The modules of which a predicate is true."""
+
+    names_modules: ClassVar[bool] = True
+
+    predicate: Predicate
+
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        return [path] if self.predicate(path, module) else []
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        return bool(self.predicate(path, module))
+
+
+@dataclass(frozen=True)
+class _LargerThan(Selection):
     size: int
 
     def __repr__(self) -> str:
@@ -120,7 +111,7 @@ class _LargerThan(_Policy):
 
 
 @dataclass(frozen=True)
-class _RepeatedBlocks(_Policy):
+class _RepeatedBlocks(Selection):
     def __repr__(self) -> str:
         return "repeated_blocks()"
 
@@ -154,7 +145,7 @@ def _is_block(seen: Seen, path: str) -> bool:
     return depth > 1 and is_stored_so and not issubclass(module.cls, nn.RNNCellBase)
 
 
-def larger_than(size: int) -> Choice:
+def larger_than(size: int) -> Selection:
     """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
 
     Those of a submodule that was chosen itself are not its own. So the smallest modules that are large enough are
@@ -174,7 +165,7 @@ def larger_than(size: int) -> Choice:
     return _LargerThan(size)
 
 
-def repeated_blocks() -> Choice:
+def repeated_blocks() -> Selection:
     """For ``shard_modules``: the layers of a model, of which it has several alike.
 
     These are classes that ``nn.scan`` runs over layers (where it runs a function, pass the class of its module), and
@@ -194,20 +185,10 @@ def repeated_blocks() -> Choice:
     return _RepeatedBlocks()
 
 
-def as_choice(where: Any) -> Choice:
+def as_selection(where: Any) -> Selection:
     """``where`` as users write it.
 
     Raises:
-      TypeError: it is no class of modules, no tuple of such, no predicate and no policy.
+      TypeError: see ``as_predicate``.
     """
-    classes = where if isinstance(where, tuple) else (where,)
-    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        return Matching(lambda path, module: isinstance(module, classes))
-    if isinstance(where, _Policy):
-        return where  # type: ignore[return-value]  # each has both methods
-    if callable(where) and not isinstance(where, type | nn.Module):
-        return Matching(where)
-    raise TypeError(
-        f"where is {kind_of(where)}: pass a module class (nn.Dense) or a tuple of them, a predicate of (path, module), "
-        "as lambda path, module: path.startswith('h/'), or larger_than(size) or repeated_blocks()."
-    )
+    return where if isinstance(where, Selection) else _Matching(as_predicate(where, LINEN))

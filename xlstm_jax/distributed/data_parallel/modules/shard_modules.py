@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import jax
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
@@ -27,18 +26,18 @@ from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
-    Method,
+    LINEN,
+    enter,
     is_nnx,
-    is_public,
-    named_in_errors,
+    lifted,
     public_methods,
-    shard_module_params,
     taken_apart,
     with_varying_carry,
 )
-from xlstm_jax.distributed.data_parallel.modules.linen_scans import inside_wrapper, scans_over_params, unwatched
-from xlstm_jax.distributed.data_parallel.modules.selection import Choice, Seen, SeenModule, as_choice
-from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, Unit, gather_here
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans, scans_over_params, unnoted
+from xlstm_jax.distributed.data_parallel.modules.selection import Seen, SeenModule, Selection, as_selection
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself, gather_here, is_public
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.wording import kind_of, path_pattern
@@ -88,32 +87,29 @@ def shard_modules(
       TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
         these; or as ``shard_module_params`` raises.
     """
-    options: dict[str, Any] = {
-        "axis_name": axis_name,
-        "min_weight_size": min_weight_size,
-        "gather_dtype": gather_dtype,
-        "grad_scatter_dtype": grad_scatter_dtype,
-        "reshard_after_forward": reshard_after_forward,
-        "replicas": replicas,
-        "uneven": uneven,
-        "trainable": trainable,
-    }
-    unit = Unit.of(**options)  # refuses options here and not in the first call
+    policy = ShardPolicy(
+        axis_name,
+        min_weight_size,
+        gather_dtype,
+        grad_scatter_dtype,
+        reshard_after_forward=reshard_after_forward,
+        replicas=replicas,
+        uneven=uneven,
+        trainable=trainable,
+    )
     if isinstance(model, ShardsItself) and not isinstance(model, type):
-        return model.with_units(where, unit)
+        return model.with_units(where, policy)
     _check_model(model)
-    lift = functools.partial(shard_module_params, **options)
-    return _sharded(model, _Sharding(as_choice(where), where, unit.axes, lift))
+    return _sharded(model, _Sharding(as_selection(where), where, policy))
 
 
 @dataclass(frozen=True)
 class _Sharding:
-    """The arguments of one ``shard_modules``; ``lift`` is ``shard_module_params`` with its options."""
+    """The arguments of one ``shard_modules``."""
 
-    choice: Choice
+    selection: Selection
     where: Any
-    axes: tuple[str, ...]
-    lift: Callable[[Method], Method]
+    policy: ShardPolicy
 
 
 def _nothing(module: nn.Module) -> None:
@@ -183,7 +179,7 @@ class _Run:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name = context.module, context.method_name
-        if module.scope is None or not is_public(name):
+        if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         if not hasattr(type(module), name):  # Linen looks at the setup of what nn.scan has made, before it is called
             self._scan = type(module) if scans_over_params(type(module)) else self._scan
@@ -202,9 +198,7 @@ class _Run:
                 return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
-            in_profiles = jax.named_scope(f"{module.name or type(module).__name__}.sharded")
-            with in_profiles, named_in_errors(module, self.sharding.axes), inside_wrapper():
-                return self._lifted(context)(module, *args, **kwargs)
+            return enter(module, self._lifted(context), self.sharding.policy, args, kwargs)
 
     def _lifted(self, context: nn.module.InterceptorContext) -> Method:
         """The method as a function of a module whose parameters are gathered."""
@@ -213,7 +207,7 @@ class _Run:
         def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return plain(module, *args, **kwargs)
 
-        return self.sharding.lift(sharded)
+        return lifted(sharded, None, self.sharding.policy)
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
@@ -221,19 +215,19 @@ class _Run:
         own = [
             unit_depth(leaf) == names_below(name)
             for name, leaf in leaves
-            if set(leaf_axes(leaf)) & set(self.sharding.axes) and is_gathered_here(name, leaf)
+            if set(leaf_axes(leaf)) & set(self.sharding.policy.axes) and is_gathered_here(name, leaf)
         ]
-        return bool(own) and self.sharding.choice.gathers(path, module, any(own))
+        return bool(own) and self.sharding.selection.gathers(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module, and splits the parameters of those that were chosen when it is left."""
-        choice = self.sharding.choice
-        with inside_wrapper() if choice.gathers(path, module, False) else nullcontext():
+        selection = self.sharding.selection
+        with noting_scans() if selection.gathers(path, module, False) else nullcontext():
             result = method()
         self.seen.modules[path] = self._seen(module)
-        units = choice.units(self.seen, path, module)
+        units = selection.units(self.seen, path, module)
         if path in units and inside_map_variables(gather_here):
-            units = _refused_in_map(path, choice.is_policy)
+            units = _refused_in_map(path, selection)
         for unit in units:
             self.seen.choose(unit)
             self._split(unit, path, module)
@@ -249,8 +243,8 @@ class _Run:
 
     def _split(self, unit: str, path: str, module: nn.Module) -> None:
         """Splits the parameters of the unit, which is the module at ``path``, or lies below it."""
-        unwatched(unit)
-        split = self.sharding.lift(_nothing)
+        unnoted(unit)
+        split = lifted(_nothing, None, self.sharding.policy)
         if unit == path:
             split(module)
         for place in self.seen.modules[unit].places if unit != path else ():
@@ -282,15 +276,15 @@ class _Run:
             self._entered.pop()
 
 
-def _refused_in_map(path: str, by_policy: bool) -> list[str]:
+def _refused_in_map(path: str, selection: Selection) -> list[str]:
     """No unit at ``path``, within an ``nn.map_variables`` of the model: that would map shards, weight norm by hand say.
 
-    A policy leaves its parameters to the module around it, which gathers them before.
+    ``larger_than`` leaves its parameters to the module around it, which gathers them before.
 
     Raises:
       ValueError: the module was chosen by its class, or by a predicate.
     """
-    if by_policy:
+    if not selection.names_modules:
         return []
     outer = path.rpartition("/")[0]
     raise ValueError(

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.modules.linen_scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.modules.unit import Stacks
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import format_bytes, format_mesh, joined
@@ -72,9 +72,9 @@ def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kw
     return reasons
 
 
-def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
-    """Warns of scans within wrapped modules, unless it has warned of the same before."""
-    new = {name: cls for name, cls in scans.layers.items() if (name, cls) not in _told}
+def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
+    """Warns of layers that a wrapped module gathers all at once, unless it has warned of the same before."""
+    new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _told}
     if mesh.size == 1 or not new:
         return
     _told.update(new.items())
