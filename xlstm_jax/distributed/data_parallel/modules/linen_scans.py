@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Stacks, noted_stack
 
 @contextmanager
 def noting_scans() -> Iterator[None]:
-    """While a unit runs: notes ``nn.scan`` over layers that are none themselves (see ``noting_stacks``).
+    """While a unit runs: notes each ``nn.scan`` within it whose layers are no units (see ``noting_stacks``).
 
     Scans of functions are not seen: nothing here can tell what their layers are.
     """
@@ -38,7 +38,7 @@ class _Watch:
         if scans_over_params(cls):
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
-            if self._scan[1] == units:  # no unit was entered since: the layer is none
+            if self._scan[1] == units:  # no unit was entered since, so the layer is no unit
                 self._stacks.layers[context.module.name or cls.__name__] = cls.__name__
             self._scan = None
         return method(*args, **kwargs)

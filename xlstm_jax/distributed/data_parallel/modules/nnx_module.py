@@ -1,8 +1,8 @@
 """NNX modules as units, by a subclass of their class that gathers in every public method.
 
-A module that matches gets another class of the same name and nothing else: it gathers the variables below it, but for
-those of units within, when a public method is entered, and drops them when it returns. ``nnx.split`` keeps classes, so
-whatever splits and merges a model (``nnx.jit``, ``nnx.remat``, ``nnx.scan``) has units inside as well.
+A chosen module gets another class of the same name, and is not changed otherwise. When a public method is entered, it
+gathers the variables below it, except those of units within; when the method returns, it drops them. ``nnx.split``
+keeps classes, so a model that ``nnx.jit``, ``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
 """
 
 import functools

@@ -3,8 +3,8 @@
   module.kernel = Param(W[d, f])            a module holds variables; one that is split is a ``BoxedVariable``
   {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
 
-A variable that is split knows its names, how it travels, and the axes over which it is gathered. ``Gathered`` gives it
-its whole value while its module runs; read at any other time, it gathers itself, once for each read.
+A split variable knows its names, how it travels, and the policy of its unit. ``Gathered`` gives it its whole value
+while the unit runs. Read at any other time, the variable gathers itself, once for each read.
 """
 
 import functools
@@ -143,9 +143,9 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Gathered:
-    """While a module runs, split variables (by path) have their whole values; and then their shards again.
+    """A context in which split variables (by path) have their whole values.
 
-    NNX refuses to write a variable that was made under another trace. Nobody sees this write after it is undone.
+    NNX refuses to write a variable that was made under another trace. This write is undone, so nobody sees it later.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Which Linen submodules ``shard_modules`` shards: by class or predicate, or by their size or repetition in the model.
 
-A choice is made once, while the model is initialised, when a module is left. What was chosen stands in the boxes.
+The units are chosen once, while the model is initialised: each time that a module is left. The boxes of their
+parameters then say which module gathers them, so ``apply`` asks the boxes.
 """
 
 import math
@@ -16,10 +17,10 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Predicate, as_predi
 
 @dataclass(frozen=True)
 class SeenModule:
-    """A module that was left: its class, its places, and the shapes of all parameters at or below them.
+    """A module that has run: its class, its places, and the shapes of all parameters at or below its places.
 
-    ``places`` are its own path, and those of modules that were made elsewhere and passed to it, as a cell to an RNN.
-    Within ``nn.scan`` the shapes are those of one layer.
+    ``places`` are its own path, and the paths of modules that were passed to it, as a cell is passed to an RNN. Within
+    ``nn.scan`` the shapes are those of one layer.
     """
 
     cls: type[nn.Module]
@@ -28,7 +29,7 @@ class SeenModule:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """What modules that do the same have in common: the class, and parameters by their names from there."""
+        """Equal for modules that could be layers of one scan: the class, and the names and shapes of parameters."""
         named = ((leaf.removeprefix(place), shape) for place in self.places for leaf, shape in self.shapes_in(place))
         return self.cls, *sorted(named)
 
@@ -38,10 +39,10 @@ class SeenModule:
 
 @dataclass
 class Seen:
-    """What an initialisation has shown so far. Paths are those below the sharded model, "" being the model itself.
+    """What an initialisation has shown so far. Paths start at the sharded model, which is "" itself.
 
-    ``scanned`` are the modules that ``nn.scan`` gives a layer dim, ``units`` those that were chosen; ``unit_of`` has
-    the parameters of the latter, each with the path of its module.
+    ``scanned`` are the modules that ``nn.scan`` gives a layer dim, ``units`` the chosen modules. ``unit_of`` has the
+    path of its unit for each parameter of a unit.
     """
 
     modules: dict[str, SeenModule] = field(default_factory=dict)
@@ -50,12 +51,12 @@ class Seen:
     unit_of: dict[str, str] = field(default_factory=dict)
 
     def choose(self, path: str) -> None:
-        """Gives a module all its parameters that are no other's."""
+        """Makes a module a unit, which gathers those of its parameters that no other unit gathers."""
         self.units.add(path)
         self.unit_of |= {leaf: self.unit_of.get(leaf, path) for leaf in self.modules[path].shapes}
 
     def own_size(self, path: str) -> int:
-        """The number of values below a module that are no other's."""
+        """The number of values below a module that no other unit gathers."""
         shapes = self.modules[path].shapes.items()
         return sum(math.prod(shape) for leaf, shape in shapes if self.unit_of.get(leaf, path) == path)
 
@@ -148,9 +149,9 @@ def _is_block(seen: Seen, path: str) -> bool:
 def larger_than(size: int) -> Selection:
     """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
 
-    Those of a submodule that was chosen itself are not its own. So the smallest modules that are large enough are
-    chosen, and what remains is gathered by the ones around them; what remains at last is not sharded. The cell of an
-    ``nn.RNN`` is the RNN's own: a cell would gather at every step of its loop.
+    The parameters of a chosen submodule do not count. So the innermost modules that are large enough are chosen, and a
+    module around them gathers the rest if the rest is large enough, too. The cell of an ``nn.RNN`` is never chosen,
+    since it would gather at every step of the loop; the RNN is.
 
     >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
     >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
@@ -166,12 +167,12 @@ def larger_than(size: int) -> Selection:
 
 
 def repeated_blocks() -> Selection:
-    """For ``shard_modules``: the layers of a model, of which it has several alike.
+    """For ``shard_modules``: the layers of a model that has several equal layers.
 
-    These are classes that ``nn.scan`` runs over layers (where it runs a function, pass the class of its module), and
-    modules that have a sibling of the same class with parameters of the same names and shapes, and submodules: the
-    outermost such. What lies around them (embedding, head) is not sharded; combine them,
-    ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
+    A layer is a class that ``nn.scan`` runs over (for a scan of a function, pass the class of its module), or a module
+    that has submodules, and a sibling of the same class whose parameters have the same names and shapes. Of layers
+    within layers the outermost are taken. Modules around the layers (embedding, head) are not sharded; to shard them,
+    too: ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
 
     >>> class Block(nn.Module):
     ...     @nn.compact

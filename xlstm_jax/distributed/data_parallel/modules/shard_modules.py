@@ -1,12 +1,12 @@
 """``shard_modules``: submodules of a model are sharded from outside, without an edit of its source.
 
-The model that comes back is of a class that differs in one thing: its public methods run under an interceptor, which
-Linen calls at each method of each module within.
-  init    when a module that was chosen is left, its parameters are split and boxed where they lie
-  apply   when a module is entered of which the boxes say that it gathers them, its method runs as a function of the
-          module under ``shard_module_params``: gathered before, dropped after
-Linen runs a module's ``setup`` before its interceptors. What that reads is gathered by the box itself, and since the
-method then runs on a copy of the module, with a ``setup`` of its own, XLA removes the first gather.
+The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls at
+each method of each module within.
+  init    when a chosen module is left, its parameters are split, and boxed where they lie
+  apply   when a chosen module is entered, its method runs as a function of the module that ``lifted`` has lifted: the
+          parameters are gathered before, and dropped after
+Linen runs a module's ``setup`` before its interceptors. A parameter that ``setup`` reads is gathered by its box. The
+method then runs on a copy of the module, with a ``setup`` of its own, so XLA removes the first gather.
 """
 
 import functools
@@ -148,6 +148,7 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
     return new
 
 
+# The sharded models that are being called. A method that calls another one of the same model starts no new run.
 _running: ContextVar[tuple["_Run", ...]] = ContextVar("_running", default=())
 
 
