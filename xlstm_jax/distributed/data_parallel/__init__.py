@@ -23,9 +23,7 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params, sync_gradients
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
@@ -37,6 +35,8 @@ from xlstm_jax.distributed.data_parallel.rename import rename_leaves
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel.stack import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 
 __all__ = [
     "BLOCK_INPUT",

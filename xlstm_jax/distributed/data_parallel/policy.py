@@ -6,9 +6,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication, Replicas
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas
 
 
 @dataclass(frozen=True)

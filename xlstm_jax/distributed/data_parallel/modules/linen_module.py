@@ -20,17 +20,17 @@ from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.remat import named_input
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -257,7 +257,7 @@ def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
     """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
     for path, leaf in leaves_with_path(module.variables.get("params", {})):
-        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_value(leaf))}," in str(error):
+        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
             return unit.closed_over("/".join((*module.path, path)), leaf, axes)
     return None
 

@@ -21,8 +21,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
@@ -40,6 +40,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_variables import (
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
@@ -141,12 +142,12 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
-        if padded := [path for path, leaf in trees.leaves_with_path(variables) if boxes.is_padded(leaf)]:
+        if padded := [path for path, leaf in trees.leaves_with_path(variables) if leaf_of(leaf).is_padded]:
             raise ValueError(
                 f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
-        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not boxes.is_trainable(leaf)]:
+        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).trainable]:
             raise ValueError(
                 f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
                 "call it by apply."
@@ -234,7 +235,7 @@ class NnxModel:
                 f"the variables have no '{full}', which the model has; they have the collections "
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
             )
-        if boxes.is_packed(leaves[full]):
+        if leaf_of(leaves[full]).is_packed:
             raise ValueError(
                 f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
                 "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
@@ -297,15 +298,15 @@ def _sharded(
     start = f"{path}/" if path else ""
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
-        shape = np.shape(boxes.leaf_value(leaf))
+        shape = np.shape(leaf_of(leaf).value)
         below = f"params/{name.removeprefix(start)}"
         layer_dims[below] = _layer_dims(name, shape, seen.get(name, shape))
-        leaves[below] = boxes.with_last_names(leaf, len(shape) - layer_dims[below])
+        leaves[below] = with_last_names(leaf, len(shape) - layer_dims[below])
     shard: Callable[[Any], Any] = functools.partial(shard_here, policy)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
-    boxed = trees.map_leaves(boxes.with_layer_names, shard(leaves))
+    boxed = trees.map_leaves(with_layer_names, shard(leaves))
     return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
 
 

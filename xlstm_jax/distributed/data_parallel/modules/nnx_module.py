@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.modules.nnx_variables import Gathered, is_split, is_variable, path_of
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, dropping, entered, public_methods
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 NOTE_SHAPE = "note_shape"  # in the metadata of a variable: a function that a unit calls with the shape that it sees
 

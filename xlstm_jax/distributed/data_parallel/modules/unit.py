@@ -25,15 +25,15 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, read_value
-from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import path_in_model, whole_value
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value, whole_value
+from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, is_gathered_here, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -145,7 +145,7 @@ def gather_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
         if isinstance(leaf, Planned):
             return leaf.gathered(policy.axes)
         # Boxes over other axes stay, for the wrapper of those.
-        return read_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(policy.axes) else leaf
+        return read_value(leaf) if is_box(leaf) and set(leaf_of(leaf).axes) <= set(policy.axes) else leaf
 
     return map_leaves_with_path(take_out, variables)
 
@@ -157,19 +157,19 @@ def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
     those by their shapes.
     """
     for path, leaf in leaves_with_path(variables):
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, axes):
             raise closed_over(path_in_model(path), leaf, axes)
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``axes`` over which the leaf's box splits it on more than one device."""
-    return collectives.spread_axes([axis for axis in leaf_axes(leaf) if axis in axes])
+    return collectives.spread_axes([axis for axis in leaf_of(leaf).axes if axis in axes])
 
 
 def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
     """What to raise of a leaf whose box says that it is split, and whose value is whole."""
-    return whole_value(f"'{path}'", np.shape(leaf_value(leaf)), split_over(leaf, axes))
+    return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
@@ -180,8 +180,8 @@ def carry_axes(tree: PyTree) -> list[str]:
     split will vary over its axes when it is gathered.
     """
     leaves = [leaf for _, leaf in leaves_with_path(tree)]
-    arrays = [leaf_value(leaf) for leaf in leaves if isinstance(leaf_value(leaf), jax.Array)]
-    split = {axis for leaf in leaves for axis in leaf_axes(leaf) if collectives.is_bound(axis)}
+    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
     return sorted(split.union(*map(collectives.varying_axes, arrays)))
 
 
