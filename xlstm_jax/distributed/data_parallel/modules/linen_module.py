@@ -128,8 +128,8 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
         return _lifted_function(target, policy)
-    new = lifted(target, public_methods(target), policy)
-    for name in public_methods(target):
+    new = lifted(target, methods_to_lift(target), policy)
+    for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
     # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
@@ -179,7 +179,7 @@ def _named(function: Method) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def public_methods(cls: type[nn.Module]) -> list[str]:
+def methods_to_lift(cls: type[nn.Module]) -> list[str]:
     """The methods by which a Linen module is entered, but for those that ``nn.nowrap`` keeps as they are."""
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
     names = [name for name in unit.public_methods(cls, LINEN) if name not in fields]

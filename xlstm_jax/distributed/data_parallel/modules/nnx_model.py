@@ -26,9 +26,9 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, w
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
+    let_carries_vary,
     make_unit,
     modules_of,
-    vary_carries,
 )
 from xlstm_jax.distributed.data_parallel.modules.nnx_variables import (
     collection_of,
@@ -127,7 +127,7 @@ class NnxModel:
           ValueError: a variable is missing; names it.
         """
         module = self._bound(variables, rngs)
-        vary_carries(module, frozenset(carry_axes((variables, inputs))))
+        let_carries_vary(module, frozenset(carry_axes((variables, inputs))))
         with jax.named_scope(type(module).__name__):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:

@@ -90,7 +90,7 @@ def _note_shapes(module: nnx.Module) -> None:
             note(np.shape(leaf.get_raw_value()))
 
 
-def vary_carries(model: nnx.Module, axes: frozenset[str]) -> None:
+def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
     """Makes the first carries of recurrent cells vary over axes (see ``carry_axes``), by a class that casts them."""
     for cell in modules_of(model).values() if axes else ():
         if isinstance(cell, nnx.RNNCellBase):

@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     enter,
     is_nnx,
     lifted,
-    public_methods,
+    methods_to_lift,
     taken_apart,
     with_varying_carry,
 )
@@ -140,7 +140,7 @@ def _cure(model: Any) -> str:
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
     """The class, with public methods that run under the interceptor. It keeps its name, as names of parameters do."""
-    methods = {name: _intercepted(getattr(cls, name), sharding) for name in public_methods(cls)}
+    methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # which a decorator may have replaced
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     for name, method in methods.items():  # not in the body of the class, where Linen would make new methods of them
