@@ -39,7 +39,7 @@ from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_be
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables, set_context
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
@@ -159,12 +159,8 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
         if self.scope is None or any(run.sharding is sharding and run.root == self.path for run in runs):
             return plain(self, *args, **kwargs)
         run = _Run(sharding, self.path)
-        token = _running.set((*runs, run))
-        try:
-            with nn.intercept_methods(run.intercept):
-                return plain(self, *args, **kwargs)
-        finally:
-            _running.reset(token)
+        with set_context(_running, (*runs, run)), nn.intercept_methods(run.intercept):
+            return plain(self, *args, **kwargs)
 
     return method
 

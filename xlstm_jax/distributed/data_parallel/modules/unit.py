@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy,
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, is_gathered_here, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model, set_context
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -251,11 +251,8 @@ _stacks: ContextVar[Stacks | None] = ContextVar("_stacks", default=None)
 def noting_stacks() -> Iterator[Stacks]:
     """Fills with the stacks of layers that units gather at once, in the models that run inside the context."""
     stacks = Stacks()
-    token = _stacks.set(stacks)
-    try:
+    with set_context(_stacks, stacks):
         yield stacks
-    finally:
-        _stacks.reset(token)
 
 
 def noted_stacks() -> Stacks | None:
