@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
 )
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
-from xlstm_jax.distributed.data_parallel.wire.tracing import note_branch
+from xlstm_jax.distributed.data_parallel.wire.tracing import note_branch, running_loss
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
@@ -394,8 +394,8 @@ def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
     """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
     found = leaf_of(leaf)
-    own = tuple(axis for axis in axes if axis in found.model_axes)
-    return gathered_by_hand(_as_read(leaf, found.value), own, path)
+    own = found.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(found.axes)
+    return gathered_by_hand(_as_read(leaf, found.value), tuple(axis for axis in axes if axis in own), path)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:

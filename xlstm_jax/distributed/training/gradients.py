@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_loss
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.wording import kind_of, one_line
 
@@ -145,10 +145,10 @@ def local_result(
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
-    gathered_in_branches: list[str] = []
+    running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with inside_loss(axes, gathered_in_branches):
+        with inside_loss(running):
             out: Any = loss_fn(put_back(live))
         out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
@@ -161,7 +161,7 @@ def local_result(
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight, updated, gathered_in_branches)
+    return LocalResult(loss, grads, aux, scale, weight, updated, running.gathered_in_branches)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:

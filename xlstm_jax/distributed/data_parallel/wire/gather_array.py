@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing, packed_mean
-from xlstm_jax.distributed.data_parallel.wire.tracing import averaged_axes
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 
@@ -159,7 +159,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
     if not collectives.spread_axes(axes):
         return
     for_each_example = collectives.is_batched(cotangent) and not primal.batched
-    if for_each_example or averaged_axes():
+    if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
@@ -176,7 +176,7 @@ def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.A
     among ``own``, and divides it. The gather's transpose is a mean; this makes a sum of it.
     """
     own = collectives.spread_axes(own)
-    return _gathered_by_hand(shard, own, averaged_axes(), path) if own else shard
+    return _gathered_by_hand(shard, own, running_loss().axes, path) if own else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -20,33 +20,35 @@ from flax.core import lift
 class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
-    Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to ``gathered_in_branches``.
+    ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
+    which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
+    ``gathered_in_branches``.
     """
 
-    axes: tuple[str, ...]
-    gathered_in_branches: list[str]
+    axes: tuple[str, ...] = ()
+    model_axes: frozenset[str] = frozenset()
+    gathered_in_branches: list[str] = field(default_factory=list)
 
 
 # Between value_and_grad, which knows the axes, and the gathers within the model stands the user's loss function.
-_running_loss: ContextVar[RunningLoss | None] = ContextVar("_running_loss", default=None)
+_running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
 # Linen calls a wrapped module's gather without its path, which errors name.
 _module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
 
 
-def inside_loss(axes: tuple[str, ...], gathered_in_branches: list[str]) -> contextlib.AbstractContextManager[None]:
-    """While a loss function runs whose gradient is averaged over ``axes``; fills ``gathered_in_branches``."""
-    return set_context(_running_loss, RunningLoss(axes, gathered_in_branches))
+def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
+    """While that loss function runs."""
+    return set_context(_running_loss, loss)
 
 
-def averaged_axes() -> tuple[str, ...]:
-    """The axes over which the gradient of the loss function that runs is averaged; () where none runs."""
-    loss = _running_loss.get()
-    return loss.axes if loss else ()
+def running_loss() -> RunningLoss:
+    """The loss function that runs; with no axes where none does."""
+    return _running_loss.get()
 
 
 def note_branch(path: str) -> None:
     """Called at each gather."""
-    if (loss := _running_loss.get()) and inside_branch():
+    if (loss := running_loss()).axes and inside_branch():
         loss.gathered_in_branches.append(path or "a parameter")
 
 
