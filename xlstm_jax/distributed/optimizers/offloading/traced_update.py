@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from xlstm_jax.distributed.data_parallel.fronts.remat import ARITHMETIC
+from xlstm_jax.distributed.data_parallel.remat import ARITHMETIC
 
 ELEMENTWISE = frozenset(f"{ARITHMETIC} convert_element_type copy sharding_constraint".split())
 SPREAD = "broadcast_in_dim"  # a scalar to an array, as jnp.where does it
