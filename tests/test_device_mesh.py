@@ -293,7 +293,7 @@ def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(fl
 
 @pytest.mark.parametrize("call, nproc", [("available_devices", None), ("simulate_cpu_devices", 12)])
 def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, nproc):
-    code = f"import os, jax, xlstm_jax.distributed as d; assert 'NPROC' not in os.environ; d.{call}(3); "
+    code = f"import os, jax, xlstm_jax.distributed.processes as d; assert 'NPROC' not in os.environ; d.{call}(3); "
     code += "print(jax.device_count(), os.environ.get('NPROC'))"
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -304,7 +304,7 @@ def test_libtpu_does_not_complain_where_there_is_no_accelerator():
     pytest.importorskip("libtpu")
     if not simulation._has_cpus_alone():
         pytest.skip("this machine may have one")
-    code = "from xlstm_jax.distributed import available_devices as a; print(len(a(3)))"
+    code = "from xlstm_jax.distributed.processes import available_devices as a; print(len(a(3)))"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (run.stdout, run.stderr) == ("3\n", "")

@@ -11,7 +11,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
-from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_names
 from xlstm_jax.distributed.data_parallel.decisions.reasons import (

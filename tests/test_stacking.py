@@ -28,12 +28,9 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     create_train_state,
     make_train_step,
-    split_array_over_mesh,
-    stack_params,
-    unstack_params,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import boxes, split_array_over_mesh, stack_params, trees, unstack_params
 from xlstm_jax.distributed.data_parallel.fronts.linen import stacking
 
 LOOP, SCAN = "block_{}", "blocks"
