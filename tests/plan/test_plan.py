@@ -494,6 +494,12 @@ def test_json_and_back_is_the_same_plan(name):
     assert plan_of(name, tx=TX).to_json() == text
 
 
+def test_the_repr_of_a_plan_is_one_line_and_a_notebook_shows_its_table():
+    plan = plan_of("tuple axes")
+    assert len(repr(plan)) < 160 and repr(plan).startswith("<ShardingPlan on dp=")
+    assert all(text in plan._repr_html_() for text in ("<pre", "Sharding plan", plan.rows[0].path.split("/")[-1]))
+
+
 def test_a_small_change_is_a_small_diff_of_the_text():
     plain = partial(plan_sharding, Model(), {"dp": 2, "fsdp": 4}, X, axis_name="fsdp")
     before, after = (plain(min_weight_size=size).to_json().splitlines() for size in (65, 64))
