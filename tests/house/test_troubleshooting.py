@@ -17,7 +17,7 @@ EXCUSED = {
     "distributed/checkpoint/errors.py:read_together": "goes on as it came: the texts of waiting for a process",
     "distributed/checkpoint/errors.py:tell": "goes on as it came: what the checkpoint's reader has said",
     "distributed/checkpoint/lock.py:_opened": "goes on as it came: an error of the system",
-    "distributed/checkpoint/orbax_io.py:patient": "goes on as it came: orbax's own",
+    "distributed/checkpoint/orbax_backend.py:patient": "goes on as it came: orbax's own",
     "distributed/data_parallel/boxes.py:communication": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:model_axes": "an interface; subclasses have it",
     "distributed/data_parallel/boxes.py:names": "an interface; subclasses have it",

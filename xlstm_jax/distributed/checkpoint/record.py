@@ -357,6 +357,14 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(PYTHON_DTYPES.get(entry["dtype"], entry["dtype"])))
 
 
+def read_structs(record: Record, likes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is read for each leaf, with the sharding by which each device reads its shard, or none: see ``Backend``."""
+    return {
+        path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)
+        for path, entry in record.items()
+    }
+
+
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
     """An array that was read as what the leaf is in the target: a Python number, NumPy array, ``jax.Array`` or key."""
     if type(like).__name__ in PYTHON_DTYPES:
