@@ -111,7 +111,7 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
 
 
 def test_nnx_is_known_in_its_own_front_and_in_the_metric_that_is_a_module_of_it():
-    assert who_imports("flax.nnx") == {"nnx", "distributed_metrics", "placement"}
+    assert who_imports("flax.nnx") == {"nnx", "distributed_metrics", "data_parallel_methods"}
 
 
 def who_imports(name):

@@ -27,8 +27,8 @@ from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.backend import MakeBackend
 from xlstm_jax.distributed.checkpoint.directory import directory_path
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
+from xlstm_jax.distributed.checkpoint.experiment import check_same_tree, warn_if_other_optimizer, with_optimizers
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
-from xlstm_jax.distributed.checkpoint.owner import check_same_tree, warn_if_other_optimizer, with_optimizers
 from xlstm_jax.distributed.checkpoint.saved_sums import SavedSums
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive

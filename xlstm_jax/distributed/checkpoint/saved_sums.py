@@ -23,7 +23,7 @@ from jax._src import distributed
 
 from xlstm_jax.distributed.checkpoint.checksums import checksum_of_part
 from xlstm_jax.distributed.checkpoint.record import as_words
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.store import Store, named
 
 Sums = dict[str, list[int]]  # by path

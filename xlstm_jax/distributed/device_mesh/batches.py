@@ -15,8 +15,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
-from xlstm_jax.distributed.processes.agreement import compare, entries_of
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 
 NUMBERS = frozenset("biufcV")  # kinds of dtype; bfloat16 and the like are V, PRNG keys have none
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.

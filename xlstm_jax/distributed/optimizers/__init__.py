@@ -17,14 +17,14 @@ device, without an error, and leaves that should stay equal on all devices drift
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
-from xlstm_jax.distributed.optimizers.averaging import ema_params, with_ema
+from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
+from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
-from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
-from xlstm_jax.distributed.optimizers.matrices.momentum import muon
+from xlstm_jax.distributed.optimizers.matrices.muon import muon
+from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offloading.offload import Offload
-from xlstm_jax.distributed.optimizers.shard_guard import elementwise_only
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 __all__ = [

@@ -38,11 +38,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from xlstm_jax.distributed.metrics.catalogue.basic import ratio
-from xlstm_jax.distributed.metrics.catalogue.classification import check_one_score_per_label, weight_per_label
 from xlstm_jax.distributed.metrics.cells import Total, wide_float
+from xlstm_jax.distributed.metrics.classification import check_one_score_per_label, weight_per_label
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.sums_and_means import ratio
 
 MAX_BINS = 2**20  # Bin numbers are computed in float32, which holds them all; memory ends earlier.
 
