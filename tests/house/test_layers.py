@@ -15,7 +15,6 @@ ORDER = """common_types, quiet_import < wording, hardware < data_parallel < proc
     < device_mesh, checkpoint < metrics, plan, resilience < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
 FILES = sorted(PACKAGE.rglob("*.py"))
-FOLDERS = sorted({path.parent for path in FILES})
 
 
 def module_of(path):
@@ -69,13 +68,6 @@ def definitions(path):
     """Names of the functions and classes at the top of a file."""
     kinds = ast.FunctionDef | ast.ClassDef
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_no_module_shares_its_name_with_a_function_beside_it(folder):
-    modules = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
-    defined = {name for path in folder.glob("*.py") for name in definitions(path)}
-    assert not modules & defined
 
 
 # The functions that scripts run; and the metric's all_gather, which is public, of dictionaries.
