@@ -1,4 +1,4 @@
-"""What a plan says of optimizers that need whole matrices: which there are, who owns them, why others are none."""
+"""What a plan says of optimizers that need whole matrices: which there are, who owns them, why others are nreport."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.optimizers.matrices.layout import Told
+from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport
 from xlstm_jax.wording import listed, path_pattern, rich_table
 
 
@@ -18,8 +18,8 @@ class MatrixPlan:
     Attributes:
       rule: of the optimizer, as "muon".
       leaves: paths.
-      count: how many matrices; 0 where the leaves are none.
-      rows, columns: of each, rows being the shorter side; 0 where the leaves are none.
+      count: how many matrices; 0 where the leaves are nreport.
+      rows, columns: of each, rows being the shorter side; 0 where the leaves are nreport.
       owners: devices that share the work, each with ``per_owner`` places; the other devices do the same work again.
       reason: why the leaves are no matrices, "" where they are.
 
@@ -68,27 +68,27 @@ class MatrixPlan:
         return cls(**{**fields, "leaves": tuple(fields["leaves"])})
 
 
-def matrix_plans(told: Iterable[Told]) -> tuple[MatrixPlan, ...]:
-    """Of each optimizer the forms of its matrices, those with the most work first, and what it takes for none."""
+def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
+    """Of each optimizer the forms of its matrices, those with the most work first, and what it takes for nreport."""
     plans = []
-    for one in told:
-        for group in one.groups:
+    for report in reports:
+        for group in report.groups:
             leaves = tuple(leaf.path for leaf in group.leaves)
             # All that there are: where layers are split over devices, a group has those of one part of the mesh.
-            parts = sum(one.choices[path].count for path in leaves) // group.count
+            parts = sum(report.choices[path].count for path in leaves) // group.count
             size = (group.form.rows, group.form.columns)
             plans.append(
-                MatrixPlan(one.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
+                MatrixPlan(report.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
             )
         by_reason = defaultdict(list)
-        for path, choice in one.choices.items():
+        for path, choice in report.choices.items():
             if not choice.dims:
                 by_reason[choice.reason].append(path)
-        plans += [MatrixPlan(one.rule, tuple(paths), 0, 0, 0, 0, 0, why) for why, paths in by_reason.items()]
+        plans += [MatrixPlan(report.rule, tuple(paths), 0, 0, 0, 0, 0, why) for why, paths in by_reason.items()]
     return tuple(plans)
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """A line for each form of matrices, and for each reason of leaves that are none."""
+    """A line for each form of matrices, and for each reason of leaves that are nreport."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
