@@ -290,7 +290,9 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
             raise ValueError(f"{where} has no part {path!r}; it has {listed(_parts(record), PARTS_SHOWN)}.")
         return part
     called = [f"{part}/" for part in _parts(record) if part.rpartition("/")[2] == "params"]
-    fitting = [part for part in ("", *called) if {part + name for name in names} == _below(record, part)]
+    fitting = [
+        part for part in ("", *called) if {part + name for name in names} == {p for p in record if p.startswith(part)}
+    ]
     found = fitting or called
     if len(found) != 1:
         several = f"more than one part called 'params': {listed(found, PARTS_SHOWN)}" if found else "no part 'params'"
@@ -303,10 +305,6 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
 def _parts(record: Record) -> list[str]:
     """The paths of everything that has leaves below it."""
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
-
-
-def _below(record: Record, part: str) -> set[str]:
-    return {path for path in record if path.startswith(part)}
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:

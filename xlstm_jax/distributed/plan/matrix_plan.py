@@ -1,4 +1,4 @@
-"""What a plan says of optimizers that need whole matrices: which there are, who owns them, why others are nreport."""
+"""Optimizers that need whole matrices, in a plan: the matrices, their owners, and why other leaves are no matrices."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ class MatrixPlan:
     Attributes:
       rule: of the optimizer, as "muon".
       leaves: paths.
-      count: how many matrices; 0 where the leaves are nreport.
-      rows, columns: of each, rows being the shorter side; 0 where the leaves are nreport.
+      count: how many matrices; 0 where the leaves are none.
+      rows, columns: of each, rows being the shorter side; 0 where the leaves are none.
       owners: devices that share the work, each with ``per_owner`` places; the other devices do the same work again.
       reason: why the leaves are no matrices, "" where they are.
 
@@ -69,12 +69,12 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Of each optimizer the forms of its matrices, those with the most work first, and what it takes for nreport."""
+    """For each optimizer its matrices by form, those with the most work first, then the leaves that are no matrices."""
     plans = []
     for report in reports:
         for group in report.groups:
             leaves = tuple(leaf.path for leaf in group.leaves)
-            # All that there are: where layers are split over devices, a group has those of one part of the mesh.
+            # Where layers are split over devices, a group has the matrices of one part of the mesh; a plan counts all.
             parts = sum(report.choices[path].count for path in leaves) // group.count
             size = (group.form.rows, group.form.columns)
             plans.append(
@@ -89,6 +89,6 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """A line for each form of matrices, and for each reason of leaves that are nreport."""
+    """A line for each form of matrices, and for each reason of leaves that are none."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)

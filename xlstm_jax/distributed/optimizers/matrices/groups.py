@@ -5,8 +5,8 @@ all-to-all, updated as one batch, and sent back. With M matrices and D owners ea
 without a matrix holds zeros.
 
 The owners are the devices along the axes that split the matrices. Along the other axes devices have copies of the same
-shards, and may be owners too: a group takes in the fewest of these axes that make the work of each device smallest. Along
-the axes that it leaves out, devices repeat the same work.
+shards, and may be owners too: a group takes in the fewest of these axes that make the work of each device smallest.
+Along the axes that it leaves out, devices repeat the same work.
 """
 
 import math
