@@ -5,10 +5,10 @@
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-Boxes and padding are not saved, and of PRNG keys their data. Paths are those of the plain model, so a state that was
-split in one way can be restored as split in any other. The record is a JSON object with a digest of itself, which shows
-damage to the record, and one of the step's number, which shows that a folder was renamed or copied. (Version 0.1 wrote
-no number, and looks for none.)
+Boxes and padding are not saved; of a PRNG key its data are. Paths are the paths of the plain model, so a state that was
+split in one way can be restored split in any other. The record is a JSON object with two digests: one shows damage to
+the record, the other, of the step's number, shows that a folder was renamed or copied. (Version 0.1 wrote no number, and
+a record without one is read.)
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
@@ -282,7 +282,7 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
     """What the paths of parameters called ``names`` begin with in a record: ``path`` and a slash, or "" for all of it.
 
-    With ``path`` None it is that of the part called "params" that has these leaves; or all, if all of it has.
+    With ``path`` None it is the part called "params" that has these leaves, or all of the record if that has them.
     """
     if path is not None:
         part = f"{path.strip('/')}/" if path else ""

@@ -1,11 +1,11 @@
-"""Which steps a directory holds, and which of its folders cannot be what their names say.
+"""Which steps a directory holds, and which of its folders are not the steps that their names say.
 
   30/              a step, as far as its name and the number in its record say
   30/, empty       step 30 is lost, and so it is where 30 is a link that leads to no folder
   5/, of step 30   a folder that was renamed, copied or linked: step 30, if no other folder holds it, is not found
 
-A restore of the newest step must not go on from step 20 in silence because step 30 has another name. So each record's
-own number is read, wherever it is; object stores rename no folders, and are asked for names alone.
+A restore of the newest step must not go on from step 20 in silence because step 30 has another name. So the number in
+each record is read, whatever the folder is called. Object stores rename no folders; there the names are enough.
 """
 
 import json
@@ -26,7 +26,7 @@ NO_FOLDER = "it is a link that leads to no folder"
 class StepFolder(NamedTuple):
     """A folder: ``problem`` is why it is no step to restore, "" where nothing is known against it.
 
-    ``saved_as`` is the number of the step that it was saved as, or that of its name.
+    ``saved_as`` is the number of the step in its record; without one, the number that is its name.
     """
 
     saved_as: int

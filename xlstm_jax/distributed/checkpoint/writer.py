@@ -1,9 +1,8 @@
 """Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
 
-A save goes on in the background, up to a limit that holds for its commit too. Whoever calls next learns whether it
-failed, and at the end of the program, where nobody calls any more, the exit waits for it: threads can still be started
-then, which orbax needs (in Python 3.12 they cannot). If it fails there, the exit says which step is lost, and the exit
-code is 1.
+A save goes on in the background, up to a time limit that includes its commit. If it fails, the next call raises. At the
+end of the program there is no next call: the exit waits for the save, at a point where orbax can still start threads
+(after it, Python 3.12 starts none). If the save fails there, the exit says which step is lost, and the exit code is 1.
 """
 
 import atexit

@@ -239,7 +239,7 @@ class _BatchesSeen:
 
 @cache
 def _batches_seen(mesh: Mesh) -> _BatchesSeen:
-    """One object for each mesh: the devices of a mesh are those of one job, and its processes use it in one order."""
+    """One object for each mesh: all devices of a mesh belong to one job, whose processes use it in the same order."""
     del mesh
     return _BatchesSeen()
 

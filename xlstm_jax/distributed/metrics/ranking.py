@@ -110,7 +110,7 @@ class BinnedRanking(PureMetric):
         return jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        # Cumulative sums in pairs: those of a thousand float32 would be off by up to 1e-4.
+        # Cumulative sums in pairs: plain sums of a thousand float32 would be off by up to 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
         fractions = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
         auroc, auroc_bound = _auroc(fractions, reached)
@@ -141,7 +141,7 @@ def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Arr
         return Total.of(p * ratio(right.value, right.merge(wrong).value, 1)).value
 
     binned, highest, lowest = mean(tp, fp), mean(tp, _above(fp)), mean(_above(tp), fp)
-    # Each of the three is rounded, so that of equal ones a difference may be negative.
+    # Each of the three is rounded, so the difference of equal values may be negative.
     return binned, jnp.maximum(jnp.maximum(highest - binned, binned - lowest), 0)
 
 

@@ -216,7 +216,7 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Any) -> Reason:
-    """Why the leaf was split, else the last refusal; of several wrappers over different axes, that of each."""
+    """Why the leaf was split, or else the last refusal; with wrappers over different axes, the reason of each."""
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}

@@ -289,12 +289,12 @@ def _leaf_json(row: LeafPlan) -> str:
 
 
 def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
-    """By leaf; beside the leaves, see ``_beside_leaves``."""
+    """By path of a leaf, the module that it is gathered with."""
     return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
 
 
 def _beside_leaves(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """What a plan says of a leaf beside the leaves, of which older releases read no more fields than they know."""
+    """The fields of a leaf that the JSON has beside its leaves: older releases refuse fields that they do not know."""
     return {
         "gathered_with": data.get("gathered_with", {}).get(path),
         "trainable": path not in data.get("frozen", ()),
