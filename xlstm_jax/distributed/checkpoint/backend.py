@@ -42,6 +42,7 @@ class Backend(Protocol):
 
     def is_saving(self) -> bool:
         """Whether the last save still goes on, its commit and the removal of old steps included."""
+        ...
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises whatever made it fail."""

@@ -7,8 +7,8 @@
 
 Boxes and padding are not saved; of a PRNG key its data are. Paths are the paths of the plain model, so a state that was
 split in one way can be restored split in any other. The record is a JSON object with two digests: one shows damage to
-the record, the other, of the step's number, shows that a folder was renamed or copied. (Version 0.1 wrote no number, and
-a record without one is read.)
+the record, the other, of the step's number, shows that a folder was renamed or copied. (Version 0.1 wrote no number,
+and a record without one is read.)
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
