@@ -9,7 +9,7 @@ import pytest
 
 import xlstm_jax.distributed
 
-API = Path(__file__).parent.parent / "docs" / "api.md"
+API = Path(__file__).parents[2] / "docs" / "api.md"
 MOVED = xlstm_jax.distributed._MOVED
 
 PUBLIC_IN_0_1 = {
