@@ -10,9 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, FLOAT32_ROUNDING, equations, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, sync_gradients
-from xlstm_jax.distributed.data_parallel import collectives, gather_array_with_mean_grads
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box
+from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])

@@ -36,7 +36,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import box_like, collectives
+from xlstm_jax.distributed.data_parallel import box_like
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast, lint
 from xlstm_jax.distributed.training.varying import differing_axes
 

@@ -9,9 +9,9 @@ from jax.core import Tracer
 from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.wording import format_bytes, rich_table
 
@@ -44,7 +44,7 @@ def _step(step: Any) -> str:
 def _parts(state: Any) -> Iterator[tuple[str, int, ByteCount]]:
     """Of each part that is not empty the name, the number of its leaves, and their bytes."""
     for name in ("params", "opt_state", "collections"):
-        leaves = [leaf_value(leaf) for _, leaf in leaves_with_path(getattr(state, name))]
+        leaves = [leaf_of(leaf).value for _, leaf in leaves_with_path(getattr(state, name))]
         if leaves:
             yield name, len(leaves), sum(map(_bytes, leaves), ByteCount())
 
