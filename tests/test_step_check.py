@@ -23,8 +23,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.training.checking.comparing.comparison import compare_leaves
 from xlstm_jax.distributed.training.state import sharded_opt_state
+from xlstm_jax.distributed.training.step_check.comparison import compare_leaves
 
 KEY, BATCH = jax.random.key(0), data()
 

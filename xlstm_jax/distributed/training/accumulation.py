@@ -19,13 +19,13 @@ from xlstm_jax.distributed.data_parallel.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import noting_branches
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
-from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.distributed.training.checking.arguments import check_batch
-from xlstm_jax.distributed.training.checking.collections import readable, updated_collections
 from xlstm_jax.distributed.training.checking.mistakes import warn_of_averages
+from xlstm_jax.distributed.training.collections import readable, updated_collections
 from xlstm_jax.distributed.training.gradients import LossOutput, averaged, local_result
 from xlstm_jax.distributed.training.overwriting import OVERWRITTEN, overwriting_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
+from xlstm_jax.distributed.training.varying import check_branches
 
 ACCUMULATION = tuple(STRATEGIES)
 

@@ -25,9 +25,8 @@ from xlstm_jax.distributed.training.checking.arguments import (
     check_loss_fn,
     check_mesh_of,
 )
-from xlstm_jax.distributed.training.checking.collections import check_eval_takes_collections, readable
+from xlstm_jax.distributed.training.collections import check_eval_takes_collections, collections_of, readable
 from xlstm_jax.distributed.training.gradients import explained
-from xlstm_jax.distributed.training.state import collections_of
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
-from xlstm_jax.distributed.training.branches import check_branches
+from xlstm_jax.distributed.training.varying import check_branches
 from xlstm_jax.wording import kind_of, one_line
 
 P = ParamSpec("P")

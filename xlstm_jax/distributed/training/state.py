@@ -38,14 +38,15 @@ from xlstm_jax.distributed.optimizers.state import (
     with_trainable,
 )
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
-from xlstm_jax.distributed.training.checking.collections import check_kept
-from xlstm_jax.distributed.training.checking.mistakes import check_optimizer, warn_of_optimizer
-from xlstm_jax.distributed.training.checking.processes import compare_keys
-from xlstm_jax.distributed.training.checking.whole_params import (
+from xlstm_jax.distributed.training.checking.mistakes import (
+    check_optimizer,
     reasons_in_plan,
     warn_if_nothing_is_split,
     warn_of_gathered_scans,
+    warn_of_optimizer,
 )
+from xlstm_jax.distributed.training.checking.processes import compare_keys
+from xlstm_jax.distributed.training.collections import check_kept, collections_of
 
 FlaxTrainState = train_state.TrainState
 State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclass of either
@@ -99,11 +100,6 @@ def _gradient_of(leaf: Any, grad: Any) -> Any:
     """A gradient, in a box or not, padded or not, as the optimizer sees it; None of what takes none."""
     value = boxes.leaf_value(grad)
     return value[tuple(map(slice, boxes.true_shape(leaf)))] if boxes.is_differentiable(leaf) else None
-
-
-def collections_of(state: Any) -> Mapping[str, PyTree]:
-    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
-    return getattr(state, "collections", {})
 
 
 def init_sharded(

@@ -20,12 +20,16 @@ from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
 from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_batch, check_call, check_loss_fn
-from xlstm_jax.distributed.training.checking.collections import check_takes_collections
-from xlstm_jax.distributed.training.checking.comparing.one_device import StepLoss
-from xlstm_jax.distributed.training.checking.mistakes import warn_of_idle_axes, warn_of_options
-from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
+from xlstm_jax.distributed.training.checking.mistakes import (
+    warn_if_nothing_is_split,
+    warn_of_gathered_scans,
+    warn_of_idle_axes,
+    warn_of_options,
+)
+from xlstm_jax.distributed.training.collections import check_takes_collections, collections_of
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
-from xlstm_jax.distributed.training.state import State, collections_of, updated_state
+from xlstm_jax.distributed.training.state import State, updated_state
+from xlstm_jax.distributed.training.step_check.one_device import StepLoss
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
 
 ApplyFn = Callable[..., PyTree]

@@ -1,1 +1,1 @@
-"""What is looked at before a step is paid for: its arguments, what stays whole, and the step beside one device."""
+"""What users hand in, looked at: arguments, what processes pass, and mistakes that would run."""

@@ -1,10 +1,11 @@
 """Mistakes that run: what the parts of an optimizer, the axes of a mesh and the names of a batch show of them.
 
-  create_train_state   the optimizer's parts, on the shapes of the parameters
+  create_train_state   the optimizer's parts, on the shapes of the parameters; whether any parameter is split
   a step's trace       the same with the options of the step; its axes; what it averages
   a step's call        rows that were padded, and their weights
 
-What is certainly wrong raises. What may be meant warns, once in a process.
+What is certainly wrong raises. What may be meant warns, once in a process; a mesh of one device never warns that
+nothing is split.
 """
 
 import math
@@ -19,16 +20,22 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
+from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
+from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
-from xlstm_jax.wording import format_mesh, listed
+from xlstm_jax.wording import format_bytes, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
+LARGEST = 3  # whole parameters that are named
+AnyMesh = Mesh | AbstractMesh
 COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # of updates, at which schedules are compared
 NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that are hardly meant to decay
 LOOKS_REDUCED = re.compile(
@@ -44,14 +51,23 @@ REDUCED = {  # what makes a float beside the loss: what that is, and what to ret
     "exp": ("the exponential", "Return the mean itself, and take its exponential of the metrics"),
     "sqrt": ("the root", "Return the mean of squares, and take its root of the metrics"),
 }
-_told: set[object] = set()
+CURES: dict[type[Reason], str] = {
+    Unwrapped: "Wrap the modules that own them with shard_module_params, or choose them by shard_modules.",
+    TooSmall: "Lower min_weight_size of the wrapper.",
+    Indivisible: "Pass uneven='pad' to the wrapper, or choose another mesh.",
+}
+LOST_BOXES = (
+    "Wrap the modules with shard_module_params and lower its min_weight_size; or boxes were lost (by unbox, or by "
+    "model.init outside of the mesh): make the state with create_train_state."
+)
+_warned: set[object] = set()
 
 
 def _warn(text: str, key: object = None) -> None:
     """Warns, unless it has said this before, or something else with this ``key``."""
     key = text if key is None else key
-    if key not in _told:
-        _told.add(key)
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(text, stacklevel=USERS_LINE)
 
 
@@ -158,17 +174,67 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
         return float(schedule(jnp.int32(count)))
 
 
+# ----------------------------------------------------------------------------------------------------- what stays whole
+
+
+def warn_if_nothing_is_split(
+    params: PyTree, mesh: AnyMesh, reasons: Callable[[], Mapping[str, Reason]] = dict[str, Reason]
+) -> None:
+    """Warns where no leaf is split over devices of the mesh, unless it has warned of the same parameters before.
+
+    ``reasons`` returns why leaves are whole, by their paths, as far as that is known.
+    """
+    leaves = dict(trees.leaves_with_path(params))
+    split = any(map(boxes.leaf_axes, leaves.values()))  # over an axis of size 1, too: whoever says fsdp=1 means it
+    key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
+    if split or mesh.size == 1 or not leaves or key in _warned:
+        return
+    why, nbytes = reasons(), {path: boxes.leaf_bytes(leaf) for path, leaf in leaves.items()}
+    largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
+    named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
+    cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)
+    _warn(
+        f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+        f"{format_bytes(sum(nbytes.values()))} of parameters, and as much for gradients and each moment of the "
+        f"optimizer. The largest: {'; '.join(named)}. {' '.join(cures)} If it is meant, pass whole_ok=True.",
+        key,
+    )
+
+
+def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> Any:
+    """A function that returns why each parameter of the model is split or whole, as its wrappers decide."""
+
+    def reasons() -> dict[str, Reason]:
+        plan = plan_sharding(model, mesh.shape, *inputs, rng=rng, **kwargs)
+        of_params = [row for row in plan.rows if row.collection == PARAMETERS]
+        return {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
+
+    return reasons
+
+
+def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
+    """Warns of scans within wrapped modules, unless it has warned of the same before."""
+    new = {name: cls for name, cls in scans.layers.items() if (name, cls) not in _warned}
+    if mesh.size == 1 or not new:
+        return
+    _warned.update(new.items())
+    named = joined([f"{name!r} scans over layers of {cls}" for name, cls in new.items()])
+    _warn(
+        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. Wrap "
+        f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
+        "time. If it is meant, pass whole_ok=True."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- axes and means
 
 
-def warn_of_idle_axes(
-    mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]
-) -> None:
+def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
     """Tells of axes along which all devices compute the same: no spec names them, and no equation of ``jaxpr()``."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
     split = {axis for leaf in leaves for axis in (*boxes.leaf_axes(leaf), *boxes.copied_axes(leaf))}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
-    if not idle or ("idle", mesh, idle) in _told:
+    if not idle or ("idle", mesh, idle) in _warned:
         return
     if idle := idle - Axes().union(*map(all_named_axes, jaxpr().eqns)):
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
@@ -186,7 +252,7 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
 
     Names are looked at first; then ``jaxpr()`` of the loss function, whose results they are, says how they were made.
     """
-    looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _told]
+    looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
         return
     made = dict(zip(aux, _makers(jaxpr().jaxpr), strict=True))

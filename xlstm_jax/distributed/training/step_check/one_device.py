@@ -26,10 +26,9 @@ from xlstm_jax.distributed.data_parallel import boxes, placement, trees
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
-from xlstm_jax.distributed.training.checking.collections import readable
-from xlstm_jax.distributed.training.checking.comparing.draws import Traced, folded, traced
+from xlstm_jax.distributed.training.collections import collections_of, readable
 from xlstm_jax.distributed.training.gradients import LossOutput
-from xlstm_jax.distributed.training.state import collections_of
+from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
 MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # products of float32 at default precision: in bfloat16, in TF32

@@ -17,9 +17,8 @@ import jax
 import numpy as np
 
 from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.training.checking.collections import copies_differ, drifting
-from xlstm_jax.distributed.training.checking.comparing import causes
-from xlstm_jax.distributed.training.checking.comparing.comparison import (
+from xlstm_jax.distributed.training.step_check import causes
+from xlstm_jax.distributed.training.step_check.comparison import (
     ORDER_EPS,
     LeafCheck,
     Multiple,
@@ -28,15 +27,21 @@ from xlstm_jax.distributed.training.checking.comparing.comparison import (
     of_wire,
     same_number,
 )
-from xlstm_jax.distributed.training.checking.comparing.draws import CHOICES, constant_like, folded, traced
-from xlstm_jax.distributed.training.checking.comparing.many_keys import ratios
-from xlstm_jax.distributed.training.checking.comparing.objective import (
+from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like, folded, traced
+from xlstm_jax.distributed.training.step_check.many_keys import ratios
+from xlstm_jax.distributed.training.step_check.objective import (
     is_sum_over_positions,
     multiple_over_draws,
     why_no_mean,
 )
-from xlstm_jax.distributed.training.checking.comparing.observed import SeenStep, keeping_gradients, observe
-from xlstm_jax.distributed.training.checking.comparing.one_device import Found, OneDevice
+from xlstm_jax.distributed.training.step_check.observed import (
+    SeenStep,
+    copies_differ,
+    drifting,
+    keeping_gradients,
+    observe,
+)
+from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
 from xlstm_jax.wording import format_mesh, listed
 
 _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.distributed.training.checking.comparing import causes
-from xlstm_jax.distributed.training.checking.comparing.comparison import LeafCheck, Multiple, flat
-from xlstm_jax.distributed.training.checking.comparing.draws import constant_like
-from xlstm_jax.distributed.training.checking.comparing.one_device import Found, OneDevice
+from xlstm_jax.distributed.training.step_check import causes
+from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
+from xlstm_jax.distributed.training.step_check.draws import constant_like
+from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
 from xlstm_jax.wording import format_axes
 
 MOST_DRAWS = 256

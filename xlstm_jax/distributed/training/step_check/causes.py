@@ -10,7 +10,7 @@ none at all                the loss does not depend on the leaf
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from xlstm_jax.distributed.training.checking.comparing.comparison import LeafCheck, Multiple
+from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
 from xlstm_jax.wording import listed
 
 

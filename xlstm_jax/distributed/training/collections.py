@@ -9,7 +9,7 @@ computes of its own examples is refused: it has no place among values that devic
 differently on each of them, without a word under ``check_vma=False``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,13 +18,17 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.branches import differing_args
+from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.training.checking.arguments import binds
-from xlstm_jax.distributed.training.varying import Axes, differing_axes
+from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
+
+
+def collections_of(state: Any) -> Mapping[str, PyTree]:
+    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    return getattr(state, "collections", {})
 
 
 # ------------------------------------------------------------------------------------------------- of model.init
@@ -206,23 +210,3 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
         for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
             values[i] = value.astype(values[i].dtype)
     return jax.tree.unflatten(treedef, values)
-
-
-def drifting(collections: PyTree) -> Iterator[str]:
-    """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
-    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
-        yield (
-            f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
-            "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
-            "axes of the batch."
-        )
-
-
-def copies_differ(value: jax.Array) -> bool:
-    """Whether devices that by its sharding hold the same values do not; reads all of them on the host."""
-    seen: dict[str, np.ndarray] = {}
-    for shard in value.addressable_shards:
-        data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
-        if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
-            return True
-    return False

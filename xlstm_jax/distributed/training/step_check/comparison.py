@@ -23,7 +23,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS
-from xlstm_jax.distributed.training.checking.comparing.one_device import Found
+from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes
 
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8

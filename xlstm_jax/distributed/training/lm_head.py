@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 
-from xlstm_jax.distributed.training.losses.cross_entropy import DEFAULT_CHUNK_SIZE, TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.cross_entropy import DEFAULT_CHUNK_SIZE, TokenLosses, chunked_cross_entropy
 
 
 class LMHead(nn.Module):

@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.checking.comparing.one_device import OneDevice, StepLoss, count_of
-from xlstm_jax.distributed.training.checking.comparing.verdicts import Comparison, StepCheck
 from xlstm_jax.distributed.training.gradients import LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, StepLoss, count_of
+from xlstm_jax.distributed.training.step_check.verdicts import Comparison, StepCheck
 
 
 def check_step(

@@ -4,7 +4,7 @@ A step whose optimizer is its own is compared by what that makes of gradients: f
 ``trace``), else updates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
-from xlstm_jax.distributed.training.state import State, collections_of, sharded_opt_state
+from xlstm_jax.distributed.training.collections import collections_of
+from xlstm_jax.distributed.training.state import State, sharded_opt_state
+from xlstm_jax.wording import listed
 
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
 
@@ -125,3 +128,23 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
     return {str(owner_of_state(path, paths)): leaf for path, leaf in moments.items()}
+
+
+def drifting(collections: PyTree) -> Iterator[str]:
+    """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
+    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
+        yield (
+            f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
+            "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
+            "axes of the batch."
+        )
+
+
+def copies_differ(value: jax.Array) -> bool:
+    """Whether devices that by its sharding hold the same values do not; reads all of them on the host."""
+    seen: dict[str, np.ndarray] = {}
+    for shard in value.addressable_shards:
+        data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
+        if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
+            return True
+    return False
