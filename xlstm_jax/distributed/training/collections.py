@@ -20,6 +20,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
 from xlstm_jax.distributed.training.checking.arguments import binds
+from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
@@ -109,15 +110,12 @@ def readable(collections: PyTree) -> PyTree:
 
 
 def updated_collections(
-    loss_fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    updated: Any,
-    axes: tuple[str, ...],
+    loss: Callable[..., Loss], args: tuple[PyTree, ...], updated: Any, axes: tuple[str, ...]
 ) -> PyTree:
     """What the loss function has made of the collections, ``args[-1]``, equal on all devices by type too.
 
     Args:
-      loss_fn: ``loss_fn(*args)`` -> (anything, ``updated``).
+      loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
       updated: what it has returned.
     Raises:
@@ -130,7 +128,7 @@ def updated_collections(
         return new
 
     def again(*args: Any) -> list[Any]:
-        return jax.tree.leaves(_like_before(args[-1], loss_fn(*args)[1]))
+        return jax.tree.leaves(_like_before(args[-1], loss(*args).collections))
 
     in_fact = differing_axes(again, args, differing_args(args, axes))
     found = zip(leaves, of_types, in_fact, strict=True)

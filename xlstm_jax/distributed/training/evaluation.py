@@ -6,7 +6,6 @@ Parameters stay in their shards, and are gathered module by module as in trainin
 What each device has seen stays on it. At the end ``make_log_step`` reduces it, by one collective.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.checking.arguments import (
     CheckedStep,
-    check_batch,
+    check_global_batch,
     check_loss_fn,
     check_mesh_of,
 )
@@ -96,8 +95,6 @@ def make_eval_step(
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
     split = placement.batch_spec(axes, mesh)
-    divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
-
     weighed: list[bool] = []  # of what was observed, as the step was traced last
 
     def step(state: Any, batch: PyTree, local: Local) -> Local:
@@ -105,7 +102,7 @@ def make_eval_step(
         variables = _variables_of(state)
         check_eval_takes_collections(eval_fn, variables["collections"])
         check_mesh_of({"state": variables, "local": local}, mesh)
-        check_batch(batch, _devices_over(mesh, axes), divisor, PADDING)
+        check_global_batch(batch, mesh, axes, padding=PADDING)
         specs = placement.partition_specs(variables, mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
         in_specs = (specs, of_batch, PartitionSpec(axes))
@@ -151,7 +148,3 @@ def _observe(
         )
     weighed.append(any("weight" in name or "mask" in name for name in observed))
     return metric.update(local, **observed)
-
-
-def _devices_over(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)

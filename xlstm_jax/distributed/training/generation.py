@@ -13,7 +13,6 @@ Nothing else travels: rows are independent of each other, so what is drawn for a
 the other rows.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +28,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.training.checking.arguments import (
     CheckedStep,
-    check_batch,
+    check_global_batch,
     check_keys,
     check_mesh_of,
     check_model,
@@ -100,14 +99,12 @@ def make_generate(
     check_model(model)
     how = _Decoding(model, axes, length, gather, temperature)
     _check_options(how)
-    sizes = {axis: mesh.shape[axis] for axis in axes}
-    devices = math.prod(sizes.values())
     split = placement.batch_spec(axes, mesh)
 
     def generate(params: PyTree, prompt: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         check_no_explicit_mesh()
         check_mesh_of({"params": params, "rng": rng}, mesh)
-        check_batch({"prompt": prompt}, devices, f"the mesh of {sizes}, {devices} devices")
+        check_global_batch({"prompt": prompt}, mesh, axes)
         _check_prompt(prompt, rng, how)
         key = jax.random.key(0) if rng is None else rng
         in_specs = (placement.partition_specs(params, mesh), split, PartitionSpec())

@@ -12,7 +12,7 @@ as under ``check_vma=False``, and one mean serves both modes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
+from typing import Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +26,14 @@ from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P, Scalar
 from xlstm_jax.distributed.training.varying import check_branches
-from xlstm_jax.wording import kind_of, one_line
+from xlstm_jax.wording import one_line
 
-P = ParamSpec("P")
 # JAX's words
 NO_TYPE = " requires varying manual axes to match"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
 CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
-Scalar = jax.Array | float
-# loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux; with collections a pair of all that
-# and the updated collections
-LossOutput = Scalar | tuple[Any, Any]
-UPDATED = "(what it returns without collections, updated collections)"
-
-
-class LocalLossFn(Protocol[P]):
-    """The loss of this device's batch, ``loss_fn(params, ...)``: what ``value_and_grad`` takes."""
-
-    def __call__(self, params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> LossOutput: ...
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
@@ -89,24 +78,24 @@ def value_and_grad(
         already, or varies over one that is left out. (Without types a loss averaged by ``pmean`` gives the same.)
       TypeError: the loss function returned something else than announced.
     """
-    axes = as_axis_names(axis_names)
+    axes, loss = as_axis_names(axis_names), LossFunction(loss_fn, weighted, has_aux)
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
         own = trees.map_leaves(boxes.split_by_model, params)
         with noting_branches() as gathered_there:
-            local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
+            local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
         if gathered_there:
             arrays, put_back = split_arrays((args, kwargs))
 
-            def again(params: PyTree, arrays: PyTree, _: None) -> LossOutput:
+            def again(params: PyTree, arrays: PyTree, _: None) -> Loss:
                 args, kwargs = put_back(arrays)
-                return cast(Callable[..., LossOutput], loss_fn)(params, *args, **kwargs)
+                return loss(params, *args, **kwargs)
 
             check_branches(gathered_there, again, (own, arrays, None), axes)
-        (loss,) = collectives.pmean([local.loss], [axes])
+        (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
-        return ((loss, local.aux), grads) if has_aux else (loss, grads)
+        return ((mean, local.aux), grads) if has_aux else (mean, grads)
 
     return value_and_grad_fn
 
@@ -114,9 +103,9 @@ def value_and_grad(
 class LocalResult(NamedTuple):
     """What one device computes of one minibatch: the mean over devices of ``loss`` and ``grads`` is the minibatch's.
 
-    ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it, ``weight`` W,
-    and ``scale`` N / W, the factor that made the loss out of the function's sum; both are 1 without ``weighted``.
-    ``collections`` are those that it has updated, if it returns them.
+    ``grads`` is a list with an entry for each leaf that takes a gradient. ``weight`` is W, the weight on all devices,
+    and ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 where the loss is a mean. ``aux`` and
+    ``collections`` are as in ``Loss``.
     """
 
     loss: jax.Array
@@ -128,17 +117,11 @@ class LocalResult(NamedTuple):
 
 
 def local_result(
-    loss_fn: Callable[[PyTree], LossOutput],
-    params: PyTree,
-    axes: tuple[str, ...],
-    has_aux: bool,
-    weighted: bool,
-    has_collections: bool = False,
-    devices: int = 1,
+    loss_fn: Callable[[PyTree], Loss], params: PyTree, axes: tuple[str, ...], devices: int = 1
 ) -> LocalResult:
-    """Differentiates the loss function on this device, and checks what it returns.
+    """Differentiates the loss on this device, and checks over which axes it varies.
 
-    With ``devices`` what is differentiated, and returned, is this device's term of the mean over so many.
+    With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
@@ -146,19 +129,16 @@ def local_result(
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with meanwhile(in_loss, InLoss(axes, own)):
-            out: Any = loss_fn(put_back(live))
-        out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
-        out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
-        loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
-        _check_scalar(loss, has_aux, weighted)
-        _check_not_reduced(loss, axes, "the loss")
-        _check_no_axis_left_out(loss, axes)
-        return loss / devices if devices > 1 else loss, (aux, scale, weight, updated)
+            found = loss_fn(put_back(live))
+        mean, scale, weight = _scaled(found, axes)
+        _check_not_reduced(mean, axes, "the loss")
+        _check_no_axis_left_out(mean, axes)
+        return mean / devices if devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
-        (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight, updated)
+        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
+    return LocalResult(mean, grads, aux, scale, weight, collections)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:
@@ -229,33 +209,17 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     return put_back(map(boxes.rebox, live, means), rest=no_gradient)
 
 
-def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sum, weight) -> (sum * N / W, N / W, W), W being the weight on all devices."""
-    total, weight = _pair(out, "weighted=True", "(sum, weight)")
+def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
+    """(sum * N / W, N / W, W), with W the weight on all N devices; of a mean (mean, 1, 1)."""
+    total, weight = loss.total, loss.weight
+    if weight is None:
+        return total, 1, 1
     if isinstance(weight, Tracer):
         _check_not_reduced(weight, axes, "the weight")
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
-
-
-def _pair(out: Any, option: str, what: str) -> tuple[Any, Any]:
-    if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"{option}: loss_fn must return {what}, not {kind_of(out)}.")
-    return out[0], out[1]
-
-
-def _check_scalar(loss: Any, has_aux: bool, weighted: bool) -> None:
-    if loss is None:
-        raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
-    if isinstance(loss, tuple | list | dict) or np.shape(loss) != ():
-        raise TypeError(
-            f"loss_fn returned {jax.tree.map(jax.typeof, loss)} where a scalar loss is expected, with {has_aux=} and "
-            f"{weighted=}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) weighted=True."
-        )
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(f"loss_fn returned a loss of dtype {jnp.result_type(loss)}; only a real float has a gradient.")
 
 
 def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:

@@ -10,34 +10,29 @@ not their own means, which are N times as large on N devices.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
+from xlstm_jax.distributed.training.loss import Loss
 
 OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def overwriting_result(
-    loss_fn: Callable[..., Any],
-    weights: PyTree,
-    rest: tuple[PyTree, ...],
-    axes: tuple[str, ...],
-    has_aux: bool,
-    weighted: bool,
+    loss_fn: Callable[..., Loss], weights: PyTree, rest: tuple[PyTree, ...], axes: tuple[str, ...]
 ) -> LocalResult:
     """``local_result`` of ``loss_fn(weights, *rest)``; collections, the last of ``rest``, have ``OVERWRITTEN``."""
     *others, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
 
-    def loss(both: tuple[PyTree, PyTree]) -> Any:
+    def loss(both: tuple[PyTree, PyTree]) -> Loss:
         return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
 
     both = weights, collections[OVERWRITTEN]
-    local = local_result(loss, both, axes, has_aux, weighted, True, devices=devices)
+    local = local_result(loss, both, axes, devices)
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
     found = list(map(boxes.leaf_value, local.grads[count:]))

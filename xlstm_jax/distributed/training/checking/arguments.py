@@ -8,6 +8,7 @@ donated, before the call: releases of JAX differ in what follows, and some end t
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -155,6 +156,18 @@ def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
+def check_global_batch(
+    batch: PyTree, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], num_minibatches: int = 1, **how: str
+) -> None:
+    """``check_batch`` of a batch that is split over axes of the mesh, and on each device into minibatches."""
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    devices = math.prod(sizes.values())
+    divisor = f"the mesh of {sizes}, {devices} devices"
+    if num_minibatches > 1:
+        divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
+    check_batch(batch, devices * num_minibatches, divisor, **how)
+
+
 def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighted=True") -> None:
     """Looks at the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
 
@@ -246,11 +259,11 @@ class CheckedStep:
         step: Callable[..., Any],
         mesh: Mesh | AbstractMesh,
         arguments: tuple[str, ...] = ARGUMENTS,
-        is_weighted: Callable[[], bool] | None = None,
+        is_weighted: Callable[[], bool] = lambda: True,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self._is_weighted = is_weighted or (lambda: getattr(getattr(step, "loss", None), "weighted", True))
+        self._is_weighted = is_weighted
         self._jitted, self._mesh, self._arguments = jax.jit(step, **options), mesh, arguments
         self._rows_alone: set[Any] = set()  # shardings of batches that were looked at
         self._has_compared = False

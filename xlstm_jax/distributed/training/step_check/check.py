@@ -8,6 +8,7 @@ A step that averages wrongly still trains, only worse, and no type shows it. But
 times a number of devices, and which leaves and which number tell the mistake (``causes``).
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import boxes, trees
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.gradients import LossOutput
+from xlstm_jax.distributed.training.accumulation import Accumulation
+from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
-from xlstm_jax.distributed.training.step_check.one_device import OneDevice, StepLoss, count_of
+from xlstm_jax.distributed.training.step import MadeStep, StepOptions
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, count_of
 from xlstm_jax.distributed.training.step_check.verdicts import Comparison, StepCheck
 
 
@@ -61,24 +64,27 @@ def check_step(
     Raises:
       ValueError: ``loss_fn`` is missing, the parameters are not on a mesh, or not all in this process.
     """
-    ready = _loss_of(step)
-    if ready is None and loss_fn is None:
+    options = _options_of(step)
+    if options is None and loss_fn is None:
         raise ValueError(
             "check_step: this step is not of make_train_step. Pass loss_fn=, a loss_fn(params, apply_fn, batch, rng) "
             "that returns the mean loss over the batch that it is given."
         )
     mesh = _mesh_of(state.params)
-    if ready is not None:
-        loss = ready if loss_fn is None else ready._replace(loss_fn=loss_fn, weighted=weighted, has_aux=has_aux)
-        return Comparison(step, state, (batch, rng, *rest), OneDevice(loss, state, batch, mesh)).of_ready_step()
-    assert loss_fn is not None
-    loss = StepLoss(loss_fn, weighted, has_aux, _likely_axes(state.params, batch, mesh))
-    return Comparison(step, state, (batch, rng, *rest), OneDevice(loss, state, batch, mesh)).of_own_step()
+    given = (batch, rng, *rest)
+    loss = LossFunction(loss_fn, weighted, has_aux) if loss_fn is not None else None
+    if options is not None:
+        one = OneDevice(loss or options.loss, options.how, state, batch, mesh)
+        return Comparison(step, state, given, one).of_ready_step()
+    assert loss is not None
+    how = Accumulation(_likely_axes(state.params, batch, mesh))
+    return Comparison(step, state, given, OneDevice(loss, how, state, batch, mesh)).of_own_step()
 
 
-def _loss_of(step: Callable[..., Any]) -> StepLoss | None:
-    loss = getattr(getattr(step, "__wrapped__", step), "loss", None)
-    return loss if isinstance(loss, StepLoss) else None
+def _options_of(step: Callable[..., Any]) -> StepOptions | None:
+    """What ``make_train_step`` was given to make the step, also where ``jit`` or a decorator has wrapped the step."""
+    made = inspect.unwrap(step, stop=lambda wrapped: isinstance(wrapped, MadeStep))
+    return made.options if isinstance(made, MadeStep) else None
 
 
 def _mesh_of(params: PyTree) -> Mesh:

@@ -41,13 +41,13 @@ def why_no_mean(
       sizes: of the axes that split the batch.
       tolerance: what rounding does to the ratio of the two losses.
     """
-    minibatches = one.loss.num_minibatches
+    minibatches = one.num_minibatches
     sizes = sizes | ({"num_minibatches": minibatches} if minibatches > 1 else {})
     times = Multiple.of(mean.loss / whole.loss if whole.loss else np.inf, sizes, tolerance)
     if times.kind in ("summed", "divided") and all(_is_multiple(leaf, times, sizes) for leaf in same):
         yield causes.of_loss(times, one.loss.weighted)
         return
-    axes = format_axes(one.loss.axes)
+    axes = format_axes(one.axes)
     is_not = f"the loss is no mean over rows: {mean.loss:.6g} as the mean of its slices, {whole.loss:.6g} of the batch"
     if minibatches > 1 and _is_same(one.slices(rng, minibatches=1), whole, tolerance):
         yield (
@@ -155,7 +155,7 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
 
 def _parts(one: OneDevice, rng: Any) -> Iterator[Found]:
     """The slices by themselves."""
-    count = one.devices * one.loss.num_minibatches
+    count = one.devices * one.num_minibatches
 
     def rows(x: Any, i: int) -> Any:
         size = len(x) // count if np.ndim(x) else 0

@@ -12,6 +12,7 @@ another. They are then computed on the mesh, each device with whole weights, and
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,33 +27,15 @@ from xlstm_jax.distributed.data_parallel import boxes, placement, trees
 from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.training.accumulation import Accumulation
 from xlstm_jax.distributed.training.collections import collections_of, readable
-from xlstm_jax.distributed.training.gradients import LossOutput
+from xlstm_jax.distributed.training.loss import LossFunction
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
 MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # products of float32 at default precision: in bfloat16, in TF32
 COARSEST_EPS = 2.0**-7  # of bfloat16; what rounds coarser (float8) does so once, and not in each operation
 WHOLE = PartitionSpec()
-
-
-class StepLoss(NamedTuple):
-    """The loss of a step, and how it is spread; ``make_train_step`` leaves one on its step, for ``check_step``."""
-
-    loss_fn: Callable[..., LossOutput]
-    weighted: bool
-    has_aux: bool
-    axes: tuple[str, ...] = ()  # of the batch
-    num_minibatches: int = 1
-
-    def terms(self, params: PyTree, apply_fn: Any, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
-        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
-        out: Any = self.loss_fn(params, apply_fn, batch, rng, *kept)
-        out, kept = (out[0], ({**kept[0], **readable(dict(out[1]))},)) if kept else (out, ())
-        out = out[0] if self.has_aux else out
-        total, weight = out if self.weighted else (out, 1)
-        wide = wide_dtype(jnp.result_type(total))
-        return jnp.asarray(total, wide), (lax.stop_gradient(jnp.asarray(weight, wide)), kept)
 
 
 class Found(NamedTuple):
@@ -74,8 +57,10 @@ class _Weights(NamedTuple):
 class OneDevice:
     """The loss of a step, its state and a batch, on the first device of the mesh."""
 
-    def __init__(self, loss: StepLoss, state: Any, batch: PyTree, mesh: Mesh):
-        self.loss, self.mesh, self._apply_fn = loss, mesh, state.apply_fn
+    def __init__(self, loss: LossFunction, how: Accumulation, state: Any, batch: PyTree, mesh: Mesh):
+        self.loss = replace(loss, has_collections=bool(collections_of(state)))
+        self.axes, self.num_minibatches = how.axes, how.num_minibatches
+        self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
         self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
         self._leaves, self._put_back = trees.split_differentiable(state.params)
@@ -99,7 +84,7 @@ class OneDevice:
     @property
     def devices(self) -> int:
         """How many parts of the batch there are along the axes of the mesh."""
-        return count_of(self.mesh, self.loss.axes)
+        return count_of(self.mesh, self.axes)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
@@ -107,7 +92,7 @@ class OneDevice:
 
     def slices(self, rng: Any, minibatches: int | None = None, shake: bool = False) -> Found:
         """The mean over the parts of the batch, each with the key that the step gives it."""
-        count = self.loss.num_minibatches if minibatches is None else minibatches
+        count = self.num_minibatches if minibatches is None else minibatches
         if self.asks_for_axes(rng):
             return self._run(("on mesh", count), self._mean_on_mesh, rng, shake)
         return self._run(("in turn", self.devices, count), self._mean_in_turn, rng, shake)
@@ -169,10 +154,16 @@ class OneDevice:
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
+        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        return self.loss.terms(params, self._apply_fn, batch, rng, kept)
+        loss = self.loss(params, self._apply_fn, batch, rng, *kept)
+        if kept:
+            kept = ({**kept[0], **readable(dict(loss.collections))},)
+        wide = wide_dtype(jnp.result_type(loss.total))
+        weight = jnp.asarray(1 if loss.weight is None else loss.weight, wide)
+        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
         loss_and_grads = jax.value_and_grad(self._terms, has_aux=True)
@@ -205,7 +196,7 @@ class OneDevice:
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """A function that returns the sums and the weights of all devices."""
-        devices, axes = self.devices, placement.batch_spec(self.loss.axes, self.mesh)
+        devices, axes = self.devices, placement.batch_spec(self.axes, self.mesh)
         _, _, batch, kept = self._inputs
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._others))
         of_weights = _Weights(of_live, of_live, of_rest)

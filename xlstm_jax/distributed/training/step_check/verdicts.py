@@ -167,7 +167,7 @@ class Comparison:
 
     @property
     def minibatches(self) -> dict[str, int]:
-        count = self.one.loss.num_minibatches
+        count = self.one.num_minibatches
         return {"num_minibatches": count} if count > 1 else {}
 
     def of_own_step(self) -> StepCheck:
@@ -243,7 +243,7 @@ class Comparison:
         )
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
         same, tolerance = same_number(mean.loss, whole.loss, lambda: shaken().loss, eps)
-        if (same and _are_right(leaves)) or self.one.devices * self.one.loss.num_minibatches == 1:
+        if (same and _are_right(leaves)) or self.one.devices * self.one.num_minibatches == 1:
             return Multiple("equal"), leaves, []
         tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
         sizes = self.sizes | self.minibatches
@@ -261,7 +261,7 @@ class Comparison:
 
     def own_objective(self, key: Any, seen: SeenStep, whole: Found) -> list[str]:
         """What to say where a step of somebody's own is right but for its loss, which is no mean over rows."""
-        if not self.one.loss.axes:
+        if not self.one.axes:
             return []
         mean = self.one.slices(key)
         if not _are_right(self.beside(seen, mean, partial(self.one.slices, key, shake=True))[1]):
