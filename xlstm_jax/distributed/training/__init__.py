@@ -32,7 +32,7 @@ from xlstm_jax.distributed.training.state import (
 )
 from xlstm_jax.distributed.training.step import make_train_step
 from xlstm_jax.distributed.training.step_check.check import check_step
-from xlstm_jax.distributed.training.step_check.verdicts import StepCheck
+from xlstm_jax.distributed.training.step_check.report import StepCheck
 
 __all__ = [
     "LMHead",

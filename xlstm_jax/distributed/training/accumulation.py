@@ -1,9 +1,9 @@
 """The gradient of a batch, minibatch after minibatch, inside ``shard_map``.
 
-weights        the parameters, or what was gathered of them once: by one of the ``strategies``
-minibatch j    its loss and its gradient g_j with respect to the weights; its weight W_j
+weights        the parameters, or the parameters gathered once: as one of the ``strategies`` says
+minibatch j    the loss, its weight W_j, and its gradient g_j with respect to the weights
 mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
-gradients      made of that mean by the strategy; those of whole leaves are then averaged over devices
+gradients      the strategy makes them from the mean; those of unsharded leaves are then averaged over devices
 """
 
 from collections.abc import Callable, Mapping
@@ -58,31 +58,31 @@ def accumulate_gradients(
     Args:
       loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
       params, axis_names, weighted: as in ``value_and_grad``.
-      batch: leaves [b, ...], b being the number of examples on this device, and scalars, which every minibatch gets.
+      batch: leaves [b, ...], where b is the number of examples on this device; every minibatch gets all scalars.
       rng: a key, folded with the index of the minibatch where there are several; None is passed on.
       num_minibatches: m, which must divide b.
-      accumulation: when gradients are reduced over devices, for the same result. "reduce_each": in every minibatch.
-        "reduce_once": after the last, and parameters are gathered before the first; that saves (m - 1) / m of the
-        traffic and holds all weights and their float32 gradients whole. "reduce_replicas_once": in every minibatch, but
-        over copies of the shards (``Replicas``) after the last.
-      has_aux: the auxiliary output is then a tree. Floats and bools in it are averaged like the loss: over minibatches
-        and devices, and with ``weighted`` as sums over the global weight. A cell (``metrics.Count``, ``Total``,
+      accumulation: when gradients are reduced over devices; the result is the same. "reduce_each": in every minibatch.
+        "reduce_once": parameters are gathered before the first minibatch and gradients reduced after the last, which
+        saves (m - 1) / m of the traffic, and each device holds all weights and their float32 gradients.
+        "reduce_replicas_once": in every minibatch, but over copies of the shards (``Replicas``) after the last.
+      has_aux: the auxiliary output is a tree. Its floats and bools are averaged over minibatches and devices like the
+        loss; with ``weighted`` they are sums, divided by the global weight. A cell (``metrics.Count``, ``Total``,
         ``Maximum``, ``Minimum``) is merged instead, and its value returned: ``{"tokens": Count.of(mask)}``.
       fold_aux, carry: with ``has_aux``, instead of averaging: ``carry = fold_aux(carry, aux)`` after every minibatch,
         on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
-      collections: what the model keeps beside parameters, as ``{"batch_stats": ...}``: the same on all devices. The
-        loss function is then ``loss_fn(params, minibatch, rng, collections)``, and returns a pair of what is said above
-        and the updated ones, with which the next minibatch goes on. One that it leaves out stays. Of the collection
-        "_overwrite_with_gradient" (scales of Flax's fp8 products) the gradient is the next value, the largest of all
-        devices.
+      collections: what the model keeps beside its parameters, as ``{"batch_stats": ...}``: the same on all devices. The
+        loss function is then ``loss_fn(params, minibatch, rng, collections)`` and returns a pair: what is said above,
+        and the updated collections, which the next minibatch gets. A collection that it does not return stays as it
+        was. The gradient of "_overwrite_with_gradient" (scales of Flax's fp8 products) is its next value, the largest
+        of all devices.
     Returns:
-      ``(loss, grads)``, or ``((loss, aux), grads)``, equal on all devices but for what is split; the carry in place of
-      ``aux`` where there is ``fold_aux``. With collections they come third, ``(loss, grads, collections)``.
+      ``(loss, grads)``, or ``((loss, aux), grads)``: the same on all devices, apart from split leaves. The carry of
+      ``fold_aux`` stands in place of ``aux``. Collections come third, ``(loss, grads, collections)``.
     Raises:
       ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
         unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
         "reduce_replicas_once" needs copies; or a collection would differ between devices, or has changed its shape.
-      TypeError: an integer in the auxiliary output, of which an average is hardly meant; names it.
+      TypeError: the auxiliary output has an integer, whose average is hardly meant; names the leaf.
     """
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
@@ -150,7 +150,7 @@ def accumulated(
     carry: PyTree,
     collections: Mapping[str, PyTree],
 ) -> OfBatch:
-    """``accumulate_gradients``, of a ``loss`` that is read already."""
+    """``accumulate_gradients`` for callers that have a ``LossFunction`` and named options."""
     axes, count = how.axes, how.num_minibatches
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
     own = trees.map_leaves(boxes.split_by_model, params)
@@ -172,7 +172,7 @@ def accumulated(
             handed = _Handed(before.carry, after)
             aux = Auxiliary.of(local.aux).scaled(local.scale)
             _warn_of_averages(aux, loss, weights, rest, how)
-        # A scan carries them: all values must vary over all axes by type.
+        # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         return _OfMinibatch(_Means(mean, aux.means, local.grads), local.weight, aux.replace(means=[])), handed
 

@@ -1,9 +1,10 @@
 """Gradients of the mean over all devices, inside ``shard_map``, right in both ``check_vma`` modes.
 
-Weighting. A loss is the mean over this device's examples, and the gradient the mean over devices of its gradient. Where
+Weighting. A loss is the mean over this device's examples; the gradient is the mean over devices of its gradients. Where
 devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the weight on all N
-devices, each differentiates sum * N / W: the mean of that over devices is the global weighted mean, and every number
-that is scattered stays of the size of a mean. Minibatches j combine as sum_j W_j g_j / sum_j W_j.
+devices, each device differentiates sum * N / W: the mean of these over devices is the global weighted mean, and what is
+scattered has the size of a mean, so that narrow dtypes do not overflow. Minibatches j combine as
+sum_j W_j g_j / sum_j W_j.
 
 Types. Under ``check_vma=True`` JAX sums the cotangent of a leaf over every axis that the leaf does not vary over.
 Parameters are therefore cast to varying before they are differentiated: what comes back is each device's own gradient,
@@ -70,13 +71,13 @@ def value_and_grad(
       weighted: see ``loss_fn``.
     Returns:
       A function of the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the loss,
-      equal on all devices, and gradients boxed like ``params``. The gradient of the global weighted mean is 0, and so
-      is the loss, where the weight is 0 everywhere. Leaves that are no floats have
-      gradients of dtype float0; those of frozen leaves are zeros.
+      equal on all devices, and gradients boxed like ``params``. Where the weight is 0 everywhere, both are 0.
+      Gradients of leaves that are no floats have dtype float0; gradients of frozen leaves are zeros.
     Raises:
       ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
-        already, or varies over one that is left out. (Without types a loss averaged by ``pmean`` gives the same.)
-      TypeError: the loss function returned something else than announced.
+        already, or varies over an axis that ``axis_names`` leaves out. (With ``check_vma=False`` there are no types: a
+        loss that was averaged by ``pmean`` is then accepted, and its gradient is the right one.)
+      TypeError: the loss function does not return what ``has_aux`` and ``weighted`` say.
     """
     axes, loss = as_axis_names(axis_names), LossFunction(loss_fn, weighted, has_aux)
 
@@ -152,7 +153,7 @@ def _check_any_trainable(live: list[Any], params: PyTree) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a user's function: raises JAX's errors of types and of forward derivatives with what to do about them."""
+    """Around a user's function: raises JAX's errors about types and forward derivatives anew, with a cure."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -190,13 +191,13 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Leaves cast to varying over the axes, but for the axes of their copies, over which the gather casts them."""
+    """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     return [collectives.to_varying(leaf, [a for a in spread if a not in boxes.copied_axes(leaf)]) for leaf in leaves]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Gradients averaged over devices in the tree of ``params``; float0 for leaves that take none, 0 for frozen."""
+    """Averages gradients over devices, in the tree of ``params``; frozen leaves get 0, integers and keys float0."""
 
     def no_gradient(leaf: Any) -> Any:
         value = boxes.leaf_value(leaf)
@@ -223,7 +224,8 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
 
 
 def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the type of the loss varies over another axis: JAX would sum gradients of whole leaves over it."""
+    """Raises where the type of the loss varies over another axis: JAX would sum over it the gradients of leaves that
+    do not vary there."""
     for axis in collectives.spread_axes(sorted(collectives.varying_axes(loss) - set(axes))):
         raise ValueError(
             f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "

@@ -1,12 +1,12 @@
-"""Collections of which the gradient is the next value: the scales of Flax's fp8 products, and their histories.
+"""Collections whose gradient is their next value: the scales of Flax's fp8 products, and their histories.
 
   loss_fn(params, batch, rng, {"_overwrite_with_gradient": scales, ...})
   d loss / d scales   -->   the next scales: the largest of all devices
 
-By Flax's convention (``flax.linen.fp8_ops``) the backward pass of a product returns, in place of a gradient, the scale
-and the history of largest magnitudes that follow: of inputs, of kernels, and of the gradients of outputs. The last are
-those of one device on the whole batch only where devices differentiate their terms of the mean over all of them, and
-not their own means, which are N times as large on N devices.
+By Flax's convention (``flax.linen.fp8_ops``) the backward pass of a product does not return the gradient of its scales,
+but their next values, and the next history of largest magnitudes: of inputs, kernels, and gradients of outputs. The
+gradients of outputs must have the size that they have on one device with the whole batch. Each of N devices therefore
+differentiates its term of the global mean, 1/N of its own mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ OVERWRITTEN = "_overwrite_with_gradient"
 def overwriting_result(
     loss_fn: Callable[..., Loss], weights: PyTree, rest: tuple[PyTree, ...], axes: tuple[str, ...]
 ) -> LocalResult:
-    """``local_result`` of ``loss_fn(weights, *rest)``; collections, the last of ``rest``, have ``OVERWRITTEN``."""
+    """``local_result`` of ``loss_fn(weights, *rest)``, where ``rest[-1]`` has the collection ``OVERWRITTEN``."""
     *others, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
 

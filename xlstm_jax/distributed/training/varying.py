@@ -1,14 +1,15 @@
 """Over which mesh axes the results of a function differ from device to device, read off its equations.
 
-The types of ``check_vma=True`` say it too, more cautiously: all that is computed of a gathered parameter varies by
-type, and without ``check_vma`` there are no types. Nothing is computed here, and nothing communicated.
+The types of ``check_vma=True`` are more cautious: everything computed from a gathered parameter varies by type, and
+without ``check_vma`` there are no types. Here equations are only read: nothing is computed or communicated.
 
-  most equations       differ along the axes along which one of their inputs differs
-  psum, all_gather     equal along their axes, whatever their inputs
-  axis_index and what else names an axis     differ along it
-  loops, branches      read through; a loop until nothing more differs
+  most equations           results differ along the axes along which an input differs
+  psum, all_gather         results are equal along their axes, whatever their inputs
+  axis_index, and all      results differ along the axes that the equation names
+    others with an axis
+  loops, branches          their equations are read too; those of a loop until no further result differs
 
-An equation that is not known is taken to differ, so that a mistake is an error too many, never one too few.
+The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +34,10 @@ _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
-    """For each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
+    """The axes along which each result of ``fn(*args)``, a list of arrays, differs between devices.
 
-    ``of_args`` are those of each leaf of ``args``. An array of an outer trace that ``fn`` has closed over is taken to
-    differ along all of these.
+    ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over is taken to
+    differ along all axes in ``of_args``.
     """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
@@ -45,9 +46,9 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 
 
 def parted_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> Axes:
-    """The axes along which devices may take different branches of ``fn`` with collectives over these axes in them.
+    """The axes along which devices may take different branches of ``fn``, and a branch has a collective over the axis.
 
-    Branches are those of ``cond`` and ``switch``, and further turns of a ``while_loop``; see ``differing_axes``.
+    Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``; see ``differing_axes``.
     """
     found: list[Axes] = []
     token = _parted.set(found)
@@ -62,7 +63,7 @@ _parted: ContextVar[list[Axes] | None] = ContextVar("_parted", default=None)
 
 
 def _note_parted(by: Axes, *jaxprs: Any) -> None:
-    """``by`` are the axes along which devices go different ways, into ``jaxprs``."""
+    """Devices choose between ``jaxprs`` differently along the axes ``by``: notes those with a collective in them."""
     if (found := _parted.get()) is not None:
         named = (all_named_axes(eqn) for closed in jaxprs for eqn in getattr(closed, "jaxpr", closed).eqns)
         found.append(by & Axes().union(*named))
@@ -80,7 +81,7 @@ def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
 
 
 def _of_closed(closed: Any, inputs: list[Axes]) -> list[Axes]:
-    """Of a jaxpr within an equation, whose constants are plain arrays."""
+    """``_of_jaxpr`` of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return _of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
 
@@ -122,7 +123,7 @@ def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many the carry; releases of JAX say it in two ways."""
+    """How many inputs of a scan are constants, and how many its carry. JAX renamed the parameters between releases."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -175,14 +176,14 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 def check_branches(
     paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
 ) -> None:
-    """Looks at the equations of ``loss_fn(*args)`` where it gathers the leaves at ``paths`` in a branch.
+    """Refuses gathers in a branch that devices may take differently: some would wait, or gather other weights.
 
     Args:
-      paths: of leaves that are gathered in a branch; empty for most models, of which nothing is looked at.
-      loss_fn, args: the loss function, and what it is given, as for ``differing_args``.
-      axes: those of the batch.
+      paths: the leaves that are gathered in a branch; for most models empty, and then nothing is traced.
+      loss_fn, args: the loss function and its arguments, as for ``differing_args``.
+      axes: the axes of the batch.
     Raises:
-      ValueError: the predicate of the branch follows from what differs along the axes of a gather in it.
+      ValueError: the predicate of a branch differs along an axis of a gather in that branch.
     """
     if not paths:
         return
@@ -198,7 +199,7 @@ def check_branches(
 
 
 def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """The axes along which the leaves of a loss function's arguments differ between devices."""
+    """The axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (

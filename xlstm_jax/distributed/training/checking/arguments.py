@@ -1,8 +1,8 @@
-"""What a step and an initialisation ask of their arguments, in words that name argument, leaf, rule and cure.
+"""Checks of the arguments of steps and of initialisation; errors name argument, leaf, rule and cure.
 
-Shapes, and the meshes that arrays lie on, are in the types of what JAX traces: looked at there, they cost a call
-nothing. What JAX refuses before it traces is looked at when that call has failed, by ``CheckedStep``; a state that was
-donated, before the call: releases of JAX differ in what follows, and some end the process.
+while JAX traces      shapes, and the mesh of each array: they are in the types, so a call pays nothing for them
+after a failed call   what JAX refuses before it traces: ``CheckedStep`` says which leaf it was
+before a call         whether the state was donated: after that some releases of JAX end the process
 """
 
 import dataclasses
@@ -29,8 +29,12 @@ from xlstm_jax.wording import kind_of
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
-TAKEN_OVER = {"state": "state", "params": "state", "local": "local"}  # arguments, and what steps donate of them
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+DONATED = {
+    "state": "state",
+    "params": "state",
+    "local": "local",
+}  # arguments, and which argument of a step donates their memory
+NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
 
@@ -40,7 +44,7 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 def check_loss_fn(
     loss_fn: Any, taker: str = "make_train_step", signature: str = "loss_fn(params, apply_fn, batch, rng)"
 ) -> None:
-    """Raises a ``TypeError`` where the maker of a step was not given a function of these arguments first."""
+    """Raises a ``TypeError`` where the first argument of ``taker`` is not a function of these arguments."""
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         name, count = signature.partition("(")[0], signature.count(",") + 1
         if not any(binds(loss_fn, number) for number in (count, count + 1)):  # one more: collections
@@ -54,7 +58,7 @@ def check_loss_fn(
 
 
 def binds(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with ``count`` arguments; one without a signature says so itself."""
+    """Whether a function can be called with ``count`` arguments; True where it has no signature to read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -83,7 +87,7 @@ def check_model(model: Any) -> None:
 
 
 def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
-    """Raises a ``TypeError`` where ``rng``, a key or a dict of keys, holds something else, with ``one`` several."""
+    """Raises a ``TypeError`` where ``rng`` is no key and no dict of keys; with ``one``, where it holds several keys."""
     for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
         key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # one of the old style is uint32[2]
@@ -96,12 +100,12 @@ def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
 
 
 def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None) -> None:
-    """Looks, while a step is traced, at its arguments but for the batch; ``local`` is the state of ``metric``.
+    """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
 
     Raises:
       TypeError: the state is no ``TrainState``, or ``rng`` is not one key.
-      ValueError: a leaf lies on a mesh of other axes than the step's. XLA would end the process, or split the leaf
-        otherwise from here on. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
+      ValueError: a leaf lies on a mesh with other axes than the step's. XLA would end the process, or return the leaf
+        split in another way. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
         ``local`` without a metric, or the reverse.
     """
     check_keys(rng, "step(state, batch, rng)", one=True)
@@ -169,11 +173,13 @@ def check_global_batch(
 
 
 def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighted=True") -> None:
-    """Looks at the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
+    """Checks the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
+
+    ``divisor`` says in words what ``count`` counts, ``padding`` how the caller gives weight 0 to padded rows.
 
     Raises:
-      ValueError: with path, both numbers and cure: leaves have different numbers of rows, or ``count`` does not divide
-        them, or there are none; or numbers stand in a list. ``padding`` is how the caller gives padded rows weight 0.
+      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; or numbers
+        stand in a list. Names the path and both numbers.
       TypeError: a leaf is no array of numbers.
     """
     leaves = trees.leaves_with_path(batch)
@@ -213,7 +219,7 @@ def named_leaf(argument: str, path: str) -> str:
 
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
-    """A list of 64 numbers is 64 scalars to JAX, each of which every device would get: hardly what was meant."""
+    """To JAX a list of 64 numbers is 64 scalars, and every device would get all of them: hardly what was meant."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):
@@ -228,8 +234,8 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """What to say of a leaf that is no array of numbers, with the cure; None of others."""
-    if isinstance(leaf, ARRAYS) or hasattr(leaf, "__jax_array__"):
+    """What a leaf is that is no array of numbers, and the cure; None of an array of numbers."""
+    if isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__"):
         if getattr(getattr(leaf, "dtype", None), "kind", None) not in NO_NUMBERS:
             return None
         return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
@@ -248,10 +254,14 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 class CheckedStep:
-    """``jax.jit`` of a step whose ``arguments``, by position, have these names.
+    """``jax.jit`` of a step, with errors that name the argument and leaf which JAX refuses.
 
-    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``. After a call
-    ``is_weighted()`` is whether it has given weights to rows.
+    It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+
+    Args:
+      step, mesh, options: the function, the mesh that it was made for, and options of ``jax.jit``.
+      arguments: names of the function's arguments by position.
+      is_weighted: says, once the function was traced, whether it gives weights to rows.
     """
 
     def __init__(
@@ -280,7 +290,7 @@ class CheckedStep:
         return found
 
     def _compare(self, arguments: dict[str, Any]) -> None:
-        """Once, what processes hand in. An argument that is no batch is named when the call has failed."""
+        """Compares the first batch between processes. What is no batch is named when the call has failed."""
         if "batch" in arguments and not any(map(why_no_array, jax.tree.leaves(arguments["batch"]))):
             compare_batches(arguments["batch"], self._mesh)
         self._has_compared = True
@@ -297,7 +307,7 @@ class CheckedStep:
         return getattr(self._jitted, name)
 
     def _check_placed(self, batch: PyTree) -> None:
-        """Raises where a leaf is split otherwise than by rows; to the step each device has rows, whole."""
+        """Raises where a leaf is not split by rows alone: the step would hand each device other values."""
         if self._rows_alone.issuperset(map(_sharding, jax.tree.leaves(batch))):
             return
         for path, leaf in trees.leaves_with_path(batch):
@@ -340,7 +350,7 @@ def _split_otherwise(name: str, leaf: Any, axes: list[str]) -> str:
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """An array of each tree that a step takes over as a whole: to look at all costs as much as to call the step."""
+    """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
     if name == "state":
         return getattr(argument, "step", None), _first_leaf(getattr(argument, "params", None))
     if name == "params":
@@ -349,20 +359,20 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
 
 
 def _first_leaf(tree: PyTree) -> Any:
-    """A leaf of nested dicts, without a look at the others."""
+    """The first leaf of nested dicts, without flattening them."""
     while isinstance(tree, dict) and tree:
         tree = next(iter(tree.values()))
     return boxes.leaf_value(tree)
 
 
 def _is_deleted(leaf: Any) -> bool:
-    """Asked without ``isinstance(leaf, jax.Array)``, which takes a microsecond."""
+    """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
     is_deleted = getattr(leaf, "is_deleted", None)
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
 def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
+    """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
     for name, argument in arguments:
         for path, leaf in trees.leaves_with_path(argument):
             value, where = boxes.leaf_value(leaf), named_leaf(name, path)
@@ -380,9 +390,9 @@ def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh |
 
 
 def _deleted(name: str, where: str) -> ValueError:
-    if name in TAKEN_OVER:
+    if name in DONATED:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {TAKEN_OVER[name]}, and returns "
+            f"{where} was handed to a step before: that takes over the memory of its {DONATED[name]}, and returns "
             f"the next. Go on with the {name} that it returned. To use one twice, hand in a copy of it: "
             f"jax.tree.map(jnp.copy, {name})."
         )

@@ -64,7 +64,7 @@ _warned: set[object] = set()
 
 
 def _warn(text: str, key: object = None) -> None:
-    """Warns, unless it has said this before, or something else with this ``key``."""
+    """Warns, unless this text, or another with the same ``key``, was a warning before."""
     key = text if key is None else key
     if key not in _warned:
         _warned.add(key)
@@ -75,11 +75,11 @@ def _warn(text: str, key: object = None) -> None:
 
 
 def check_optimizer(tx: optax.GradientTransformation) -> None:
-    """Looks at an optimizer before its state is made.
+    """Checks an optimizer before its state is made.
 
     Raises:
-      ValueError: a mask or labels of it are a tree in boxes, which an optimizer does not see; or ``with_ema`` stands
-        in a chain before another transform.
+      ValueError: a mask, or labels, are a tree with boxes, and optimizers see parameters without boxes; or ``with_ema``
+        stands in a chain before another transform.
     """
     for part in inside.parts(tx):
         for argument in ("mask", "param_labels"):
@@ -99,7 +99,7 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Tells of parameters that updates hardly move, and of masks of weight decay that hardly say what was meant."""
+    """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
     live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if boxes.is_differentiable(leaf)]
     narrow = [(path, value_dtype(boxes.leaf_value(leaf))) for path, leaf in live]
     narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
@@ -138,7 +138,7 @@ def _warn_of_mask(taken: Mapping[str, bool], ndim: Mapping[str, int]) -> None:
 
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: Any) -> None:
-    """Tells of options of a step that do not go with its optimizer."""
+    """Warns of options of a step that do not fit its optimizer."""
     for part in inside.parts(tx):
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
@@ -161,7 +161,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """The first count at which two schedules differ, but for their sign, with both values; None of equal ones."""
+    """The first count at which two schedules differ in more than sign, and both values; None for equal schedules."""
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
         if not math.isclose(a, b, rel_tol=1e-4):
@@ -180,12 +180,12 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
 def warn_if_nothing_is_split(
     params: PyTree, mesh: AnyMesh, reasons: Callable[[], Mapping[str, Reason]] = dict[str, Reason]
 ) -> None:
-    """Warns where no leaf is split over devices of the mesh, unless it has warned of the same parameters before.
+    """Warns where no parameter is split over devices of the mesh.
 
-    ``reasons`` returns why leaves are whole, by their paths, as far as that is known.
+    ``reasons`` returns by path why leaves are whole, as far as that is known.
     """
     leaves = dict(trees.leaves_with_path(params))
-    split = any(map(boxes.leaf_axes, leaves.values()))  # over an axis of size 1, too: whoever says fsdp=1 means it
+    split = any(map(boxes.leaf_axes, leaves.values()))  # an axis of size 1 counts: fsdp=1 is a choice
     key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _warned:
         return
@@ -213,7 +213,7 @@ def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kw
 
 
 def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
-    """Warns of scans within wrapped modules, unless it has warned of the same before."""
+    """Warns of scans within wrapped modules, which gather the weights of all layers at once."""
     new = {name: cls for name, cls in scans.layers.items() if (name, cls) not in _warned}
     if mesh.size == 1 or not new:
         return
@@ -230,7 +230,7 @@ def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
 
 
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
-    """Tells of axes along which all devices compute the same: no spec names them, and no equation of ``jaxpr()``."""
+    """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr()`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
     split = {axis for leaf in leaves for axis in (*boxes.leaf_axes(leaf), *boxes.copied_axes(leaf))}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
@@ -248,9 +248,9 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
 
 
 def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
-    """Tells of floats beside the loss, at the paths ``aux``, that are averaged over ``count`` and are no means of rows.
+    """Warns of floats beside the loss, at the paths ``aux``, that are no means: they will be averaged over ``count``.
 
-    Names are looked at first; then ``jaxpr()`` of the loss function, whose results they are, says how they were made.
+    Only names that look like sums or maxima are checked: ``jaxpr()``, whose results the floats are, is costly.
     """
     looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
@@ -287,7 +287,7 @@ def _maker(jaxpr: Any, atom: Any) -> str:
 
 
 def warn_of_padding(batch: PyTree) -> None:
-    """Tells of rows that ``shard_batch`` has appended, in a batch without what could be their weights."""
+    """Warns of rows that ``shard_batch`` has appended, if no leaf of the batch could be their weights."""
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     found = [of_leaf for _, leaf in leaves if (of_leaf := padded_rows_of(leaf))]
     named = any(LOOKS_LIKE_WEIGHTS.search(path) or value_dtype(leaf).kind == "b" for path, leaf in leaves)

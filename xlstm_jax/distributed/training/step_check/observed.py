@@ -1,7 +1,7 @@
-"""What a step makes of a state, seen through an optimizer that keeps the gradients; or through the step's own.
+"""The gradients of a step: it runs with an optimizer that keeps them in its state.
 
-A step whose optimizer is its own is compared by what that makes of gradients: first moments where it has them (``mu``,
-``trace``), else updates.
+A step that uses an optimizer of its own shows no gradients. What that optimizer makes of them is compared instead:
+first moments where it has some (``mu``, ``trace``), and updates.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +33,16 @@ class Loss(NamedTuple):
 
 
 class SeenStep(NamedTuple):
-    """What a step made of each leaf by its path: ``got``; ``of_gradients`` makes the same of the right gradients.
+    """What a step did.
 
-    ``rounding`` is what is rounded as it is read off, as a norm; ``updates`` how often the optimizer was called;
-    ``then`` what else is to be looked at where this is right.
+    Attributes:
+      what: what ``got`` is: "gradients", "first moments" or "updates".
+      got: its value for each leaf, by path.
+      of_gradients: computes the same values from gradients.
+      loss, collections: as the step returned them.
+      rounding: the norm of what rounding may change as ``got`` is read off.
+      updates: how often the step called the optimizer.
+      then: what else to compare if this is right.
     """
 
     what: str
@@ -50,9 +56,9 @@ class SeenStep(NamedTuple):
 
 
 def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step with an optimizer that keeps the gradients; where the step does not take it, with its own.
+    """Runs the step with an optimizer that keeps the gradients, or if that fails with the optimizer of the state.
 
-    ``grads`` are the right gradients, or anything in their tree.
+    ``grads`` are the right gradients, or any arrays in their tree.
     """
     try:
         after, loss = _run(step, keeping_gradients(state, mesh), given)
@@ -70,7 +76,7 @@ def keeping_gradients(state: Any, mesh: Mesh) -> Any:
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
-    # What the optimizer remembers begins at 0, so that it is all of this step.
+    # From zeros, so that the moments after the step are of this step alone.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state.opt_state)
     fresh = state.replace(opt_state=zeros)
     after, loss = _run(step, fresh, given)
@@ -91,7 +97,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
 
 
 def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, Loss | None]:
-    """State and loss after the step, which may donate all that it is given."""
+    """State and loss after the step. It gets copies, because it may donate its arguments."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}
@@ -131,7 +137,7 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
 
 
 def drifting(collections: PyTree) -> Iterator[str]:
-    """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
+    """What to say of collections that differ between devices after the step, and should be the same on all."""
     if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
@@ -141,7 +147,7 @@ def drifting(collections: PyTree) -> Iterator[str]:
 
 
 def copies_differ(value: jax.Array) -> bool:
-    """Whether devices that by its sharding hold the same values do not; reads all of them on the host."""
+    """Whether devices hold different values where the sharding says that they hold the same; reads all on the host."""
     seen: dict[str, np.ndarray] = {}
     for shard in value.addressable_shards:
         data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)

@@ -1,17 +1,91 @@
-"""What differs, its likely cause and its cure, in sentences: once for all leaves that have the same fault.
+"""What ``check_step`` says: its answer, and the sentences that name a cause and a cure.
 
 whole leaves, 8 x          summed over the 8 devices: nobody divided what JAX sums under check_vma=True
 whole leaves, 1/8 x        divided twice
 all leaves, loss, 1/8 x    the loss is a sum over examples, or was divided by the global batch
 no multiple                each device kept its own, or shards of different leaves were averaged
-none at all                the loss does not depend on the leaf
+no gradient                the loss does not depend on the leaf
+
+Leaves with the same cause share a sentence.
 """
 
+import html
+import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
-from xlstm_jax.wording import listed
+from xlstm_jax.distributed.training.step_check.one_device import Found
+from xlstm_jax.wording import format_mesh, listed
+
+_LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
+_TITLES = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False)
+RIGHT, WRONG, CANNOT_TELL = "right", "wrong", "cannot tell"
+
+
+@dataclass(frozen=True, repr=False)
+class StepCheck:
+    """What ``check_step`` found; ``print`` shows it in words.
+
+    >>> StepCheck("wrong", ("the loss is 1/8 x that of one device",), "gradients", "exactly", {"fsdp": 8}, (), 0.125)
+    <StepCheck wrong: gradients of 0 leaves on fsdp=8, findings: 1>
+
+    Attributes:
+      verdict: "right", "wrong" or "cannot tell"; ``ok`` is whether it is "right".
+      findings: sentences that say what is wrong; of "cannot tell", why not, and what to change so that it can tell.
+      compared: what was compared: "gradients"; or "first moments" or "updates", where the step uses an optimizer of
+        its own instead of the state's.
+      how: how one device computed the reference, and with which random numbers.
+      mesh: axes and sizes.
+      leaves: a ``LeafCheck`` for each trainable parameter.
+      loss_ratio: the loss of the step over the loss of one device; None where the step returns no metric "loss".
+    """
+
+    verdict: str
+    findings: tuple[str, ...]
+    compared: str
+    how: str
+    mesh: dict[str, int]
+    leaves: tuple[LeafCheck, ...]
+    loss_ratio: float | None
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == RIGHT
+
+    @property
+    def noise(self) -> float:
+        """The largest relative difference that rounding explains; of means over keys, that noise explains."""
+        return max((leaf.tolerance for leaf in self.leaves), default=0.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepCheck {self.verdict}: {self.compared} of {len(self.leaves)} leaves on {format_mesh(self.mesh)}, "
+            f"findings: {len(self.findings)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        verdict = RIGHT if self.ok else self.verdict.upper()
+        title = f"{self.compared} of {len(self.leaves)} leaves on the mesh {format_mesh(self.mesh)}, against one device"
+        lines = [_TITLES.fill(f"{title}: {verdict}"), *map(_LINES.fill, self.findings)]
+        if self.ok and self.leaves:
+            worst = max(self.leaves, key=_distance)
+            lines.append(
+                _LINES.fill(
+                    f"{self.how}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where rounding "
+                    f"explains {worst.tolerance:.1g}"
+                )
+            )
+        return "\n".join(lines)
+
+
+def _distance(leaf: LeafCheck) -> float:
+    return math.hypot(leaf.ratio - 1, leaf.error)
 
 
 def of_leaves(
@@ -20,13 +94,13 @@ def of_leaves(
     sizes: dict[str, int],
     of_loss: Multiple,
 ) -> Iterator[str]:
-    """What is wrong with gradients.
+    """What is wrong with gradients, in a sentence for each cause.
 
     Args:
       leaves: all leaves, compared.
-      what: what is compared of them.
-      sizes: of the axes that have more than one device.
-      of_loss: what is wrong with the loss, of which gradients are the same multiple.
+      what: what was compared, as "gradients".
+      sizes: of axes that have more than one device.
+      of_loss: the loss of the step over the right one; gradients that are the same multiple need no other cause.
     """
     faults: dict[str, list[LeafCheck]] = defaultdict(list)
     for leaf in leaves:
@@ -69,7 +143,7 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple) -> str:
 
 
 def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
-    """What to say of trainable leaves that get no gradient, whatever their values."""
+    """What to say of trainable leaves whose gradient is 0 for all values of the parameters."""
     if paths and len(paths) == all_leaves:
         yield (
             "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. Does "
@@ -84,6 +158,13 @@ def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
         )
 
 
+def not_finite(found: Found) -> str:
+    """What to say where the loss or gradients of one device are not finite."""
+    loss_is_finite = math.isfinite(found.loss)
+    what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
+    return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
+
+
 NOT_FINITE_SLICES = (
     "the loss is not finite on slices of the batch, and is of the whole batch. A mean by weight divides by 0 where no "
     "row of a device has any: with weighted=True, return (losses * mask).sum(), mask.sum()."
@@ -91,7 +172,7 @@ NOT_FINITE_SLICES = (
 
 
 def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
-    """What to say of a step whose means over keys are not known well enough, and what would tell."""
+    """What to say where means over keys are too uncertain, and what to change so that check_step can tell."""
     return (
         f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. What would tell: a loss and a step "
         "without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
