@@ -165,16 +165,16 @@ def accumulated(
         local, after = _on_minibatch(loss, weights, rest, how), before.collections
         if loss.has_collections:
             after = updated_collections(loss, (weights, *rest), local.collections, axes)
-        if how.fold_aux is not None:
-            handed = _Handed(how.fold_aux(before.carry, local.aux), after)
-            aux = Auxiliary.of(None)
-        else:
-            handed = _Handed(before.carry, after)
-            aux = Auxiliary.of(local.aux).scaled(local.scale)
+        if how.fold_aux is None:
+            carry, aux = before.carry, Auxiliary.of(local.aux).scaled(local.scale)
             _warn_of_averages(aux, loss, weights, rest, how)
+        else:
+            carry, aux = how.fold_aux(before.carry, local.aux), Auxiliary.of(None)
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        return _OfMinibatch(_Means(mean, aux.means, local.grads), local.weight, aux.replace(means=[])), handed
+        return _OfMinibatch(_Means(mean, aux.means, local.grads), local.weight, aux.replace(means=[])), _Handed(
+            carry, after
+        )
 
     all_of_them, handed = _mean_over(on_minibatch, count, _Handed(carry, readable(collections)))
     mean, means, mean_grads = all_of_them.means

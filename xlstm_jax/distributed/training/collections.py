@@ -59,7 +59,7 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
     """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
-    if not _takes_the_other(eval_fn, 4, 3, collections):
+    if binds(eval_fn, 3 + bool(collections)) or not binds(eval_fn, 3 + (not collections)):
         return
     if collections:
         raise TypeError(
@@ -73,8 +73,8 @@ def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mappi
 
 
 def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``TypeError`` where a loss function takes collections and the state has none, or the reverse."""
-    if not _takes_the_other(loss_fn, 5, 4, collections):
+    """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
+    if binds(loss_fn, 4 + bool(collections)) or not binds(loss_fn, 4 + (not collections)):
         return
     if collections:
         raise TypeError(
@@ -87,12 +87,6 @@ def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[st
         "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
         "for a model without them leave the argument out."
     )
-
-
-def _takes_the_other(function: Callable[..., Any], with_them: int, without: int, collections: Any) -> bool:
-    """Whether a function does not take the arguments of this state, and would take those of the other kind of state."""
-    needed, other = (with_them, without) if collections else (without, with_them)
-    return not binds(function, needed) and binds(function, other)
 
 
 def readable(collections: PyTree) -> PyTree:

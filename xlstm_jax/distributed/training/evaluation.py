@@ -1,9 +1,9 @@
-"""The ready-made step of an evaluation: this device's shard of a batch, forward only, into the state of a metric.
+"""``make_eval_step``: forward only, on each device's shard of a batch, into the state of a metric.
 
     state, batch  -- gather, forward -->  observed  -- metric.update -->  local      on each device, no reduction
 
-Parameters stay in their shards, and are gathered module by module as in training; nothing is kept for a backward pass.
-What each device has seen stays on it. At the end ``make_log_step`` reduces it, by one collective.
+Parameters stay sharded, and are gathered module by module as in training; nothing is kept for a backward pass. Each
+device keeps the state of the metric over its own rows. At the end ``make_log_step`` reduces it with one collective.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ PADDING = "which shard_batch(..., pad=True) returns"
 
 
 class EvalFn(Protocol):
-    """What is observed of this device's shard of a batch; with the state's collections last, where it has any."""
+    """What is observed of this device's shard of a batch; collections of the state come last."""
 
     def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /) -> Mapping[str, Any]: ...
 
@@ -70,9 +70,9 @@ def make_eval_step(
     >>> float(make_log_step(metric, mesh, axes)(local)[0])
     0.0
 
-    A split parameter is gathered once, where its module runs, and nothing is reduced: neither gradients, nor what is
-    observed. To evaluate an average of the parameters, pass ``state.replace(params=average)``: in the same boxes and
-    places, as ``ema_params`` has it, it is the same compiled program.
+    A split parameter is gathered once, where its module runs. Nothing is reduced over devices. To evaluate an average
+    of the parameters, pass ``state.replace(params=average)``. An average of ``ema_params`` has the boxes and shardings
+    of the parameters: nothing is compiled anew.
 
     Args:
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
@@ -148,7 +148,7 @@ class _Evaluation:
 
 
 def _variables_of(state: Any) -> dict[str, PyTree]:
-    """What is evaluated of a state: its parameters, and its collections, if any."""
+    """The parameters and the collections of a state."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "

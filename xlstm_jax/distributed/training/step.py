@@ -1,4 +1,4 @@
-"""The ready-made step: ``accumulate_gradients`` inside ``shard_map``, and then ``updated_state`` on global arrays."""
+"""``make_train_step``: ``accumulate_gradients`` inside ``shard_map``, then ``updated_state`` on global arrays."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -71,11 +71,11 @@ def make_train_step(
     Args:
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
         or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers. Where the state
-        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)``, returning a pair of
-        all that and the updated ones, equal on all devices; see docs/collections.md.
+        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)`` returns a pair: all of
+        the above, and the updated collections, equal on all devices; see docs/collections.md.
       mesh: the mesh of the state.
-      batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost. The axes of
-        the wrappers must be among them.
+      batch_axes: all axes over which the leading dim of the batch is split, the first axis outermost. The axes of the
+        wrappers must be among them.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
       check_vma: passed to ``shard_map``.
       has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
@@ -206,9 +206,9 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
 
 
 def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], OfBatch]) -> Callable[[PyTree], jax.Array]:
-    """The loss as a function of what the optimizer sees, for those that search along a line (L-BFGS).
+    """The loss as a function of the parameters that the optimizer sees, for line searches (L-BFGS).
 
-    It has a gradient rule of its own: differentiated from outside, ``shard_map`` would hand each device 1/N of the
+    It needs a gradient rule of its own. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.
     """
 

@@ -117,29 +117,27 @@ def _counted(leaves: Sequence[object]) -> str:
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple) -> str:
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     if leaf.copies_differ:
-        return (
-            "not the same on all devices that should hold the same: averaged over too few axes, or not at all. Call "
-            "sync_gradients over all axes of the batch, or use value_and_grad."
-        )
-    if not leaf.error <= leaf.tolerance:
-        return (
-            "no multiple of the right ones: the step saw another batch or another mean, or averaged leaves that are "
-            "split over devices with each other (by pmean). Use value_and_grad, or sync_gradients."
-        )
-    times = f"{multiple.times} the right ones: "
-    if multiple == of_loss:
-        return times + "as the loss is."
-    if multiple.kind == "summed":
-        return (
-            f"{times}summed over {multiple.axes}. JAX sums the gradient of what is whole on all devices "
-            "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad."
-        )
-    if multiple.kind == "divided":
-        return (
-            f"{times}divided once more over {multiple.axes}. Call sync_gradients once, not on what value_and_grad or "
-            "another sync_gradients returned; and return the loss of this device, without pmean."
-        )
-    return times + "which is no number of devices. Does the step scale its loss, or clip gradients itself?"
+        kind = "copies differ"
+    elif not leaf.error <= leaf.tolerance:
+        kind = "no multiple"
+    else:
+        kind = "as the loss" if multiple == of_loss else multiple.kind
+    return _LEAF_CAUSES.get(kind, _LEAF_CAUSES["other"]).format(times=multiple.times, axes=multiple.axes)
+
+
+_LEAF_CAUSES = {
+    "copies differ": "not the same on all devices that should hold the same: averaged over too few axes, or not at "
+    "all. Call sync_gradients over all axes of the batch, or use value_and_grad.",
+    "no multiple": "no multiple of the right ones: the step saw another batch or another mean, or averaged leaves that "
+    "are split over devices with each other (by pmean). Use value_and_grad, or sync_gradients.",
+    "as the loss": "{times} the right ones: as the loss is.",
+    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradient of what is whole on all devices "
+    "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad.",
+    "divided": "{times} the right ones: divided once more over {axes}. Call sync_gradients once, not on what "
+    "value_and_grad or another sync_gradients returned; and return the loss of this device, without pmean.",
+    "other": "{times} the right ones: which is no number of devices. Does the step scale its loss, or clip gradients "
+    "itself?",
+}
 
 
 def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
