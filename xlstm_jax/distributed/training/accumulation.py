@@ -172,9 +172,8 @@ def accumulated(
             carry, aux = how.fold_aux(before.carry, local.aux), Auxiliary.of(None)
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        return _OfMinibatch(_Means(mean, aux.means, local.grads), local.weight, aux.replace(means=[])), _Handed(
-            carry, after
-        )
+        means = _Means(mean, aux.means, local.grads)
+        return _OfMinibatch(means, local.weight, aux.replace(means=[])), _Handed(carry, after)
 
     all_of_them, handed = _mean_over(on_minibatch, count, _Handed(carry, readable(collections)))
     mean, means, mean_grads = all_of_them.means
@@ -186,9 +185,8 @@ def accumulated(
 
 def _on_minibatch(loss: LossFunction, weights: PyTree, rest: tuple[PyTree, ...], how: Accumulation) -> LocalResult:
     """``local_result`` of ``loss(weights, *rest)``, whose branches are checked."""
-    overwrites = loss.has_collections and OVERWRITTEN in rest[-1]
     with noting_branches() as gathered_there:
-        if overwrites:
+        if loss.has_collections and OVERWRITTEN in rest[-1]:
             local = overwriting_result(loss, weights, rest, how.axes)
         else:
             local = local_result(lambda weights: loss(weights, *rest), weights, how.axes)
@@ -223,12 +221,9 @@ def _mean_over(
 
     def add(total: Any, index: jax.Array) -> tuple[Any, Auxiliary]:
         (sums, weights), handed = total
-        one, handed = on_minibatch(index, handed)
-        weight = one.weight
-        sums = jax.tree.map(
-            lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, one.means
-        )
-        return ((sums, weights + weight), handed), one.aux
+        (means, weight, aux), handed = on_minibatch(index, handed)
+        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, means)
+        return ((sums, weights + weight), handed), aux
 
     like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), start)
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), (like.means, like.weight))

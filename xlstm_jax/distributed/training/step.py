@@ -92,7 +92,7 @@ def make_train_step(
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
-      minibatch gets (of several processes each hands in the same); ``rng`` is folded with the step and the device, so
+      minibatch gets (all processes pass the same); ``rng`` is folded with the step and the device, so
       one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
       all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
@@ -100,7 +100,7 @@ def make_train_step(
         of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
         another optimizer, or was used already. Names the leaf and both numbers. Or processes differ in what must be
         the same in their first batch (scalars, shapes, arrays that are no global ones): all raise it, and where they
-        hand in equal rows as different ones all warn.
+        pass equal rows as different parts of the batch, all warn.
       TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
@@ -175,7 +175,7 @@ class StepOptions:
         )
 
     def _warn(self, state: Any, jaxpr: Callable[[], Any], scans: GatheredScans) -> None:
-        """Warns of what runs and is hardly meant; ``jaxpr()`` is of loss and gradients."""
+        """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
         warn_of_idle_axes(self.mesh, self.how.axes, (state.params, collections_of(state)), jaxpr)
         if not self.whole_ok:

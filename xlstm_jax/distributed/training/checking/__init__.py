@@ -1,1 +1,1 @@
-"""What users hand in, looked at: arguments, what processes pass, and mistakes that would run."""
+"""Checks of what users pass: the arguments of steps, the same in all processes, and mistakes that would run."""

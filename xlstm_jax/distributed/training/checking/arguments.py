@@ -146,9 +146,9 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
         has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
         what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
-        f"state.opt_state is not a state of state.tx for state.params: {what}. Who changes the optimizer or the "
-        "parameters, or freezes some, makes its state anew: create_train_state makes all three, and "
-        "state.replace(params=...) then takes the trained parameters; or TrainState.create."
+        f"state.opt_state is not a state of state.tx for state.params: {what}. After a change of the "
+        "optimizer or the parameters, or after freezing some, make a new state with create_train_state, and put the "
+        "trained parameters into it by state.replace(params=...); or use TrainState.create."
     )
 
 
@@ -344,7 +344,7 @@ def _split_otherwise(name: str, leaf: Any, axes: list[str]) -> str:
     return (
         f"{name} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which splits another dim than that of "
         f"examples over {tuple(axes)}; the step reads it split by examples alone, over all of batch_axes, so that each "
-        "device would compute with other values than it holds. Place it by shard_batch, or hand in NumPy arrays. To "
+        "device would compute with other values than it holds. Place it by shard_batch, or pass NumPy arrays. To "
         "split a sequence write the step yourself: shard_map with this spec, and value_and_grad over all axes."
     )
 
@@ -393,7 +393,7 @@ def _deleted(name: str, where: str) -> ValueError:
     if name in DONATED:
         return ValueError(
             f"{where} was handed to a step before: that takes over the memory of its {DONATED[name]}, and returns "
-            f"the next. Go on with the {name} that it returned. To use one twice, hand in a copy of it: "
+            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
             f"jax.tree.map(jnp.copy, {name})."
         )
     return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")

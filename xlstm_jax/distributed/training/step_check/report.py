@@ -1,6 +1,6 @@
 """What ``check_step`` says: its answer, and the sentences that name a cause and a cure.
 
-whole leaves, 8 x          summed over the 8 devices: nobody divided what JAX sums under check_vma=True
+whole leaves, 8 x          summed over the 8 devices, as JAX does under check_vma=True, and not divided
 whole leaves, 1/8 x        divided twice
 all leaves, loss, 1/8 x    the loss is a sum over examples, or was divided by the global batch
 no multiple                each device kept its own, or shards of different leaves were averaged

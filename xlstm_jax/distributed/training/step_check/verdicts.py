@@ -221,7 +221,7 @@ class Comparison:
             return list(report.of_none(list(truth.grads), len(truth.grads)))
         return list(report.of_none(self.one.unconnected(key), len(truth.grads)))
 
-    # ---------------------------------------------------------------------------------------- draws nobody can follow
+    # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: Any) -> str:
         """Why a step may have drawn from other keys than the one that it was given; "" where it has not."""
@@ -232,7 +232,7 @@ class Comparison:
             with contextlib.suppress(Exception):  # a step that does more than JAX can trace
                 foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
                 return "it draws from another key than the one that it is given" if foreign else ""
-        return "it cannot be traced, so that nobody sees what it draws"
+        return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
         """By means over many keys. The state's counter of steps moves on with them: a step may fold it into a key."""
