@@ -112,7 +112,7 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
-        how=Accumulation(axes, num_minibatches, accumulation, fold),
+        accumulation=Accumulation(axes, num_minibatches, accumulation, fold),
         mesh=mesh,
         check_vma=check_vma,
         metric=metric,
@@ -127,7 +127,7 @@ class StepOptions:
     """What ``make_train_step`` was given; ``step`` is the function that it compiles."""
 
     loss: LossFunction
-    how: Accumulation
+    accumulation: Accumulation
     mesh: Mesh | AbstractMesh
     check_vma: bool = True
     metric: PureMetric | None = None
@@ -138,7 +138,7 @@ class StepOptions:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
         check_call(state, rng, local, self.mesh, self.metric)
-        check_global_batch(batch, self.mesh, self.how.axes, self.how.num_minibatches)
+        check_global_batch(batch, self.mesh, self.accumulation.axes, self.accumulation.num_minibatches)
         check_takes_collections(self.loss.fn, collections_of(state))
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
         on_mesh, scans = self._on_mesh(state, batch), GatheredScans()
@@ -156,10 +156,11 @@ class StepOptions:
 
     def _on_mesh(self, state: Any, batch: PyTree) -> Callable[..., OfBatch]:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
-        kept, split, whole = collections_of(state), placement.batch_spec(self.how.axes, self.mesh), PartitionSpec()
+        kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
         specs, of_kept = (placement.partition_specs(tree, self.mesh) for tree in (state.params, kept))
+        split = placement.batch_spec(axes, self.mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
-        of_aux = whole if self.metric is None else PartitionSpec(self.how.axes)
+        of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
             return self.loss.fn(params, state.apply_fn, *rest)
@@ -167,7 +168,8 @@ class StepOptions:
         loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
 
         def on_device(params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree]) -> OfBatch:
-            return accumulated(loss, params, batch, fold_rng_over_axis(rng, self.how.axes), self.how, local, kept)
+            rng = fold_rng_over_axis(rng, axes)
+            return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
         in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(
@@ -177,7 +179,7 @@ class StepOptions:
     def _warn(self, state: Any, jaxpr: Callable[[], Any], scans: GatheredScans) -> None:
         """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
-        warn_of_idle_axes(self.mesh, self.how.axes, (state.params, collections_of(state)), jaxpr)
+        warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state)), jaxpr)
         if not self.whole_ok:
             warn_if_nothing_is_split(state.params, self.mesh)
             warn_of_gathered_scans(scans, self.mesh)

@@ -75,7 +75,7 @@ def check_step(
     given = (batch, rng, *rest)
     loss = LossFunction(loss_fn, weighted, has_aux) if loss_fn is not None else None
     if options is not None:
-        one = OneDevice(loss or options.loss, options.how, state, batch, mesh)
+        one = OneDevice(loss or options.loss, options.accumulation, state, batch, mesh)
         return Comparison(step, state, given, one).of_ready_step()
     assert loss is not None
     how = Accumulation(_likely_axes(state.params, batch, mesh))
