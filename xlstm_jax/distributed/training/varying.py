@@ -12,7 +12,7 @@ without ``check_vma`` there are no types. Here equations are only read: nothing 
 The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -65,8 +65,7 @@ _parted: ContextVar[list[Axes] | None] = ContextVar("_parted", default=None)
 def _note_parted(by: Axes, *jaxprs: Any) -> None:
     """Devices choose between ``jaxprs`` differently along the axes ``by``: notes those with a collective in them."""
     if (found := _parted.get()) is not None:
-        named = (all_named_axes(eqn) for closed in jaxprs for eqn in getattr(closed, "jaxpr", closed).eqns)
-        found.append(by & Axes().union(*named))
+        found.append(by & all_named_axes(eqn for jaxpr in jaxprs for eqn in equations_of(jaxpr)))
 
 
 def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
@@ -91,31 +90,36 @@ def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     if name in _CASTS:
         return inputs
     if name in _EQUALS and params.get("axis_index_groups") is None:
-        return [axes - _named_axes(params) for axes in inputs]
+        return [axes - named_axes(eqn) for axes in inputs]
     if name in _READ_THROUGH:
         with suppress(*_OTHER_PARAMS):
             return _READ_THROUGH[name](params, inputs)
-    return [all_named_axes(eqn).union(*inputs)] * len(eqn.outvars)
+    return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
 
 
 def named_axes(eqn: Any) -> Axes:
-    """The mesh axes that an equation names itself."""
-    return _named_axes(eqn.params)
-
-
-def _named_axes(params: dict[str, Any]) -> Axes:
-    """The mesh axes that an equation names: as ``axes`` or as ``axis_name``, one or several."""
-    names = [params.get("axes", ()), params.get("axis_name", ())]
+    """The mesh axes that an equation names, as ``axes`` or as ``axis_name``, one or several."""
+    names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
     return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
 
 
-def all_named_axes(eqn: Any) -> Axes:
-    """The mesh axes that an equation names, and those within it."""
-    inside = [leaf for param in eqn.params.values() for leaf in (param if isinstance(param, tuple | list) else [param])]
-    jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in inside]
-    eqns = [inner for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ())]
-    own = Axes() if eqn.primitive.name in _CASTS else _named_axes(eqn.params)
-    return own.union(*map(all_named_axes, eqns))
+def all_named_axes(eqns: Iterable[Any]) -> Axes:
+    """The mesh axes that equations name, and the equations within them; casts of types aside."""
+    return Axes().union(*(named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS))
+
+
+def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
+    """Equations, and the equations of the jaxprs within them."""
+    for eqn in eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple | list) else [param]:
+                yield from all_equations(equations_of(inner))
+
+
+def equations_of(jaxpr: Any) -> list[Any]:
+    """The equations of a jaxpr, closed or not; none of anything else."""
+    return getattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns", [])
 
 
 def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:

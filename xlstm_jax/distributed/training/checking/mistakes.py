@@ -236,7 +236,7 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return
-    if idle := idle - Axes().union(*map(all_named_axes, jaxpr().eqns)):
+    if idle := idle - all_named_axes(jaxpr().eqns):
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "

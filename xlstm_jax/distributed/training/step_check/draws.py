@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 
 from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.varying import named_axes
+from xlstm_jax.distributed.training.varying import all_equations, equations_of, named_axes
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
 _WORDS = 2
@@ -109,7 +109,7 @@ def traced(jaxpr: Any) -> Traced:
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0
-    for eqn in all_equations(jaxpr):
+    for eqn in all_equations(equations_of(jaxpr)):
         axes |= named_axes(eqn)
         if eqn.primitive.name in _DRAWING:
             draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
@@ -118,16 +118,6 @@ def traced(jaxpr: Any) -> Traced:
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
                 eps = max(eps, float(jnp.finfo(dtype).eps))
     return Traced(draws, foreign, axes, eps)
-
-
-def all_equations(jaxpr: Any) -> Any:
-    """The equations of a jaxpr, and of the jaxprs within."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else [param]:
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from all_equations(inner)
 
 
 def _is_constant(atom: Any) -> bool:
