@@ -25,7 +25,7 @@ from xlstm_jax.wording import listed
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
 
 
-class Loss(NamedTuple):
+class ReportedLoss(NamedTuple):
     """The loss that a step returns, and the eps of its dtype."""
 
     value: float
@@ -48,7 +48,7 @@ class SeenStep(NamedTuple):
     what: str
     got: dict[str, jax.Array]
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
-    loss: Loss | None
+    loss: ReportedLoss | None
     collections: PyTree
     rounding: Mapping[str, float] = MappingProxyType({})
     updates: int = 1
@@ -96,7 +96,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     return updates
 
 
-def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, Loss | None]:
+def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
     """State and loss after the step. It gets copies, because it may donate its arguments."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
     if not isinstance(metrics, dict):
@@ -104,7 +104,7 @@ def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, 
     if "loss" not in metrics:
         return after, None
     dtype = jnp.result_type(metrics["loss"])
-    return after, Loss(
+    return after, ReportedLoss(
         float(metrics["loss"]), float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0
     )
 
