@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import noting_branches
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.checking.arguments import check_batch
 from xlstm_jax.distributed.training.checking.mistakes import warn_of_averages
@@ -153,7 +154,7 @@ def accumulated(
     """``accumulate_gradients`` for callers that have a ``LossFunction`` and named options."""
     axes, count = how.axes, how.num_minibatches
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
-    own = trees.map_leaves(boxes.split_by_model, params)
+    own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
     check_batch(batch, count, f"num_minibatches={count}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, count), batch)
@@ -179,18 +180,17 @@ def accumulated(
     mean, means, mean_grads = all_of_them.means
     mean, aux = all_of_them.aux.replace(means=means).over_devices(mean, axes)
     grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
-    updated = trees.map_leaves(boxes.rebox, collections, trees.stored_values(handed.collections))
+    updated = trees.map_leaves(rebox, collections, trees.stored_values(handed.collections))
     return OfBatch(mean, aux if how.fold_aux is None else handed.carry, grads, updated)
 
 
 def _on_minibatch(loss: LossFunction, weights: PyTree, rest: tuple[PyTree, ...], how: Accumulation) -> LocalResult:
     """``local_result`` of ``loss(weights, *rest)``, whose branches are checked."""
-    with noting_branches() as gathered_there:
-        if loss.has_collections and OVERWRITTEN in rest[-1]:
-            local = overwriting_result(loss, weights, rest, how.axes)
-        else:
-            local = local_result(lambda weights: loss(weights, *rest), weights, how.axes)
-    check_branches(gathered_there, loss, (weights, *rest), how.axes)
+    if loss.has_collections and OVERWRITTEN in rest[-1]:
+        local = overwriting_result(loss, weights, rest, how.axes)
+    else:
+        local = local_result(lambda weights: loss(weights, *rest), weights, how.axes)
+    check_branches(local.gathered_in_branches, loss, (weights, *rest), how.axes)
     return local
 
 

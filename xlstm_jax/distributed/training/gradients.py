@@ -11,7 +11,7 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple
 
@@ -21,12 +21,14 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P, Scalar
 from xlstm_jax.distributed.training.varying import check_branches
 from xlstm_jax.wording import one_line
@@ -83,17 +85,16 @@ def value_and_grad(
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
-        own = trees.map_leaves(boxes.split_by_model, params)
-        with noting_branches() as gathered_there:
-            local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
-        if gathered_there:
+        own = trees.map_leaves(split_by_model, params)
+        local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
+        if local.gathered_in_branches:
             arrays, put_back = split_arrays((args, kwargs))
 
             def again(params: PyTree, arrays: PyTree, _: None) -> Loss:
                 args, kwargs = put_back(arrays)
                 return loss(params, *args, **kwargs)
 
-            check_branches(gathered_there, again, (own, arrays, None), axes)
+            check_branches(local.gathered_in_branches, again, (own, arrays, None), axes)
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
@@ -106,7 +107,7 @@ class LocalResult(NamedTuple):
 
     ``grads`` is a list with an entry for each leaf that takes a gradient. ``weight`` is W, the weight on all devices,
     and ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 where the loss is a mean. ``aux`` and
-    ``collections`` are as in ``Loss``.
+    ``collections`` are as in ``Loss``. ``gathered_in_branches`` are the paths of leaves that are gathered in a branch.
     """
 
     loss: jax.Array
@@ -115,6 +116,7 @@ class LocalResult(NamedTuple):
     scale: Scalar
     weight: Scalar
     collections: PyTree = None
+    gathered_in_branches: Sequence[str] = ()
 
 
 def local_result(
@@ -126,10 +128,10 @@ def local_result(
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
-    own = frozenset(axis for leaf in live for axis in boxes.model_axes(leaf))
+    running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with meanwhile(in_loss, InLoss(axes, own)):
+        with inside_loss(running):
             found = loss_fn(put_back(live))
         mean, scale, weight = _scaled(found, axes)
         _check_not_reduced(mean, axes, "the loss")
@@ -139,11 +141,11 @@ def local_result(
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(mean, grads, aux, scale, weight, collections)
+    return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:
-    frozen = [path for path, leaf in trees.leaves_with_path(params) if not boxes.is_trainable(leaf)]
+    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
     if frozen and not live:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
@@ -193,21 +195,21 @@ def _with_cure(error: Exception) -> Exception | None:
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
     spread = collectives.spread_axes(axes)
-    return [collectives.to_varying(leaf, [a for a in spread if a not in boxes.copied_axes(leaf)]) for leaf in leaves]
+    return [collectives.to_varying(leaf, [a for a in spread if a not in leaf_of(leaf).copied_axes]) for leaf in leaves]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Averages gradients over devices, in the tree of ``params``; frozen leaves get 0, integers and keys float0."""
 
     def no_gradient(leaf: Any) -> Any:
-        value = boxes.leaf_value(leaf)
-        if not boxes.is_trainable(leaf) and boxes.is_differentiable(value):
-            return boxes.rebox(leaf, jnp.zeros_like(value))
-        return boxes.rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
+        value = leaf_of(leaf).value
+        if not leaf_of(leaf).trainable and leaf_of(value).is_differentiable:
+            return rebox(leaf, jnp.zeros_like(value))
+        return rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
     live, put_back = trees.split_differentiable(params)
-    means = map(boxes.leaf_value, sync_gradients(grads, axes))
-    return put_back(map(boxes.rebox, live, means), rest=no_gradient)
+    means = (leaf_of(leaf).value for leaf in sync_gradients(grads, axes))
+    return put_back(map(rebox, live, means), rest=no_gradient)
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:

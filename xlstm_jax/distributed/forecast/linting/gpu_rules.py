@@ -8,7 +8,7 @@ order      whole leaves cross hosts, where pieces would do
 from collections import defaultdict
 from collections.abc import Iterator
 
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import HOST_AXIS
+from xlstm_jax.distributed.data_parallel.shard_choice import HOST_AXIS
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.linting.step import Finding, Step, merged, sum_wire_bytes
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK

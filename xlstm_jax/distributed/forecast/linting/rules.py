@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
+from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
+from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
 from xlstm_jax.distributed.forecast.linting.gpu_rules import hosts_last, small_collectives, waited_for

@@ -21,10 +21,11 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.state import trainable
@@ -85,9 +86,9 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
         for argument in ("mask", "param_labels"):
             tree = part.held.get(argument)
             for path, leaf in [] if callable(tree) else trees.leaves_with_path(tree):
-                if boxes.is_box(leaf):
+                if is_box(leaf):
                     raise ValueError(
-                        f"the {argument} of optax.{part.name} has '{path}' in a box, {boxes.leaf_names(leaf)}, and an "
+                        f"the {argument} of optax.{part.name} has '{path}' in a box, {leaf_of(leaf).names}, and an "
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
@@ -100,8 +101,8 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
-    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if boxes.is_differentiable(leaf)]
-    narrow = [(path, value_dtype(boxes.leaf_value(leaf))) for path, leaf in live]
+    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if leaf_of(leaf).is_differentiable]
+    narrow = [(path, value_dtype(leaf_of(leaf).value)) for path, leaf in live]
     narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
     if narrow:
         path, dtype = narrow[0]
@@ -185,11 +186,11 @@ def warn_if_nothing_is_split(
     ``reasons`` returns by path why leaves are whole, as far as that is known.
     """
     leaves = dict(trees.leaves_with_path(params))
-    split = any(map(boxes.leaf_axes, leaves.values()))  # an axis of size 1 counts: fsdp=1 is a choice
-    key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
+    split = any(leaf_of(leaf).axes for leaf in leaves.values())  # an axis of size 1 counts: fsdp=1 is a choice
+    key = (tuple(mesh.shape.items()), tuple((path, np.shape(leaf_of(leaf).value)) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _warned:
         return
-    why, nbytes = reasons(), {path: boxes.leaf_bytes(leaf) for path, leaf in leaves.items()}
+    why, nbytes = reasons(), {path: leaf_of(leaf).stored_bytes for path, leaf in leaves.items()}
     largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
     named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
     cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)
@@ -232,7 +233,7 @@ def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
     """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr()`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
-    split = {axis for leaf in leaves for axis in (*boxes.leaf_axes(leaf), *boxes.copied_axes(leaf))}
+    split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return

@@ -15,8 +15,9 @@ import optax
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.collections import collections_of
 from xlstm_jax.distributed.training.state import State, sharded_opt_state
@@ -122,7 +123,7 @@ _KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(_nothing_yet, _keep)
 
 
 def _as_seen(opt_state: PyTree) -> PyTree:
-    return trees.map_leaves(boxes.true_value, opt_state)
+    return trees.map_leaves(true_value, opt_state)
 
 
 def _by_path(tree: PyTree) -> dict[str, jax.Array]:
@@ -138,7 +139,7 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
 
 def drifting(collections: PyTree) -> Iterator[str]:
     """What to say of collections that differ between devices after the step, and should be the same on all."""
-    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
+    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(leaf_of(leaf).value)]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
             "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
