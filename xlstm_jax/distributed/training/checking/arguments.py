@@ -376,7 +376,8 @@ def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh |
     """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
     for name, argument in arguments:
         for path, leaf in trees.leaves_with_path(argument):
-            value, where = leaf_of(leaf).value, named_leaf(name, path)
+            # What is no array has no dims, which ``leaf_of`` would ask for.
+            value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
             if reason := why_no_array(value):
                 yield TypeError(f"{where} is {reason}")
             elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
