@@ -22,7 +22,7 @@ from flax import linen as nn
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
-from xlstm_jax.distributed.training.checking import whole_params
+from xlstm_jax.distributed.training.checking import mistakes
 
 TESTS = Path(__file__).parent / "tests"
 
@@ -85,4 +85,4 @@ def names_of_doctests(doctest_namespace):
 @pytest.fixture(autouse=True)
 def warnings_told_once_are_told_anew():
     """What a test is warned of, and so whether it passes, does not depend on the tests before it."""
-    whole_params._told.clear()
+    mistakes._warned.clear()

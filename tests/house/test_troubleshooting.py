@@ -35,7 +35,6 @@ EXCUSED = {
     "distributed/training/checking/arguments.py:__getattr__": "the protocol of attributes",
     "distributed/training/checking/arguments.py:_explained": "goes on as it came: JAX's own",
     "distributed/training/checking/mistakes.py:_warn": "its callers have the text",
-    "distributed/training/checking/whole_params.py:_warn": "its callers have the text",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
     "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
 }

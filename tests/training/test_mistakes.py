@@ -45,7 +45,7 @@ DOWN = optax.linear_schedule(0.1, 0.0, 10)
 
 @pytest.fixture(autouse=True)
 def nothing_was_told():
-    mistakes._told.clear()
+    mistakes._warned.clear()
 
 
 def create(tx=None, model=None, axes=AXES, make=create_train_state, batch=BATCH, **options):

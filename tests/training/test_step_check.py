@@ -23,8 +23,8 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel import box_like
-from xlstm_jax.distributed.training.checking.comparing.comparison import compare_leaves
 from xlstm_jax.distributed.training.state import sharded_opt_state
+from xlstm_jax.distributed.training.step_check.comparison import compare_leaves
 
 KEY, BATCH = jax.random.key(0), data()
 
@@ -152,6 +152,8 @@ def test_a_right_step_is_found_right(grads_of, check_vma, mesh, state):
     assert max(abs(leaf.ratio - 1) for leaf in found.leaves) < 1e-5 and max(leaf.error for leaf in found.leaves) < 1e-5
     assert max(len(line) for line in str(found).splitlines()) <= 80
     assert len(found.leaves) == len(jax.tree.leaves(state.params)) and "right" in str(found)
+    assert re.fullmatch(r"<StepCheck right: gradients of 4 leaves on dp=2,fsdp=4, findings: 0>", repr(found))
+    assert "right" in found._repr_html_()
 
 
 def sum_loss(params, apply_fn, batch, rng):

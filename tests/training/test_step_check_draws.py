@@ -19,9 +19,9 @@ from xlstm_jax.distributed import (
     partition_specs,
     value_and_grad,
 )
-from xlstm_jax.distributed.training.checking.comparing import many_keys, one_device, verdicts
-from xlstm_jax.distributed.training.checking.comparing.comparison import Multiple
-from xlstm_jax.distributed.training.checking.comparing.draws import CHOICES, constant_key, constant_like, traced
+from xlstm_jax.distributed.training.step_check import many_keys, one_device, verdicts
+from xlstm_jax.distributed.training.step_check.comparison import Multiple
+from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_key, constant_like, traced
 
 KEY, BATCH = jax.random.key(0), data()
 

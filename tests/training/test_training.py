@@ -232,6 +232,17 @@ def test_a_loss_function_that_returns_something_else_is_told_what_was_expected(o
         run_grads(value_and_grad(loss, AXES, **options), mesh_of(2, 4), check_vma)
 
 
+@pytest.mark.parametrize(
+    "weight, says", [(None, "returned None"), (jnp.ones(3), r"float32\[3\].* needs has_aux")], ids=["none", "an array"]
+)
+def test_a_weight_that_is_no_number_is_refused(weight, says):
+    def loss(params, batch):
+        return mean_loss(params, WRAPPED.apply, batch), weight
+
+    with pytest.raises(TypeError, match=says):
+        run_grads(value_and_grad(loss, AXES, weighted=True), mesh_of(2, 4), True)
+
+
 def test_auxiliary_numbers_do_not_replace_the_metrics_of_the_step():
     mesh = mesh_of(2, 4)
     for aux, error, message in [

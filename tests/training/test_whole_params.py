@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from tests.support import AXES, Block, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_module_params, unbox
-from xlstm_jax.distributed.training.checking import whole_params
+from xlstm_jax.distributed.training.checking import mistakes
 from xlstm_jax.distributed.training.state import TrainState
 
 KEY, BATCH = jax.random.key(0), data()
@@ -108,7 +108,7 @@ def test_a_wrapper_around_a_scan_is_told(make):
         state = create(make(), mesh)
     assert len(told) == 1
     traced(state, mesh)  # has been told
-    whole_params._told.clear()
+    mistakes._warned.clear()
     with pytest.warns(UserWarning, match=says):
         traced(state, mesh)
     traced(create(make(), mesh_of(1, 1)), mesh_of(1, 1))

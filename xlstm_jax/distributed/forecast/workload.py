@@ -27,8 +27,9 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.training.loss import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
-from xlstm_jax.distributed.training.step import LossFn, TrainStep, make_train_step
+from xlstm_jax.distributed.training.step import TrainStep, make_train_step
 from xlstm_jax.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
@@ -126,8 +127,7 @@ class Workload:
         # What stays whole is in the plan and the forecast: no warning is needed here.
         where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True, "offload": self.offload, **self.freezing}
         state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
-        options: dict[str, Any] = {"num_minibatches": num_minibatches, "weighted": self.weighted, "whole_ok": True}
-        step = make_train_step(self.loss_fn, made, axes, **options)
+        step = make_train_step(self.loss_fn, made, axes, num_minibatches, self.weighted, whole_ok=True)
         return step, (state, abstract_batch(self.batch, made, axes), rng)
 
 

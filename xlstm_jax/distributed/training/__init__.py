@@ -18,13 +18,11 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
-from xlstm_jax.distributed.training.checking.comparing.verdicts import StepCheck
-from xlstm_jax.distributed.training.checking.step_check import check_step
+from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.generation import make_generate
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.training.losses.cross_entropy import TokenLosses, chunked_cross_entropy
-from xlstm_jax.distributed.training.losses.lm_head import LMHead
+from xlstm_jax.distributed.training.lm_head import LMHead
 from xlstm_jax.distributed.training.state import (
     TrainState,
     abstract_train_state,
@@ -33,6 +31,8 @@ from xlstm_jax.distributed.training.state import (
     jitted_init,
 )
 from xlstm_jax.distributed.training.step import make_train_step
+from xlstm_jax.distributed.training.step_check.check import check_step
+from xlstm_jax.distributed.training.step_check.report import StepCheck
 
 __all__ = [
     "LMHead",

@@ -1,8 +1,8 @@
 """What a loss function returns beside the loss (``has_aux``), reduced over minibatches and devices.
 
-{"accuracy": jnp.mean(hit)}      a float or a bool: averaged as the loss is, by weight with ``weighted``
-{"tokens": Count.of(mask)}       a cell of ``metrics.cells``: merged, and its value returned
-{"tokens": jnp.sum(mask)}        an integer: refused, as a mean of counts is no count
+{"accuracy": jnp.mean(hit)}      a float or a bool is averaged like the loss: with ``weighted``, by weight
+{"tokens": Count.of(mask)}       a cell of ``metrics.cells`` is merged, and its value returned
+{"tokens": jnp.sum(mask)}        an integer is refused: the mean of counts is not a count
 """
 
 from typing import Any, Self
@@ -20,7 +20,7 @@ from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 
 
 class Auxiliary(struct.PyTreeNode):
-    """The leaves of an auxiliary output: ``means``, to be averaged, with their paths, and ``cells``, to be merged."""
+    """The leaves of an auxiliary output: ``means`` will be averaged, ``cells`` will be merged."""
 
     means: list[jax.Array]
     cells: list[Cell]
@@ -30,10 +30,10 @@ class Auxiliary(struct.PyTreeNode):
 
     @classmethod
     def of(cls, aux: PyTree) -> Self:
-        """The leaves of ``aux``; those to be averaged are float32 or wider.
+        """Sorts the leaves of ``aux``; casts those that will be averaged to float32 or wider.
 
         Raises:
-          TypeError: a leaf that is an integer or no number at all; names it.
+          TypeError: a leaf is an integer or no number at all; names the leaf.
         """
         leaves, treedef = trees.flatten_with_path(aux, Cell)
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
@@ -42,15 +42,15 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """With all that is averaged multiplied by ``scale``."""
+        """Multiplies the means by ``scale``, which makes terms of a global mean out of sums on this device."""
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
-        """With the cells of all minibatches, which a ``scan`` has stacked along a leading dim, merged into one each."""
+        """Merges the cells of minibatches, which ``scan`` has stacked along a leading dim."""
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
-        """The loss over devices, and the tree that the loss function returned, of means and values of merged cells."""
+        """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its own tree."""
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
         means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes))
         leaves = [next(cells).value if is_cell else next(means) for is_cell in self.is_cell]

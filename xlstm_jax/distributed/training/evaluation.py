@@ -1,13 +1,13 @@
-"""The ready-made step of an evaluation: this device's shard of a batch, forward only, into the state of a metric.
+"""``make_eval_step``: forward only, on each device's shard of a batch, into the state of a metric.
 
     state, batch  -- gather, forward -->  observed  -- metric.update -->  local      on each device, no reduction
 
-Parameters stay in their shards, and are gathered module by module as in training; nothing is kept for a backward pass.
-What each device has seen stays on it. At the end ``make_log_step`` reduces it, by one collective.
+Parameters stay sharded, and are gathered module by module as in training; nothing is kept for a backward pass. Each
+device keeps the state of the metric over its own rows. At the end ``make_log_step`` reduces it with one collective.
 """
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,13 +21,13 @@ from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.checking.arguments import (
     CheckedStep,
-    check_batch,
+    check_global_batch,
     check_loss_fn,
     check_mesh_of,
 )
-from xlstm_jax.distributed.training.checking.collections import check_eval_takes_collections, readable
+from xlstm_jax.distributed.training.collections import check_eval_takes_collections, collections_of, readable
 from xlstm_jax.distributed.training.gradients import explained
-from xlstm_jax.distributed.training.state import collections_of
+from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -35,9 +35,9 @@ PADDING = "which shard_batch(..., pad=True) returns"
 
 
 class EvalFn(Protocol):
-    """What is observed of this device's shard of a batch; with the state's collections last, where it has any."""
+    """What is observed of this device's shard of a batch; collections of the state come last."""
 
-    def __call__(self, params: PyTree, apply_fn: Callable[..., PyTree], batch: PyTree, /) -> Mapping[str, Any]: ...
+    def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /) -> Mapping[str, Any]: ...
 
 
 class EvalStep(jax.stages.Wrapped, Protocol):
@@ -70,9 +70,9 @@ def make_eval_step(
     >>> float(make_log_step(metric, mesh, axes)(local)[0])
     0.0
 
-    A split parameter is gathered once, where its module runs, and nothing is reduced: neither gradients, nor what is
-    observed. To evaluate an average of the parameters, pass ``state.replace(params=average)``: in the same boxes and
-    places, as ``ema_params`` has it, it is the same compiled program.
+    A split parameter is gathered once, where its module runs. Nothing is reduced over devices. To evaluate an average
+    of the parameters, pass ``state.replace(params=average)``. An average of ``ema_params`` has the boxes and shardings
+    of the parameters: nothing is compiled anew.
 
     Args:
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
@@ -96,63 +96,62 @@ def make_eval_step(
     check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    split = placement.batch_spec(axes, mesh)
-    divisor = f"the mesh of { ({axis: mesh.shape[axis] for axis in axes}) }, {_devices_over(mesh, axes)} devices"
+    evaluation = _Evaluation(eval_fn, metric, mesh, axes, check_vma)
+    return CheckedStep(
+        evaluation.step,
+        mesh,
+        ARGUMENTS,
+        is_weighted=lambda: evaluation.is_weighted,
+        donate_argnums=ARGUMENTS.index("local"),
+        compiler_options=resolved_on(mesh, compiler_options),
+    )
 
-    weighed: list[bool] = []  # of what was observed, as the step was traced last
 
-    def step(state: Any, batch: PyTree, local: Local) -> Local:
+@dataclass(eq=False)
+class _Evaluation:
+    """What ``make_eval_step`` was given; ``step`` is the function that it compiles."""
+
+    eval_fn: Callable[..., Any]
+    metric: PureMetric
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+    check_vma: bool
+    is_weighted: bool = False  # whether the metric gets weights of rows, as the step was traced last
+
+    def step(self, state: Any, batch: PyTree, local: Local) -> Local:
         check_no_explicit_mesh()
         variables = _variables_of(state)
-        check_eval_takes_collections(eval_fn, variables["collections"])
-        check_mesh_of({"state": variables, "local": local}, mesh)
-        check_batch(batch, _devices_over(mesh, axes), divisor, PADDING)
-        specs = placement.partition_specs(variables, mesh)
+        check_eval_takes_collections(self.eval_fn, variables["collections"])
+        check_mesh_of({"state": variables, "local": local}, self.mesh)
+        check_global_batch(batch, self.mesh, self.axes, padding=PADDING)
+        split, of_local = placement.batch_spec(self.axes, self.mesh), PartitionSpec(self.axes)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
-        in_specs = (specs, of_batch, PartitionSpec(axes))
-        observe = partial(_observe, eval_fn, state.apply_fn, metric, weighed)
+        in_specs = (placement.partition_specs(variables, self.mesh), of_batch, of_local)
+        on_device = partial(self._on_device, state.apply_fn)
         on_mesh = jax.shard_map(
-            observe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), check_vma=check_vma
+            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma
         )
         return on_mesh(variables, batch, local)
 
-    options = resolved_on(mesh, compiler_options)
-    donated = ARGUMENTS.index("local")
-    is_weighted = lambda: any(weighed[-1:])  # noqa: E731
-    return CheckedStep(step, mesh, ARGUMENTS, is_weighted, donate_argnums=donated, compiler_options=options)
+    def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
+        """What runs inside ``shard_map``."""
+        collections = (readable(variables["collections"]),) if variables["collections"] else ()
+        with explained():
+            observed = self.eval_fn(variables["params"], apply_fn, batch, *collections)
+        if not isinstance(observed, Mapping):
+            raise TypeError(
+                f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
+                "{'values': losses, 'weight': batch['weight']}."
+            )
+        self.is_weighted = any("weight" in name or "mask" in name for name in observed)
+        return self.metric.update(local, **observed)
 
 
 def _variables_of(state: Any) -> dict[str, PyTree]:
-    """What is evaluated of a state: its parameters, and its collections, if any."""
+    """The parameters and the collections of a state."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
             f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
         )
     return {"params": state.params, "collections": collections_of(state)}
-
-
-def _observe(
-    eval_fn: Callable[..., Any],
-    apply_fn: Callable[..., PyTree],
-    metric: PureMetric,
-    weighed: list[bool],
-    variables: dict[str, PyTree],
-    batch: PyTree,
-    local: Local,
-) -> Local:
-    """What runs inside ``shard_map``."""
-    more = (readable(variables["collections"]),) if variables["collections"] else ()
-    with explained():
-        observed = eval_fn(variables["params"], apply_fn, batch, *more)
-    if not isinstance(observed, Mapping):
-        raise TypeError(
-            f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
-            "{'values': losses, 'weight': batch['weight']}."
-        )
-    weighed.append(any("weight" in name or "mask" in name for name in observed))
-    return metric.update(local, **observed)
-
-
-def _devices_over(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)

@@ -1,19 +1,17 @@
-"""Decoding on sharded parameters: token after token through a model with a cache, in one ``jit``.
+"""``make_generate``: decodes token after token with a model that has a cache, on sharded parameters, in one ``jit``.
 
     prompt[b, p]  -- one token at a time, each device its rows and their cache -->  tokens[b, length]
 
-The parameters stay in their shards, as training left them. When their weights are gathered is up to the user. With P
-the bytes of the split parameters in the dtype in which they are gathered:
+The parameters stay sharded, as training left them. The user chooses when they are gathered. With P the bytes of the
+split parameters in the dtype in which they are gathered:
 
   gather          a device receives                    and holds, beside its shards and the cache of its rows
   "each_token"    P for every token                    the weights of the module that is being computed
   "once"          P for the whole generation           all weights
 
-Nothing else travels: rows are independent of each other, so what is drawn for a row depends neither on the mesh nor on
-the other rows.
+Nothing else travels. The tokens of a row depend neither on the mesh nor on the other rows.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +28,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.training.checking.arguments import (
     CheckedStep,
-    check_batch,
+    check_global_batch,
     check_keys,
     check_mesh_of,
     check_model,
@@ -101,14 +99,12 @@ def make_generate(
     check_model(model)
     how = _Decoding(model, axes, length, gather, temperature)
     _check_options(how)
-    sizes = {axis: mesh.shape[axis] for axis in axes}
-    devices = math.prod(sizes.values())
     split = placement.batch_spec(axes, mesh)
 
     def generate(params: PyTree, prompt: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         check_no_explicit_mesh()
         check_mesh_of({"params": params, "rng": rng}, mesh)
-        check_batch({"prompt": prompt}, devices, f"the mesh of {sizes}, {devices} devices")
+        check_global_batch({"prompt": prompt}, mesh, axes)
         _check_prompt(prompt, rng, how)
         key = jax.random.key(0) if rng is None else rng
         in_specs = (placement.partition_specs(params, mesh), split, PartitionSpec())
@@ -158,8 +154,8 @@ class _Decoding(NamedTuple):
 
         def next_token(carry: tuple[PyTree, jax.Array], inputs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
             (cache, token), (position, given_next) = carry, inputs
-            # What a loop does not change a compiler may move out of it, gathers too: all weights would be whole. The
-            # barrier makes it depend on the token.
+            # A compiler may move what a loop does not change out of the loop, gathers too: all weights would then be
+            # held whole. The barrier makes them depend on the token.
             weights, token = jax.lax.optimization_barrier((params, token)) if self.gather != "once" else (params, token)
             logits, cache = self._apply(weights, cache, token)
             drawn = self._draw(logits, keys, position).astype(token.dtype)
@@ -177,7 +173,7 @@ class _Decoding(NamedTuple):
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, first + jnp.arange(rows))
 
     def _empty_cache(self, prompt: jax.Array) -> PyTree:
-        """What ``init`` makes; the compiler drops all else that it does."""
+        """The cache that ``init`` makes; the compiler drops all other results of ``init``."""
         spread = collectives.spread_axes(self.axes)
         tokens = collectives.to_varying(jnp.zeros((len(prompt), self.length), prompt.dtype), spread)
         variables = self.model.init(jax.random.key(0), tokens)

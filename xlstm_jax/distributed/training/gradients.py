@@ -1,9 +1,10 @@
 """Gradients of the mean over all devices, inside ``shard_map``, right in both ``check_vma`` modes.
 
-Weighting. A loss is the mean over this device's examples, and the gradient the mean over devices of its gradient. Where
+Weighting. A loss is the mean over this device's examples; the gradient is the mean over devices of its gradients. Where
 devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the weight on all N
-devices, each differentiates sum * N / W: the mean of that over devices is the global weighted mean, and every number
-that is scattered stays of the size of a mean. Minibatches j combine as sum_j W_j g_j / sum_j W_j.
+devices, each device differentiates sum * N / W: the mean of these over devices is the global weighted mean, and what is
+scattered has the size of a mean, so that narrow dtypes do not overflow. Minibatches j combine as
+sum_j W_j g_j / sum_j W_j.
 
 Types. Under ``check_vma=True`` JAX sums the cotangent of a leaf over every axis that the leaf does not vary over.
 Parameters are therefore cast to varying before they are differentiated: what comes back is each device's own gradient,
@@ -12,7 +13,7 @@ as under ``check_vma=False``, and one mean serves both modes.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
+from typing import Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,25 +29,14 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.training.branches import check_branches
-from xlstm_jax.wording import kind_of, one_line
+from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P, Scalar
+from xlstm_jax.distributed.training.varying import check_branches
+from xlstm_jax.wording import one_line
 
-P = ParamSpec("P")
 # JAX's words
 NO_TYPE = " requires varying manual axes to match"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
 CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
-Scalar = jax.Array | float
-# loss, (sum, weight) with ``weighted``; with ``has_aux`` a pair of that and aux; with collections a pair of all that
-# and the updated collections
-LossOutput = Scalar | tuple[Any, Any]
-UPDATED = "(what it returns without collections, updated collections)"
-
-
-class LocalLossFn(Protocol[P]):
-    """The loss of this device's batch, ``loss_fn(params, ...)``: what ``value_and_grad`` takes."""
-
-    def __call__(self, params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> LossOutput: ...
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
@@ -83,31 +73,31 @@ def value_and_grad(
       weighted: see ``loss_fn``.
     Returns:
       A function of the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the loss,
-      equal on all devices, and gradients boxed like ``params``. The gradient of the global weighted mean is 0, and so
-      is the loss, where the weight is 0 everywhere. Leaves that are no floats have
-      gradients of dtype float0; those of frozen leaves are zeros.
+      equal on all devices, and gradients boxed like ``params``. Where the weight is 0 everywhere, both are 0.
+      Gradients of leaves that are no floats have dtype float0; gradients of frozen leaves are zeros.
     Raises:
       ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
-        already, or varies over one that is left out. (Without types a loss averaged by ``pmean`` gives the same.)
-      TypeError: the loss function returned something else than announced.
+        already, or varies over an axis that ``axis_names`` leaves out. (With ``check_vma=False`` there are no types: a
+        loss that was averaged by ``pmean`` is then accepted, and its gradient is the right one.)
+      TypeError: the loss function does not return what ``has_aux`` and ``weighted`` say.
     """
-    axes = as_axis_names(axis_names)
+    axes, loss = as_axis_names(axis_names), LossFunction(loss_fn, weighted, has_aux)
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
         own = trees.map_leaves(split_by_model, params)
-        local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
+        local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
         if local.gathered_in_branches:
             arrays, put_back = split_arrays((args, kwargs))
 
-            def again(params: PyTree, arrays: PyTree, _: None) -> LossOutput:
+            def again(params: PyTree, arrays: PyTree, _: None) -> Loss:
                 args, kwargs = put_back(arrays)
-                return cast(Callable[..., LossOutput], loss_fn)(params, *args, **kwargs)
+                return loss(params, *args, **kwargs)
 
             check_branches(local.gathered_in_branches, again, (own, arrays, None), axes)
-        (loss,) = collectives.pmean([local.loss], [axes])
+        (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
-        return ((loss, local.aux), grads) if has_aux else (loss, grads)
+        return ((mean, local.aux), grads) if has_aux else (mean, grads)
 
     return value_and_grad_fn
 
@@ -115,10 +105,9 @@ def value_and_grad(
 class LocalResult(NamedTuple):
     """What one device computes of one minibatch: the mean over devices of ``loss`` and ``grads`` is the minibatch's.
 
-    ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it, ``weight`` W,
-    and ``scale`` N / W, the factor that made the loss out of the function's sum; both are 1 without ``weighted``.
-    ``collections`` are those that it has updated, if it returns them; ``gathered_in_branches`` the paths of leaves
-    that it gathers within a branch.
+    ``grads`` is a list with an entry for each leaf that takes a gradient. ``weight`` is W, the weight on all devices,
+    and ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 where the loss is a mean. ``aux`` and
+    ``collections`` are as in ``Loss``. ``gathered_in_branches`` are the paths of leaves that are gathered in a branch.
     """
 
     loss: jax.Array
@@ -131,17 +120,11 @@ class LocalResult(NamedTuple):
 
 
 def local_result(
-    loss_fn: Callable[[PyTree], LossOutput],
-    params: PyTree,
-    axes: tuple[str, ...],
-    has_aux: bool,
-    weighted: bool,
-    has_collections: bool = False,
-    devices: int = 1,
+    loss_fn: Callable[[PyTree], Loss], params: PyTree, axes: tuple[str, ...], devices: int = 1
 ) -> LocalResult:
-    """Differentiates the loss function on this device, and checks what it returns.
+    """Differentiates the loss on this device, and checks over which axes it varies.
 
-    With ``devices`` what is differentiated, and returned, is this device's term of the mean over so many.
+    With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
@@ -149,19 +132,16 @@ def local_result(
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running):
-            out: Any = loss_fn(put_back(live))
-        out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
-        out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
-        loss, scale, weight = _scaled(out, axes) if weighted else (out, 1, 1)
-        _check_scalar(loss, has_aux, weighted)
-        _check_not_reduced(loss, axes, "the loss")
-        _check_no_axis_left_out(loss, axes)
-        return loss / devices if devices > 1 else loss, (aux, scale, weight, updated)
+            found = loss_fn(put_back(live))
+        mean, scale, weight = _scaled(found, axes)
+        _check_not_reduced(mean, axes, "the loss")
+        _check_no_axis_left_out(mean, axes)
+        return mean / devices if devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
-        (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight, updated, running.gathered_in_branches)
+        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
+    return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:
@@ -175,7 +155,7 @@ def _check_any_trainable(live: list[Any], params: PyTree) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a user's function: raises JAX's errors of types and of forward derivatives with what to do about them."""
+    """Around a user's function: raises JAX's errors about types and forward derivatives anew, with a cure."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -213,13 +193,13 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Leaves cast to varying over the axes, but for the axes of their copies, over which the gather casts them."""
+    """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     return [collectives.to_varying(leaf, [a for a in spread if a not in leaf_of(leaf).copied_axes]) for leaf in leaves]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Gradients averaged over devices in the tree of ``params``; float0 for leaves that take none, 0 for frozen."""
+    """Averages gradients over devices, in the tree of ``params``; frozen leaves get 0, integers and keys float0."""
 
     def no_gradient(leaf: Any) -> Any:
         value = leaf_of(leaf).value
@@ -232,9 +212,11 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     return put_back(map(rebox, live, means), rest=no_gradient)
 
 
-def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sum, weight) -> (sum * N / W, N / W, W), W being the weight on all devices."""
-    total, weight = _pair(out, "weighted=True", "(sum, weight)")
+def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
+    """(sum * N / W, N / W, W), with W the weight on all N devices; of a mean (mean, 1, 1)."""
+    total, weight = loss.total, loss.weight
+    if weight is None:
+        return total, 1, 1
     if isinstance(weight, Tracer):
         _check_not_reduced(weight, axes, "the weight")
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
@@ -243,26 +225,9 @@ def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.
     return total * scale.astype(jnp.result_type(total)), scale, weight
 
 
-def _pair(out: Any, option: str, what: str) -> tuple[Any, Any]:
-    if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"{option}: loss_fn must return {what}, not {kind_of(out)}.")
-    return out[0], out[1]
-
-
-def _check_scalar(loss: Any, has_aux: bool, weighted: bool) -> None:
-    if loss is None:
-        raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
-    if isinstance(loss, tuple | list | dict) or np.shape(loss) != ():
-        raise TypeError(
-            f"loss_fn returned {jax.tree.map(jax.typeof, loss)} where a scalar loss is expected, with {has_aux=} and "
-            f"{weighted=}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) weighted=True."
-        )
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(f"loss_fn returned a loss of dtype {jnp.result_type(loss)}; only a real float has a gradient.")
-
-
 def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the type of the loss varies over another axis: JAX would sum gradients of whole leaves over it."""
+    """Raises where the type of the loss varies over another axis: JAX would sum over it the gradients of leaves that
+    do not vary there."""
     for axis in collectives.spread_axes(sorted(collectives.varying_axes(loss) - set(axes))):
         raise ValueError(
             f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "

@@ -40,14 +40,15 @@ from xlstm_jax.distributed.optimizers.state import (
     with_trainable,
 )
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
-from xlstm_jax.distributed.training.checking.collections import check_kept
-from xlstm_jax.distributed.training.checking.mistakes import check_optimizer, warn_of_optimizer
-from xlstm_jax.distributed.training.checking.processes import compare_keys
-from xlstm_jax.distributed.training.checking.whole_params import (
+from xlstm_jax.distributed.training.checking.mistakes import (
+    check_optimizer,
     reasons_in_plan,
     warn_if_nothing_is_split,
     warn_of_gathered_stacks,
+    warn_of_optimizer,
 )
+from xlstm_jax.distributed.training.checking.processes import compare_keys
+from xlstm_jax.distributed.training.collections import check_kept, collections_of
 from xlstm_jax.distributed.training.state_text import state_line, state_table
 from xlstm_jax.wording import notebook_html
 
@@ -56,10 +57,10 @@ State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclas
 
 
 class TrainState(FlaxTrainState):
-    """Flax's ``TrainState``, and in ``collections`` what the model keeps beside its parameters.
+    """Flax's ``TrainState``, with the collections that the model keeps beside its parameters.
 
-    ``collections`` is what ``model.init`` returned but for "params", as ``{"batch_stats": ...}``: equal on all devices,
-    apart from leaves in boxes. It is empty for most models; a plain Flax ``TrainState`` will do for these.
+    ``collections`` is all that ``model.init`` returned beside "params", as ``{"batch_stats": ...}``: equal on all
+    devices, apart from leaves in boxes. For most models it is empty, and a plain Flax ``TrainState`` does as well.
 
     >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
     >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
@@ -84,12 +85,12 @@ class TrainState(FlaxTrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
-        """As Flax's, but that the optimizer does not see frozen parameters."""
+        """As Flax's, but the optimizer does not see frozen parameters."""
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         return state.replace(params=params)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
-        """As Flax's, of gradients in boxes or without them: what ``value_and_grad`` has returned, say.
+        """As Flax's, for gradients with or without boxes: those that ``value_and_grad`` returns, say.
 
         Outside of ``shard_map`` the optimizer sees global arrays without boxes and padding, as in ``make_train_step``:
         all of optax is exact there. Inside, and with a state that was made of boxed parameters, it sees what it is
@@ -111,14 +112,9 @@ def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
 
 
 def _gradient_of(leaf: Any, grad: Any) -> Any:
-    """A gradient, in a box or not, padded or not, as the optimizer sees it; None of what takes none."""
+    """A gradient, in a box or not, padded or not, as the optimizer sees it; None for a leaf that takes no gradient."""
     value = leaf_of(grad).value
     return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
-
-
-def collections_of(state: Any) -> Mapping[str, PyTree]:
-    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
-    return getattr(state, "collections", {})
 
 
 def init_sharded(
@@ -168,7 +164,7 @@ def init_sharded(
 
 
 def _on_device(x: Any) -> Any:
-    """A NumPy array as one of JAX: ``jit`` splits no NumPy array over the devices of several processes."""
+    """A NumPy array as an array of JAX: ``jit`` does not split NumPy arrays over devices of several processes."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
@@ -237,7 +233,7 @@ def create_train_state(
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
       whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
-      offload: what lies in the memory of the host; a step sees it in the types of the state, and needs no word of it.
+      offload: what lies in the memory of the host; steps read it off the state, and need no option for it.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where they are
       split, ``opt_state`` split like the parameters, and boxed only where these are padded; ``collections`` all else
@@ -268,11 +264,11 @@ def create_train_state(
 def sharded_opt_state(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload = NO_OFFLOAD
 ) -> PyTree:
-    """The state of an optimizer at its start, split over the mesh like the parameters that it belongs to."""
+    """The initial state of an optimizer, split over the mesh like the parameters that it belongs to."""
 
     def init(params: PyTree) -> PyTree:
-        # In buffers of their own: a step donates each once, and some optimizers keep the parameters themselves. And
-        # strongly typed: a step makes weakly typed numbers so, and the second step would compile again.
+        # Copies, because a step donates each buffer once, and some optimizers keep the parameters themselves. Strongly
+        # typed, because a step returns strong types: after a weak type the second step would compile again.
         return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, mesh)), params)
 
     out = _opt_state_shardings(jax.eval_shape(init, params), params, mesh, offload)
@@ -338,7 +334,7 @@ def updated_state(
 
 
 def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
-    """The state after an update by ``grads``, which are as its optimizer sees them."""
+    """The state after an update by ``grads``, which have no boxes and no padding."""
     params, tx = trainable(state.params), optax.with_extra_args_support(state.tx)
     where = optimizer_state_shardings(state.opt_state, state.params, mesh)
 
@@ -347,7 +343,7 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
         try:
             with laid_out(optimizer_layout(state.params, mesh)):
                 updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        except Exception:  # whatever an optimizer raises that is given the state of another
+        except Exception:  # an optimizer that gets the state of another may raise anything
             if reason := why_not_its_state(tx, opt_state, params):
                 raise ValueError(reason) from None
             raise
@@ -364,9 +360,10 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
 
 
 def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree]) -> Array:
-    """The loss for ``skip_nonfinite`` to look at: not finite where the step would make a finite statistic infinite.
+    """The loss that ``skip_nonfinite`` looks at: NaN where the step would make a finite statistic infinite.
 
-    Sums of squares overflow before the loss does: the variance is infinite, what it divides 0, and the loss finite.
+    Sums of squares overflow before the loss does: the variance is then infinite, activations divided by it are 0, and
+    the loss is finite.
     """
     if not (collections and skip_counts(state.opt_state)):
         return loss
@@ -378,7 +375,7 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
 
 
 def _with_collections(state: Any, collections: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> Any:
-    """The state with the collections of its step; with those from before it, if ``skip_nonfinite`` has skipped that."""
+    """The state with the updated collections, or with the old ones if ``skip_nonfinite`` has skipped the step."""
     counts = skip_counts(state.opt_state)
     if counts:
         applied = counts[SKIPPED_IN_A_ROW] == 0

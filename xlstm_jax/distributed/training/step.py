@@ -1,7 +1,7 @@
-"""The ready-made step: ``accumulate_gradients`` inside ``shard_map``, and then ``updated_state`` on global arrays."""
+"""``make_train_step``: ``accumulate_gradients`` inside ``shard_map``, then ``updated_state`` on global arrays."""
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, overload
 
@@ -18,34 +18,19 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_l
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import accumulate_gradients, check_options
-from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_batch, check_call, check_loss_fn
-from xlstm_jax.distributed.training.checking.collections import check_takes_collections
-from xlstm_jax.distributed.training.checking.comparing.one_device import StepLoss
-from xlstm_jax.distributed.training.checking.mistakes import warn_of_idle_axes, warn_of_options
-from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_stacks
-from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
-from xlstm_jax.distributed.training.state import State, collections_of, updated_state
+from xlstm_jax.distributed.training.accumulation import Accumulation, OfBatch, accumulated
+from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check_call, check_global_batch, check_loss_fn
+from xlstm_jax.distributed.training.checking.mistakes import (
+    warn_if_nothing_is_split,
+    warn_of_gathered_stacks,
+    warn_of_idle_axes,
+    warn_of_options,
+)
+from xlstm_jax.distributed.training.collections import check_takes_collections, collections_of
+from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
+from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
+from xlstm_jax.distributed.training.state import State, updated_state
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
-
-ApplyFn = Callable[..., PyTree]
-
-
-class LossOfParams(Protocol):
-    """The loss of this device's shard of the batch."""
-
-    def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /) -> LossOutput: ...
-
-
-class LossWithCollections(Protocol):
-    """The same of a model that keeps collections beside its parameters, and those that it has updated."""
-
-    def __call__(
-        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, collections: PyTree, /
-    ) -> tuple[LossOutput, PyTree]: ...
-
-
-LossFn = LossOfParams | LossWithCollections  # what ``make_train_step`` takes
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
@@ -86,11 +71,11 @@ def make_train_step(
     Args:
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
         or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers. Where the state
-        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)``, returning a pair of
-        all that and the updated ones, equal on all devices; see docs/collections.md.
+        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)`` returns a pair: all of
+        the above, and the updated collections, equal on all devices; see docs/collections.md.
       mesh: the mesh of the state.
-      batch_axes: all the axes that the batch is split over; its leading dim is, the first axis outermost. The axes of
-        the wrappers must be among them.
+      batch_axes: all axes over which the leading dim of the batch is split, the first axis outermost. The axes of the
+        wrappers must be among them.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
       check_vma: passed to ``shard_map``.
       has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
@@ -107,7 +92,7 @@ def make_train_step(
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
-      minibatch gets (of several processes each hands in the same); ``rng`` is folded with the step and the device, so
+      minibatch gets (all processes pass the same); ``rng`` is folded with the step and the device, so
       one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
       all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
@@ -115,100 +100,103 @@ def make_train_step(
         of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
         another optimizer, or was used already. Names the leaf and both numbers. Or processes differ in what must be
         the same in their first batch (scalars, shapes, arrays that are no global ones): all raise it, and where they
-        hand in equal rows as different ones all warn.
+        pass equal rows as different parts of the batch, all warn.
       TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
     check_loss_fn(loss_fn)
-    check_options(num_minibatches, accumulation)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
-    has_second = has_aux or metric is not None
-    options: dict[str, Any] = {"num_minibatches": num_minibatches, "accumulation": accumulation, "weighted": weighted}
-    options["has_aux"] = has_second
-    if metric is not None:
-        options["fold_aux"] = lambda local, observed: metric.update(local, **observed)
-    split = placement.batch_spec(axes, mesh)
-    whole, of_aux = PartitionSpec(), PartitionSpec() if metric is None else PartitionSpec(axes)
+    fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
+    options = StepOptions(
+        loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
+        accumulation=Accumulation(axes, num_minibatches, accumulation, fold),
+        mesh=mesh,
+        check_vma=check_vma,
+        metric=metric,
+        learning_rate=learning_rate,
+        whole_ok=whole_ok,
+    )
+    return MadeStep(options, compiler_options)
 
-    def step(state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
+
+@dataclass(frozen=True, eq=False)
+class StepOptions:
+    """What ``make_train_step`` was given; ``step`` is the function that it compiles."""
+
+    loss: LossFunction
+    accumulation: Accumulation
+    mesh: Mesh | AbstractMesh
+    check_vma: bool = True
+    metric: PureMetric | None = None
+    learning_rate: LearningRate = False
+    whole_ok: bool = False
+
+    def step(self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
+        """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
-        check_call(state, rng, local, mesh, metric)
-        _check_batch(batch, {axis: mesh.shape[axis] for axis in axes}, num_minibatches)
-        collections = collections_of(state)
-        check_takes_collections(loss_fn, collections)
-        specs, of_kept = (placement.partition_specs(tree, mesh) for tree in (state.params, collections))
-        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
-        in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), ((whole, of_aux), specs, of_kept)
-        on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-        loss_and_grads = on_mesh(partial(_on_device, loss_fn, state.apply_fn, axes, options))
-        rest = (batch, jax.random.fold_in(rng, state.step), local, collections)
+        check_call(state, rng, local, self.mesh, self.metric)
+        check_global_batch(batch, self.mesh, self.accumulation.axes, self.accumulation.num_minibatches)
+        check_takes_collections(self.loss.fn, collections_of(state))
+        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
+        on_mesh = self._on_mesh(state, batch)
         with noting_stacks() as stacks:
-            (loss, aux), grads, collections = loss_and_grads(state.params, *rest)
-        jaxpr = partial(jax.make_jaxpr(loss_and_grads), state.params, *rest)
-        _warn_of(state, jaxpr, stacks, mesh, axes, weighted=weighted, learning_rate=learning_rate, whole_ok=whole_ok)
-        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
-        value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
-        before, state = state, updated_state(state, grads, loss, value_fn, mesh, collections)
-        metrics |= skip_counts(state.opt_state)
-        metrics |= learning_rates(learning_rate, before.opt_state, state.opt_state, before.step)
-        if metric is not None:
-            return state, metrics, aux
-        return state, metrics | (_checked_aux(aux, metrics) if has_aux else {})
+            found = on_mesh(state.params, *rest)
+        self._warn(state, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
+        metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads)}
+        value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
+        after = updated_state(state, found.grads, found.loss, value_fn, self.mesh, found.collections)
+        metrics |= skip_counts(after.opt_state)
+        metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
+        if self.metric is not None:
+            return after, metrics, found.aux
+        return after, metrics | (_checked_aux(found.aux, metrics) if self.loss.has_aux else {})
 
-    step.loss = StepLoss(loss_fn, weighted, has_second, axes, num_minibatches)  # type: ignore[attr-defined]  # for check_step
-    donated = 0 if metric is None else (0, 3)
-    return CheckedStep(step, mesh, donate_argnums=donated, compiler_options=resolved_on(mesh, compiler_options))
+    def _on_mesh(self, state: Any, batch: PyTree) -> Callable[..., OfBatch]:
+        """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
+        kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
+        specs, of_kept = (placement.partition_specs(tree, self.mesh) for tree in (state.params, kept))
+        split = placement.batch_spec(axes, self.mesh)
+        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
+        of_aux = whole if self.metric is None else PartitionSpec(axes)
 
+        def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
+            return self.loss.fn(params, state.apply_fn, *rest)
 
-def _on_device(
-    loss_fn: Callable[..., LossOutput],
-    apply_fn: ApplyFn,
-    axes: tuple[str, ...],
-    options: Mapping[str, Any],
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array,
-    local: PyTree,
-    collections: Mapping[str, PyTree],
-) -> tuple[tuple[Any, Any], PyTree, PyTree]:
-    """What runs inside ``shard_map``: ((loss, what else the loss function returns), gradients, collections)."""
+        loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
 
-    def loss(params: PyTree, *rest: PyTree) -> Any:
-        return loss_fn(params, apply_fn, *rest)
+        def on_device(params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree]) -> OfBatch:
+            rng = fold_rng_over_axis(rng, axes)
+            return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-    rng, given = fold_rng_over_axis(rng, axes), {"carry": local, "collections": collections}
-    found, grads, *updated = accumulate_gradients(loss, params, batch, rng, axes, **given, **options)
-    return (found if options["has_aux"] else (found, None)), grads, updated[0] if updated else collections
+        in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), OfBatch._make((whole, of_aux, specs, of_kept))
+        return jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+        )
 
-
-def _warn_of(
-    state: Any,
-    jaxpr: Callable[[], Any],
-    stacks: Stacks,
-    mesh: Mesh | AbstractMesh,
-    axes: tuple[str, ...],
-    *,
-    weighted: bool,
-    learning_rate: LearningRate,
-    whole_ok: bool,
-) -> None:
-    """Tells of what runs and is hardly meant; ``jaxpr()`` is that of loss and gradients."""
-    warn_of_options(state.tx, weighted, learning_rate)
-    warn_of_idle_axes(mesh, axes, (state.params, collections_of(state)), jaxpr)
-    if not whole_ok:
-        warn_if_nothing_is_split(state.params, mesh)
-        warn_of_gathered_stacks(stacks, mesh)
+    def _warn(self, state: Any, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
+        """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
+        warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
+        warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state)), jaxpr)
+        if not self.whole_ok:
+            warn_if_nothing_is_split(state.params, self.mesh)
+            warn_of_gathered_stacks(stacks, self.mesh)
 
 
-def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:
-    devices = math.prod(axis_sizes.values())
-    divisor = f"the mesh of {axis_sizes}, {devices} devices"
-    if num_minibatches > 1:
-        divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
-    check_batch(batch, devices * num_minibatches, divisor)
+class MadeStep(CheckedStep):
+    """A step of ``make_train_step``, compiled by ``jit``; ``check_step`` reads its ``options``."""
+
+    def __init__(self, options: StepOptions, compiler_options: str | Mapping[str, Any] | None):
+        self.options = options
+        super().__init__(
+            options.step,
+            options.mesh,
+            is_weighted=lambda: options.loss.weighted,
+            donate_argnums=0 if options.metric is None else (0, 3),
+            compiler_options=resolved_on(options.mesh, compiler_options),
+        )
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
@@ -219,16 +207,16 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], Any]) -> Callable[[PyTree], jax.Array]:
-    """The loss as a function of what the optimizer sees, for those that search along a line (L-BFGS).
+def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], OfBatch]) -> Callable[[PyTree], jax.Array]:
+    """The loss as a function of the parameters that the optimizer sees, for line searches (L-BFGS).
 
-    It has a gradient rule of its own: differentiated from outside, ``shard_map`` would hand each device 1/N of the
+    It needs a gradient rule of its own. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.
     """
 
     def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
-        (loss, _), grads, _ = loss_and_grads(with_trainable(like, params))
-        return loss, trainable(grads)
+        found = loss_and_grads(with_trainable(like, params))
+        return found.loss, trainable(found.grads)
 
     def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
         return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads),)

@@ -24,11 +24,11 @@ class ReduceEach:
     """Every minibatch gathers the parameters and scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """What every minibatch computes with, and is differentiated with respect to."""
+        """The weights that every minibatch computes with. Its gradient is taken with respect to them."""
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """Gradients of the parameters, made of the mean over minibatches of the gradients of the weights.
+        """The gradients of the parameters, from the gradients of the weights averaged over minibatches.
 
         Both lists have an entry for each leaf that takes a gradient.
         """
@@ -84,7 +84,7 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """``gather_params`` over those of ``axes`` over which the model itself does not split a leaf."""
+    """``gather_params``, but for axes over which the model itself splits a leaf (tensor parallel)."""
 
     def gather(leaf: Any) -> Any:
         over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
@@ -94,6 +94,6 @@ def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def _gathered_wide(leaf: Any) -> Any:
-    """The leaf, to be gathered in the dtype of summed gradients, which the transpose then does not narrow."""
+    """The leaf, set to be gathered in the dtype of summed gradients: the transpose then does not narrow gradients."""
     dtype, _ = leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)
     return with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))

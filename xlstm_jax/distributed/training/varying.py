@@ -1,24 +1,31 @@
 """Over which mesh axes the results of a function differ from device to device, read off its equations.
 
-The types of ``check_vma=True`` say it too, more cautiously: all that is computed of a gathered parameter varies by
-type, and without ``check_vma`` there are no types. Nothing is computed here, and nothing communicated.
+The types of ``check_vma=True`` are more cautious: everything computed from a gathered parameter varies by type, and
+without ``check_vma`` there are no types. Here equations are only read: nothing is computed or communicated.
 
-  most equations       differ along the axes along which one of their inputs differs
-  psum, all_gather     equal along their axes, whatever their inputs
-  axis_index and what else names an axis     differ along it
-  loops, branches      read through; a loop until nothing more differs
+  most equations           results differ along the axes along which an input differs
+  psum, all_gather         results are equal along their axes, whatever their inputs
+  axis_index, and all      results differ along the axes that the equation names
+    others with an axis
+  loops, branches          their equations are read too; those of a loop until no further result differs
 
-An equation that is not known is taken to differ, so that a mistake is an error too many, never one too few.
+The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 Axes = frozenset[str]
 
@@ -29,10 +36,10 @@ _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
-    """For each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
+    """The axes along which each result of ``fn(*args)``, a list of arrays, differs between devices.
 
-    ``of_args`` are those of each leaf of ``args``. An array of an outer trace that ``fn`` has closed over is taken to
-    differ along all of these.
+    ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over is taken to
+    differ along all axes in ``of_args``.
     """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
@@ -41,9 +48,9 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 
 
 def parted_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> Axes:
-    """The axes along which devices may take different branches of ``fn`` with collectives over these axes in them.
+    """The axes along which devices may take different branches of ``fn``, and a branch has a collective over the axis.
 
-    Branches are those of ``cond`` and ``switch``, and further turns of a ``while_loop``; see ``differing_axes``.
+    Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``; see ``differing_axes``.
     """
     found: list[Axes] = []
     token = _parted.set(found)
@@ -58,10 +65,9 @@ _parted: ContextVar[list[Axes] | None] = ContextVar("_parted", default=None)
 
 
 def _note_parted(by: Axes, *jaxprs: Any) -> None:
-    """``by`` are the axes along which devices go different ways, into ``jaxprs``."""
+    """Devices choose between ``jaxprs`` differently along the axes ``by``: notes those with a collective in them."""
     if (found := _parted.get()) is not None:
-        named = (all_named_axes(eqn) for closed in jaxprs for eqn in getattr(closed, "jaxpr", closed).eqns)
-        found.append(by & Axes().union(*named))
+        found.append(by & all_named_axes(eqn for jaxpr in jaxprs for eqn in equations_of(jaxpr)))
 
 
 def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
@@ -76,7 +82,7 @@ def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
 
 
 def _of_closed(closed: Any, inputs: list[Axes]) -> list[Axes]:
-    """Of a jaxpr within an equation, whose constants are plain arrays."""
+    """``_of_jaxpr`` of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return _of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
 
@@ -86,31 +92,36 @@ def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     if name in _CASTS:
         return inputs
     if name in _EQUALS and params.get("axis_index_groups") is None:
-        return [axes - _named_axes(params) for axes in inputs]
+        return [axes - named_axes(eqn) for axes in inputs]
     if name in _READ_THROUGH:
         with suppress(*_OTHER_PARAMS):
             return _READ_THROUGH[name](params, inputs)
-    return [all_named_axes(eqn).union(*inputs)] * len(eqn.outvars)
+    return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
 
 
 def named_axes(eqn: Any) -> Axes:
-    """The mesh axes that an equation names itself."""
-    return _named_axes(eqn.params)
-
-
-def _named_axes(params: dict[str, Any]) -> Axes:
-    """The mesh axes that an equation names: as ``axes`` or as ``axis_name``, one or several."""
-    names = [params.get("axes", ()), params.get("axis_name", ())]
+    """The mesh axes that an equation names, as ``axes`` or as ``axis_name``, one or several."""
+    names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
     return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
 
 
-def all_named_axes(eqn: Any) -> Axes:
-    """The mesh axes that an equation names, and those within it."""
-    inside = [leaf for param in eqn.params.values() for leaf in (param if isinstance(param, tuple | list) else [param])]
-    jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in inside]
-    eqns = [inner for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ())]
-    own = Axes() if eqn.primitive.name in _CASTS else _named_axes(eqn.params)
-    return own.union(*map(all_named_axes, eqns))
+def all_named_axes(eqns: Iterable[Any]) -> Axes:
+    """The mesh axes that equations name, and the equations within them; casts of types aside."""
+    return Axes().union(*(named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS))
+
+
+def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
+    """Equations, and the equations of the jaxprs within them."""
+    for eqn in eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple | list) else [param]:
+                yield from all_equations(equations_of(inner))
+
+
+def equations_of(jaxpr: Any) -> list[Any]:
+    """The equations of a jaxpr, closed or not; none of anything else."""
+    return getattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns", [])
 
 
 def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
@@ -118,7 +129,7 @@ def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many the carry; releases of JAX say it in two ways."""
+    """How many inputs of a scan are constants, and how many its carry. JAX renamed the parameters between releases."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -163,3 +174,42 @@ _READ_THROUGH: dict[str, Callable[[dict[str, Any], list[Axes]], list[Axes]]] = {
 
 def _joined(*of_values: list[Axes]) -> list[Axes]:
     return [Axes().union(*axes) for axes in zip(*of_values, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- of a loss function
+
+
+def check_branches(
+    paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
+) -> None:
+    """Refuses gathers in a branch that devices may take differently: some would wait, or gather other weights.
+
+    Args:
+      paths: the leaves that are gathered in a branch; for most models empty, and then nothing is traced.
+      loss_fn, args: the loss function and its arguments, as for ``differing_args``.
+      axes: the axes of the batch.
+    Raises:
+      ValueError: the predicate of a branch differs along an axis of a gather in that branch.
+    """
+    if not paths:
+        return
+    parted = parted_axes(lambda *args: jax.tree.leaves(loss_fn(*args)), args, differing_args(args, axes))
+    if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
+        raise ValueError(
+            f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
+            "may take differently: its predicate follows from the rows, the key or the index of each. All devices "
+            "must take part in a gather, or weights are mixed up and gradients wrong. Make the predicate the same on "
+            f"all, by pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the "
+            "module that has the branch in it, which gathers before."
+        )
+
+
+def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
+    """The axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
+    params, minibatch, rng, *collections = args
+    spread = Axes(collectives.spread_axes(axes))
+    of_params, of_collections = (
+        [Axes(leaf_of(leaf).axes) for _, leaf in trees.leaves_with_path(tree)] for tree in (params, collections)
+    )
+    of_minibatch = [spread if np.ndim(leaf) else Axes() for leaf in jax.tree.leaves(minibatch)]
+    return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]

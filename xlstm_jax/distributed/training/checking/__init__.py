@@ -1,1 +1,1 @@
-"""What is looked at before a step is paid for: its arguments, what stays whole, and the step beside one device."""
+"""Checks of what users pass: the arguments of steps, the same in all processes, and mistakes that would run."""

@@ -1,13 +1,14 @@
-"""What a step and an initialisation ask of their arguments, in words that name argument, leaf, rule and cure.
+"""Checks of the arguments of steps and of initialisation; errors name argument, leaf, rule and cure.
 
-Shapes, and the meshes that arrays lie on, are in the types of what JAX traces: looked at there, they cost a call
-nothing. What JAX refuses before it traces is looked at when that call has failed, by ``CheckedStep``; a state that was
-donated, before the call: releases of JAX differ in what follows, and some end the process.
+while JAX traces      shapes, and the mesh of each array: they are in the types, so a call pays nothing for them
+after a failed call   what JAX refuses before it traces: ``CheckedStep`` says which leaf it was
+before a call         whether the state was donated: after that some releases of JAX end the process
 """
 
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,8 +30,12 @@ from xlstm_jax.wording import kind_of
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
-TAKEN_OVER = {"state": "state", "params": "state", "local": "local"}  # arguments, and what steps donate of them
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+DONATED = {
+    "state": "state",
+    "params": "state",
+    "local": "local",
+}  # arguments, and which argument of a step donates their memory
+NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
 
@@ -40,7 +45,7 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 def check_loss_fn(
     loss_fn: Any, taker: str = "make_train_step", signature: str = "loss_fn(params, apply_fn, batch, rng)"
 ) -> None:
-    """Raises a ``TypeError`` where the maker of a step was not given a function of these arguments first."""
+    """Raises a ``TypeError`` where the first argument of ``taker`` is not a function of these arguments."""
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         name, count = signature.partition("(")[0], signature.count(",") + 1
         if not any(binds(loss_fn, number) for number in (count, count + 1)):  # one more: collections
@@ -54,7 +59,7 @@ def check_loss_fn(
 
 
 def binds(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with ``count`` arguments; one without a signature says so itself."""
+    """Whether a function can be called with ``count`` arguments; True where it has no signature to read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -83,7 +88,7 @@ def check_model(model: Any) -> None:
 
 
 def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
-    """Raises a ``TypeError`` where ``rng``, a key or a dict of keys, holds something else, with ``one`` several."""
+    """Raises a ``TypeError`` where ``rng`` is no key and no dict of keys; with ``one``, where it holds several keys."""
     for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
         key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # one of the old style is uint32[2]
@@ -96,12 +101,12 @@ def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
 
 
 def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None) -> None:
-    """Looks, while a step is traced, at its arguments but for the batch; ``local`` is the state of ``metric``.
+    """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
 
     Raises:
       TypeError: the state is no ``TrainState``, or ``rng`` is not one key.
-      ValueError: a leaf lies on a mesh of other axes than the step's. XLA would end the process, or split the leaf
-        otherwise from here on. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
+      ValueError: a leaf lies on a mesh with other axes than the step's. XLA would end the process, or return the leaf
+        split in another way. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
         ``local`` without a metric, or the reverse.
     """
     check_keys(rng, "step(state, batch, rng)", one=True)
@@ -142,9 +147,9 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
         has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
         what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
-        f"state.opt_state is not a state of state.tx for state.params: {what}. Who changes the optimizer or the "
-        "parameters, or freezes some, makes its state anew: create_train_state makes all three, and "
-        "state.replace(params=...) then takes the trained parameters; or TrainState.create."
+        f"state.opt_state is not a state of state.tx for state.params: {what}. After a change of the "
+        "optimizer or the parameters, or after freezing some, make a new state with create_train_state, and put the "
+        "trained parameters into it by state.replace(params=...); or use TrainState.create."
     )
 
 
@@ -156,12 +161,26 @@ def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
+def check_global_batch(
+    batch: PyTree, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], num_minibatches: int = 1, **how: str
+) -> None:
+    """``check_batch`` of a batch that is split over axes of the mesh, and on each device into minibatches."""
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    devices = math.prod(sizes.values())
+    divisor = f"the mesh of {sizes}, {devices} devices"
+    if num_minibatches > 1:
+        divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
+    check_batch(batch, devices * num_minibatches, divisor, **how)
+
+
 def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighted=True") -> None:
-    """Looks at the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
+    """Checks the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
+
+    ``divisor`` says in words what ``count`` counts, ``padding`` how the caller gives weight 0 to padded rows.
 
     Raises:
-      ValueError: with path, both numbers and cure: leaves have different numbers of rows, or ``count`` does not divide
-        them, or there are none; or numbers stand in a list. ``padding`` is how the caller gives padded rows weight 0.
+      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; or numbers
+        stand in a list. Names the path and both numbers.
       TypeError: a leaf is no array of numbers.
     """
     leaves = trees.leaves_with_path(batch)
@@ -201,7 +220,7 @@ def named_leaf(argument: str, path: str) -> str:
 
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
-    """A list of 64 numbers is 64 scalars to JAX, each of which every device would get: hardly what was meant."""
+    """To JAX a list of 64 numbers is 64 scalars, and every device would get all of them: hardly what was meant."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):
@@ -216,8 +235,8 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """What to say of a leaf that is no array of numbers, with the cure; None of others."""
-    if isinstance(leaf, ARRAYS) or hasattr(leaf, "__jax_array__"):
+    """What a leaf is that is no array of numbers, and the cure; None of an array of numbers."""
+    if isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__"):
         if getattr(getattr(leaf, "dtype", None), "kind", None) not in NO_NUMBERS:
             return None
         return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
@@ -236,10 +255,14 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 class CheckedStep:
-    """``jax.jit`` of a step whose ``arguments``, by position, have these names.
+    """``jax.jit`` of a step, with errors that name the argument and leaf which JAX refuses.
 
-    It has all that the function has: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``. After a call
-    ``is_weighted()`` is whether it has given weights to rows.
+    It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+
+    Args:
+      step, mesh, options: the function, the mesh that it was made for, and options of ``jax.jit``.
+      arguments: names of the function's arguments by position.
+      is_weighted: says, once the function was traced, whether it gives weights to rows.
     """
 
     def __init__(
@@ -247,11 +270,11 @@ class CheckedStep:
         step: Callable[..., Any],
         mesh: Mesh | AbstractMesh,
         arguments: tuple[str, ...] = ARGUMENTS,
-        is_weighted: Callable[[], bool] | None = None,
+        is_weighted: Callable[[], bool] = lambda: True,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self._is_weighted = is_weighted or (lambda: getattr(getattr(step, "loss", None), "weighted", True))
+        self._is_weighted = is_weighted
         self._jitted, self._mesh, self._arguments = jax.jit(step, **options), mesh, arguments
         self._rows_alone: set[Any] = set()  # shardings of batches that were looked at
         self._has_compared = False
@@ -268,7 +291,7 @@ class CheckedStep:
         return found
 
     def _compare(self, arguments: dict[str, Any]) -> None:
-        """Once, what processes hand in. An argument that is no batch is named when the call has failed."""
+        """Compares the first batch between processes. What is no batch is named when the call has failed."""
         if "batch" in arguments and not any(map(why_no_array, jax.tree.leaves(arguments["batch"]))):
             compare_batches(arguments["batch"], self._mesh)
         self._has_compared = True
@@ -285,7 +308,7 @@ class CheckedStep:
         return getattr(self._jitted, name)
 
     def _check_placed(self, batch: PyTree) -> None:
-        """Raises where a leaf is split otherwise than by rows; to the step each device has rows, whole."""
+        """Raises where a leaf is not split by rows alone: the step would hand each device other values."""
         if self._rows_alone.issuperset(map(_sharding, jax.tree.leaves(batch))):
             return
         for path, leaf in trees.leaves_with_path(batch):
@@ -322,13 +345,13 @@ def _split_otherwise(name: str, leaf: Any, axes: list[str]) -> str:
     return (
         f"{name} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which splits another dim than that of "
         f"examples over {tuple(axes)}; the step reads it split by examples alone, over all of batch_axes, so that each "
-        "device would compute with other values than it holds. Place it by shard_batch, or hand in NumPy arrays. To "
+        "device would compute with other values than it holds. Place it by shard_batch, or pass NumPy arrays. To "
         "split a sequence write the step yourself: shard_map with this spec, and value_and_grad over all axes."
     )
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """An array of each tree that a step takes over as a whole: to look at all costs as much as to call the step."""
+    """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
     if name == "state":
         return getattr(argument, "step", None), _first_leaf(getattr(argument, "params", None))
     if name == "params":
@@ -337,23 +360,24 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
 
 
 def _first_leaf(tree: PyTree) -> Any:
-    """A leaf of nested dicts, without a look at the others."""
+    """The first leaf of nested dicts, without flattening them."""
     while isinstance(tree, dict) and tree:
         tree = next(iter(tree.values()))
     return leaf_of(tree).value
 
 
 def _is_deleted(leaf: Any) -> bool:
-    """Asked without ``isinstance(leaf, jax.Array)``, which takes a microsecond."""
+    """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
     is_deleted = getattr(leaf, "is_deleted", None)
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
 def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
+    """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
     for name, argument in arguments:
         for path, leaf in trees.leaves_with_path(argument):
-            value, where = leaf_of(leaf).value, named_leaf(name, path)
+            # What is no array has no dims, which ``leaf_of`` would ask for.
+            value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
             if reason := why_no_array(value):
                 yield TypeError(f"{where} is {reason}")
             elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
@@ -368,10 +392,10 @@ def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh |
 
 
 def _deleted(name: str, where: str) -> ValueError:
-    if name in TAKEN_OVER:
+    if name in DONATED:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {TAKEN_OVER[name]}, and returns "
-            f"the next. Go on with the {name} that it returned. To use one twice, hand in a copy of it: "
+            f"{where} was handed to a step before: that takes over the memory of its {DONATED[name]}, and returns "
+            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
             f"jax.tree.map(jnp.copy, {name})."
         )
     return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")

@@ -1,10 +1,11 @@
 """Mistakes that run: what the parts of an optimizer, the axes of a mesh and the names of a batch show of them.
 
-  create_train_state   the optimizer's parts, on the shapes of the parameters
+  create_train_state   the optimizer's parts, on the shapes of the parameters; whether any parameter is split
   a step's trace       the same with the options of the step; its axes; what it averages
   a step's call        rows that were padded, and their weights
 
-What is certainly wrong raises. What may be meant warns, once in a process.
+What is certainly wrong raises. What may be meant warns, once in a process; a mesh of one device never warns that
+nothing is split.
 """
 
 import math
@@ -19,17 +20,23 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.modules.unit import Stacks
+from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
+from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
-from xlstm_jax.wording import format_mesh, listed
+from xlstm_jax.wording import format_bytes, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
+LARGEST = 3  # whole parameters that are named
+AnyMesh = Mesh | AbstractMesh
 COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # of updates, at which schedules are compared
 NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that are hardly meant to decay
 LOOKS_REDUCED = re.compile(
@@ -45,14 +52,23 @@ REDUCED = {  # what makes a float beside the loss: what that is, and what to ret
     "exp": ("the exponential", "Return the mean itself, and take its exponential of the metrics"),
     "sqrt": ("the root", "Return the mean of squares, and take its root of the metrics"),
 }
-_told: set[object] = set()
+CURES: dict[type[Reason], str] = {
+    Unwrapped: "Wrap the modules that own them with shard_module_params, or choose them by shard_modules.",
+    TooSmall: "Lower min_weight_size of the wrapper.",
+    Indivisible: "Pass uneven='pad' to the wrapper, or choose another mesh.",
+}
+LOST_BOXES = (
+    "Wrap the modules with shard_module_params and lower its min_weight_size; or boxes were lost (by unbox, or by "
+    "model.init outside of the mesh): make the state with create_train_state."
+)
+_warned: set[object] = set()
 
 
 def _warn(text: str, key: object = None) -> None:
-    """Warns, unless it has said this before, or something else with this ``key``."""
+    """Warns, unless this text, or another with the same ``key``, was a warning before."""
     key = text if key is None else key
-    if key not in _told:
-        _told.add(key)
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(text, stacklevel=USERS_LINE)
 
 
@@ -60,11 +76,11 @@ def _warn(text: str, key: object = None) -> None:
 
 
 def check_optimizer(tx: optax.GradientTransformation) -> None:
-    """Looks at an optimizer before its state is made.
+    """Checks an optimizer before its state is made.
 
     Raises:
-      ValueError: a mask or labels of it are a tree in boxes, which an optimizer does not see; or ``with_ema`` stands
-        in a chain before another transform.
+      ValueError: a mask, or labels, are a tree with boxes, and optimizers see parameters without boxes; or ``with_ema``
+        stands in a chain before another transform.
     """
     for part in inside.parts(tx):
         for argument in ("mask", "param_labels"):
@@ -84,7 +100,7 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Tells of parameters that updates hardly move, and of masks of weight decay that hardly say what was meant."""
+    """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
     live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if leaf_of(leaf).is_differentiable]
     narrow = [(path, value_dtype(leaf_of(leaf).value)) for path, leaf in live]
     narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
@@ -123,7 +139,7 @@ def _warn_of_mask(taken: Mapping[str, bool], ndim: Mapping[str, int]) -> None:
 
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: Any) -> None:
-    """Tells of options of a step that do not go with its optimizer."""
+    """Warns of options of a step that do not fit its optimizer."""
     for part in inside.parts(tx):
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
@@ -146,7 +162,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """The first count at which two schedules differ, but for their sign, with both values; None of equal ones."""
+    """The first count at which two schedules differ in more than sign, and both values; None for equal schedules."""
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
         if not math.isclose(a, b, rel_tol=1e-4):
@@ -159,19 +175,69 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
         return float(schedule(jnp.int32(count)))
 
 
+# ----------------------------------------------------------------------------------------------------- what stays whole
+
+
+def warn_if_nothing_is_split(
+    params: PyTree, mesh: AnyMesh, reasons: Callable[[], Mapping[str, Reason]] = dict[str, Reason]
+) -> None:
+    """Warns where no parameter is split over devices of the mesh.
+
+    ``reasons`` returns by path why leaves are whole, as far as that is known.
+    """
+    leaves = dict(trees.leaves_with_path(params))
+    split = any(leaf_of(leaf).axes for leaf in leaves.values())  # an axis of size 1 counts: fsdp=1 is a choice
+    key = (tuple(mesh.shape.items()), tuple((path, np.shape(leaf_of(leaf).value)) for path, leaf in leaves.items()))
+    if split or mesh.size == 1 or not leaves or key in _warned:
+        return
+    why, nbytes = reasons(), {path: leaf_of(leaf).stored_bytes for path, leaf in leaves.items()}
+    largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
+    named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
+    cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)
+    _warn(
+        f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+        f"{format_bytes(sum(nbytes.values()))} of parameters, and as much for gradients and each moment of the "
+        f"optimizer. The largest: {'; '.join(named)}. {' '.join(cures)} If it is meant, pass whole_ok=True.",
+        key,
+    )
+
+
+def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> Any:
+    """A function that returns why each parameter of the model is split or whole, as its wrappers decide."""
+
+    def reasons() -> dict[str, Reason]:
+        plan = plan_sharding(model, mesh.shape, *inputs, rng=rng, **kwargs)
+        of_params = [row for row in plan.rows if row.collection == PARAMETERS]
+        return {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
+
+    return reasons
+
+
+def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
+    """Warns of layers that a wrapped module gathers all at once."""
+    new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _warned}
+    if mesh.size == 1 or not new:
+        return
+    _warned.update(new.items())
+    named = joined([f"{name!r} scans over layers of {cls}" for name, cls in new.items()])
+    _warn(
+        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. Wrap "
+        f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
+        "time. If it is meant, pass whole_ok=True."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- axes and means
 
 
-def warn_of_idle_axes(
-    mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]
-) -> None:
-    """Tells of axes along which all devices compute the same: no spec names them, and no equation of ``jaxpr()``."""
+def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
+    """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr()`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
     split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
-    if not idle or ("idle", mesh, idle) in _told:
+    if not idle or ("idle", mesh, idle) in _warned:
         return
-    if idle := idle - Axes().union(*map(all_named_axes, jaxpr().eqns)):
+    if idle := idle - all_named_axes(jaxpr().eqns):
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
@@ -183,11 +249,11 @@ def warn_of_idle_axes(
 
 
 def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
-    """Tells of floats beside the loss, at the paths ``aux``, that are averaged over ``count`` and are no means of rows.
+    """Warns of floats beside the loss, at the paths ``aux``, that are no means: they will be averaged over ``count``.
 
-    Names are looked at first; then ``jaxpr()`` of the loss function, whose results they are, says how they were made.
+    Only names that look like sums or maxima are checked: ``jaxpr()``, whose results the floats are, is costly.
     """
-    looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _told]
+    looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
         return
     made = dict(zip(aux, _makers(jaxpr().jaxpr), strict=True))
@@ -222,7 +288,7 @@ def _maker(jaxpr: Any, atom: Any) -> str:
 
 
 def warn_of_padding(batch: PyTree) -> None:
-    """Tells of rows that ``shard_batch`` has appended, in a batch without what could be their weights."""
+    """Warns of rows that ``shard_batch`` has appended, if no leaf of the batch could be their weights."""
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     found = [of_leaf for _, leaf in leaves if (of_leaf := padded_rows_of(leaf))]
     named = any(LOOKS_LIKE_WEIGHTS.search(path) or value_dtype(leaf).kind == "b" for path, leaf in leaves)

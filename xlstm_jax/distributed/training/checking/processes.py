@@ -1,12 +1,12 @@
-"""What the processes of a run hand in once: the key of the initial parameters, and the first batch of a step.
+"""Compares what processes pass: the key of the initial parameters, and the first batch of a step.
 
-Nothing on a device sees that processes disagree here: each goes on with its own value of what is declared equal, or all
-train on the same rows. So they compare, through the store and not on devices, and only the first time:
+No device sees that processes disagree here: each goes on with its own value of what should be equal, or all train on
+the same rows. So processes compare, once, through the store and not on devices:
 
-  key, scalars, arrays that are no global ones   equal in all processes, or a ``ValueError`` in all of them
-  shapes, dtypes, shardings                      the same
-  rows of global arrays                          equal where processes hold the same rows, as copies; where they hold
-                                                 others, rows that are equal all the same are told in a warning
+  key, scalars, process-local arrays   equal, or all processes raise a ``ValueError``
+  shapes, dtypes, shardings            equal, or all raise
+  rows of global arrays                equal where processes hold copies of the same rows, or all raise; where they
+                                       hold different rows and pass equal values, all warn
 """
 
 import json
@@ -57,7 +57,7 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
-    """Those that must hand in the same; none where nothing is handed in, but traced."""
+    """The processes of the mesh, which must pass the same; none in a single process, and none while tracing."""
     leaves = jax.tree.leaves(given)
     if not isinstance(mesh, Mesh) or not jax.distributed.is_initialized():
         return []
@@ -71,7 +71,7 @@ def _is_split(leaf: Any) -> bool:
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:
-    """Which rows this process holds and what they are, as two digests; the second is empty where they are all alike."""
+    """As JSON: digests of which rows this process holds and of their values, and whether any two rows differ."""
     where, what, vary = [], [], False
     for path, leaf in rows.items():
         values = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf

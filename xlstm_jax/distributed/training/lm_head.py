@@ -8,11 +8,11 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 
-from xlstm_jax.distributed.training.losses.cross_entropy import DEFAULT_CHUNK_SIZE, TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.cross_entropy import DEFAULT_CHUNK_SIZE, TokenLosses, chunked_cross_entropy
 
 
 class LMHead(nn.Module):
-    """``nn.Dense(features, use_bias=False)`` whose losses can be had without its logits.
+    """``nn.Dense(features, use_bias=False)`` that can also compute losses without its logits.
 
     The parameter, ``kernel[d, features]``, has the name and the initial values that it has in ``nn.Dense``, so that
     checkpoints of one fit the other. ``shard_module_params(LMHead, "fsdp")`` gathers it for either method.

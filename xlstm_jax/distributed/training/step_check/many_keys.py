@@ -1,8 +1,8 @@
-"""Steps whose random numbers nobody can follow: means over many keys, of the step and of one device.
+"""Steps that draw from unknown keys: means over many keys, of the step and of one device, are compared.
 
-Neither is known exactly, and both have a standard error. Each mean of the step is so many times that of one device,
-which least squares tell, and a rest beside it. The keys are doubled until ``SURE`` standard errors of both are less
-than half of the way from 1 to the next number of devices, 1/2.
+Both means have a standard error. Least squares split the mean of the step into a multiple of the mean of one device,
+and a rest. The number of keys is doubled until ``SURE`` standard errors of both are less than half the way from 1 to
+the next ratio that is a number of devices, 1/2.
 
   right         each ratio is within SURE standard errors of 1, and no rest is beyond them
   wrong         one is not
@@ -27,9 +27,9 @@ Sample = Callable[[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
 
 
 class Ratio(NamedTuple):
-    """What the mean of a step is of the mean of one device: ``value`` times it, and ``rest`` beside it, relatively.
+    """The mean of a step is ``value`` times the mean of one device, and a rest whose relative norm is ``rest``.
 
-    ``allowed`` is what noise explains of either: so many standard errors.
+    ``allowed`` is how much of either noise explains: ``SURE`` standard errors.
     """
 
     value: float
@@ -42,7 +42,10 @@ class Ratio(NamedTuple):
 
 
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
-    """Draws ``sample(i)``, what the step and one device make of key i, until all is known; with the number of keys."""
+    """Draws ``sample(i)``, the values of the step and of one device with key i, until all ratios are known.
+
+    Returns the ratios, and the number of keys.
+    """
     ours: dict[str, list[np.ndarray]] = {}
     right: dict[str, list[np.ndarray]] = {}
     found: dict[str, Ratio] = {}
@@ -61,14 +64,15 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 
 
 def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
-    """Of [keys, values]. Each half of the keys is projected onto the mean of the other, which its noise is not in."""
+    """The ratio of values [keys, values]. Each half of the keys is projected onto the mean of the other half, whose
+    noise is independent."""
     half, count = len(right) // 2, len(right)
     if not right.any():
         return Ratio(1.0 if not ours.any() else math.inf, 0.0, 0.0)
     halves = (slice(half), slice(half, None)), (slice(half, None), slice(half))
     along = [(ours[own] @ right[other].mean(0), right[own] @ right[other].mean(0)) for own, other in halves]
     a, b = (np.concatenate(parts) for parts in zip(*along, strict=True))
-    size = b.mean()  # the square of the norm of what is right
+    size = b.mean()  # the squared norm of the mean of one device
     if size <= 0:
         return Ratio(math.nan, 0.0, math.inf)
     value = float(a.mean() / size)
@@ -82,7 +86,7 @@ def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr, where it takes longer than a few seconds and somebody looks."""
+    """A progress bar on stderr, once it has taken some seconds."""
     columns = TextColumn("check_step, keys"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     task, start = progress.add_task("", total=MOST_KEYS), time.monotonic()

@@ -1,15 +1,15 @@
-"""What a model keeps beside its parameters: what a state can carry of it, and what a loss function returns of it.
+"""The collections that a model keeps beside its parameters (``batch_stats``): which a state can hold, and their update.
 
-  init    refused: what is of single examples (a cache), and what the model has sown
+  init    refused: values of single examples (a cache), and what the model has sown
   step    loss_fn(params, apply_fn, batch, rng, collections) -> (loss, updated)
           the leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on all devices
 
-Whether they are equal, types and equations tell (``varying``), before anything is computed. A value that every device
-computes of its own examples is refused: it has no place among values that devices share, and training would go on
-differently on each of them, without a word under ``check_vma=False``.
+Types and equations tell whether they are equal (``varying``), before anything is computed. A value that each device
+computes from its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on
+with a value of its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,20 +20,25 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.branches import differing_args
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.training.checking.arguments import binds
-from xlstm_jax.distributed.training.varying import Axes, differing_axes
+from xlstm_jax.distributed.training.loss import Loss
+from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
+
+
+def collections_of(state: Any) -> Mapping[str, PyTree]:
+    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    return getattr(state, "collections", {})
 
 
 # ------------------------------------------------------------------------------------------------- of model.init
 
 
 def check_kept(collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` where a collection of ``model.init`` is not one that devices can share."""
+    """Raises a ``ValueError`` where devices cannot share a collection that ``model.init`` made."""
     for name, collection in collections.items():
         rest = ["params", *(other for other in collections if other != name)]
         cure = f"Leave it out of the state: create_train_state(..., mutable={rest})."
@@ -55,8 +60,8 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 
 def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``TypeError`` where the function of an evaluation takes collections and the state has none, or else."""
-    if not _takes_the_other(eval_fn, 4, 3, collections):
+    """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
+    if binds(eval_fn, 3 + bool(collections)) or not binds(eval_fn, 3 + (not collections)):
         return
     if collections:
         raise TypeError(
@@ -70,8 +75,8 @@ def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mappi
 
 
 def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``TypeError`` where a loss function takes collections and the state has none, or the reverse."""
-    if not _takes_the_other(loss_fn, 5, 4, collections):
+    """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
+    if binds(loss_fn, 4 + bool(collections)) or not binds(loss_fn, 4 + (not collections)):
         return
     if collections:
         raise TypeError(
@@ -86,17 +91,11 @@ def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[st
     )
 
 
-def _takes_the_other(function: Callable[..., Any], with_them: int, without: int, collections: Any) -> bool:
-    """Whether a function takes the number of arguments that would be right if there were collections, or were none."""
-    needed, other = (with_them, without) if collections else (without, with_them)
-    return not binds(function, needed) and binds(function, other)
-
-
 def readable(collections: PyTree) -> PyTree:
-    """The collections as a model reads them inside ``shard_map``: of a leaf in a box the shard of this device.
+    """The collections as a model reads them inside ``shard_map``: a leaf in a box is the shard of this device.
 
-    (A box of Flax would constrain its sharding as it is read, which is an error where mesh axes are manual.) Parameters
-    of a second model, in the library's own boxes, are gathered where they are read.
+    A box of Flax is replaced: when it is read it constrains its sharding, which is an error inside ``shard_map``. The
+    library's own boxes stay: they hold parameters of a second model, which are gathered where they are read.
     """
 
     def shard(leaf: Any) -> Any:
@@ -106,19 +105,16 @@ def readable(collections: PyTree) -> PyTree:
 
 
 def updated_collections(
-    loss_fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    updated: Any,
-    axes: tuple[str, ...],
+    loss: Callable[..., Loss], args: tuple[PyTree, ...], updated: Any, axes: tuple[str, ...]
 ) -> PyTree:
-    """What the loss function has made of the collections, ``args[-1]``, equal on all devices by type too.
+    """The collections that a loss function has updated, equal on all devices also by their types.
 
     Args:
-      loss_fn: ``loss_fn(*args)`` -> (anything, ``updated``).
+      loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
-      updated: what it has returned.
+      updated: the collections that it has returned.
     Raises:
-      TypeError, ValueError: ``updated`` has other leaves than the collections, or one that differs between devices.
+      TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
     new = _like_before(args[-1], updated)
     leaves = trees.leaves_with_path(new)
@@ -127,7 +123,7 @@ def updated_collections(
         return new
 
     def again(*args: Any) -> list[Any]:
-        return jax.tree.leaves(_like_before(args[-1], loss_fn(*args)[1]))
+        return jax.tree.leaves(_like_before(args[-1], loss(*args).collections))
 
     in_fact = differing_axes(again, args, differing_args(args, axes))
     found = zip(leaves, of_types, in_fact, strict=True)
@@ -136,7 +132,7 @@ def updated_collections(
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
-    """``updated`` in the tree and the dtypes of ``before``; a collection that was left out stays as it was."""
+    """``updated`` in the tree and the dtypes of ``before``; a collection that was not returned stays as it was."""
     if not isinstance(updated, Mapping):
         raise TypeError(
             f"with collections: loss_fn must return a pair whose second part is a dict of updated collections, with "
@@ -160,7 +156,7 @@ def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
 
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
-    """The value in the box of ``before``, of a dtype of its own: what is weakly typed would compile a step twice."""
+    """The updated value in the box of ``before``, and strongly typed: a weak type would compile the step twice."""
     old, new = leaf_of(before).value, leaf_of(updated).value
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
@@ -175,7 +171,7 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Any) -> Axes:
-    """The axes along which a leaf may differ between devices by its type, and is not split by its box."""
+    """The axes along which devices may hold different values: the type says so, and the box splits along others."""
     varying = collectives.varying_axes(leaf_of(leaf).value)
 
     def may_differ(axis: str) -> bool:
@@ -198,7 +194,7 @@ def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """The same values, which are equal, with types that say so: by a maximum over devices, where types are tracked."""
+    """Equal values with types that say so. Where types are tracked, a maximum over devices casts them."""
     values, treedef = jax.tree.flatten(new)
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]
     for axes in sorted(set(tracked) - {()}):
@@ -207,23 +203,3 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
         for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
             values[i] = value.astype(values[i].dtype)
     return jax.tree.unflatten(treedef, values)
-
-
-def drifting(collections: PyTree) -> Iterator[str]:
-    """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
-    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(leaf_of(leaf).value)]:
-        yield (
-            f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
-            "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
-            "axes of the batch."
-        )
-
-
-def copies_differ(value: jax.Array) -> bool:
-    """Whether devices that by its sharding hold the same values do not; reads all of them on the host."""
-    seen: dict[str, np.ndarray] = {}
-    for shard in value.addressable_shards:
-        data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
-        if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
-            return True
-    return False

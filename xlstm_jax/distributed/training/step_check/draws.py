@@ -1,7 +1,7 @@
-"""Keys whose draws are all the same: a loss with dropout as a function of its batch alone.
+"""Keys whose draws are all the same: with them a loss with dropout is a function of its batch alone.
 
-What a loss is worth on a whole batch and on its slices can only be compared where both draw the same, and no key draws
-the same for a batch of 64 as for eight of 8. The keys of ``constant_key`` do: each draw is the same part u of its
+The loss of a batch can be compared with the losses of its slices only if both draw the same numbers, and an ordinary
+key draws other numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same part u of its
 range, whatever the shape, the device and the number of splits before it. With the first u, 1/32,
 
   bernoulli(keep)   is true for all keep > 1/32: dropout keeps all, and scales
@@ -9,9 +9,9 @@ range, whatever the shape, the device and the number of splits before it. With t
   permutation       is the order as it was
   rejection loops   end: after 64 splits draws move on from one split to the next
 
-Where a loss is not finite with it, or has no gradient, another u may do. Dropout, noise and augmentation remain in the
-loss, with their factors. What cannot be reached are draws from another key: one that the loss function has closed over,
-or that the step keeps in its state; ``Traced`` tells of these.
+Where the loss is not finite with this u, or has no gradient, the next u is tried. Dropout, noise and augmentation
+remain in the loss, with their factors. Draws from another key are out of reach: a key that the loss function closes
+over, or that the step keeps in its state. ``Traced`` finds them.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.varying import named_axes
+from xlstm_jax.distributed.training.varying import all_equations, equations_of, named_axes
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
 _WORDS = 2
@@ -33,12 +33,12 @@ _DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", 
 
 
 def constant_key(u: float = CHOICES[0]) -> jax.Array:
-    """A typed key whose draws, and those of all keys made of it, are the part ``u`` of their range, everywhere."""
+    """A typed key; each draw from it, and from keys split or folded from it, is the part ``u`` of its range."""
     return jax.random.key(np.uint32(u * 2**32), impl=_constant())
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is one key, typed or of the old style, uint32[2]."""
+    """Whether a leaf is a typed key, or a key of the old style, uint32[2]."""
     if not hasattr(leaf, "dtype"):
         return False
     return is_prng_key(leaf) or (leaf.dtype == jnp.uint32 and jnp.shape(leaf) == (_WORDS,))
@@ -69,7 +69,7 @@ def _constant() -> Any:
 
 
 def _seed(word: Any) -> jax.Array:
-    """How many splits there were before, and 32 bits to draw."""
+    """A key is [the number of splits before it, the 32 bits that it draws]."""
     return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
 
 
@@ -91,11 +91,11 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Traced(NamedTuple):
-    """What the equations of a function tell.
+    """What the equations of a function say.
 
-    ``draws``: it draws random numbers; ``foreign``: from other keys than constant ones, too. ``axes``: the mesh axes
-    along which it communicates, or asks where a device is. ``eps`` is the distance from 1 to the next number of the
-    narrowest floating dtype that it computes in, float8 left out.
+    ``draws``: whether it draws random numbers, and ``foreign``: whether from keys that are not constant. ``axes``: the
+    mesh axes along which it communicates, or asks for a device's index. ``eps``: that of the narrowest floating dtype
+    that it computes in, apart from float8.
     """
 
     draws: bool
@@ -105,11 +105,11 @@ class Traced(NamedTuple):
 
 
 def traced(jaxpr: Any) -> Traced:
-    """Looks at all equations of a jaxpr, and of those within."""
+    """Reads all equations of a jaxpr, and of the jaxprs within."""
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0
-    for eqn in all_equations(jaxpr):
+    for eqn in all_equations(equations_of(jaxpr)):
         axes |= named_axes(eqn)
         if eqn.primitive.name in _DRAWING:
             draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
@@ -118,16 +118,6 @@ def traced(jaxpr: Any) -> Traced:
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
                 eps = max(eps, float(jnp.finfo(dtype).eps))
     return Traced(draws, foreign, axes, eps)
-
-
-def all_equations(jaxpr: Any) -> Any:
-    """The equations of a jaxpr, and of those that they hold."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else [param]:
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from all_equations(inner)
 
 
 def _is_constant(atom: Any) -> bool:

@@ -71,8 +71,8 @@ def chunked_cross_entropy(
     hidden, kernel, labels = jnp.asarray(hidden), jnp.asarray(kernel), jnp.asarray(labels)
     _check(hidden, kernel, labels, vocab_dim, chunk_size)
     dtype = jnp.promote_types(hidden.dtype, kernel.dtype)
-    # Cast outside of the rule below, which then has cotangents that vary as its inputs do: JAX transposes the cast of
-    # types to the sum over devices.
+    # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
+    # cast into the sum over devices.
     axes = frozenset().union(*map(collectives.varying_axes, (hidden, kernel, labels)))
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     arrays = collectives.to_varying((hidden.astype(dtype), kernel.astype(dtype), labels), sorted(axes))

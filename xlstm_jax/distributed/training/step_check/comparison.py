@@ -1,14 +1,14 @@
-"""Gradients beside those that they should be, leaf by leaf, and how far rounding may have moved them.
+"""Gradients of a step compared with the right ones, leaf by leaf, and how much rounding may have changed them.
 
-A leaf is as it should be where the norm of the difference is below the sum of
+A leaf is right where the norm of the difference is at most the sum of
 
-  64 eps(float32)       of its own norm: sums in another order. (eps(float64) for such leaves.)
-  4 eps(float32)        of what a leaf of its size has on average: one whose gradient is 0 but for rounding
-  8 x what shaking does the reference again, all parameters and inputs times 1 + u eps, u in (-1, 1), eps that of the
-                        narrowest dtype that it computes in: measured where the first two do not suffice
-  the wire              what the dtype of a reduce-scatter, or the format of copies' sums, may round
+  64 eps(float32)       of the leaf's norm: sums in another order. (eps(float64) where all leaves have that dtype.)
+  4 eps(float32)        of the norm that a leaf of its size has on average: for gradients that are 0 but for rounding
+  8 x a shake           the change of the reference when all parameters and inputs are multiplied by 1 + u eps, u in
+                        (-1, 1), eps of the narrowest dtype that it computes in; measured where the above is too little
+  the wire              what the dtype of a reduce-scatter, or the format of sums over copies, may round
 
-Whatever is beyond it is no rounding. What it is, the ratio tells: a number of devices, or none.
+A larger difference is no rounding. The ratio then says what it is: a number of devices, or something else.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS
-from xlstm_jax.distributed.training.checking.comparing.one_device import Found
+from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes
 
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
@@ -33,11 +33,11 @@ PACKED_TWICE = 2  # terms, and their mean
 
 
 class LeafCheck(NamedTuple):
-    """One leaf of the parameters: what the step made of it is ``ratio`` times the right value, to ``error``.
+    """One leaf of the parameters: the step's gradient is ``ratio`` times the right one, plus a rest.
 
-    ``axes`` are those that split it, ``error`` the norm of what is left over, relative to what is right, and
-    ``tolerance`` what rounding explains of that, and of the ratio's distance from 1. ``copies_differ``: devices that
-    should hold the same hold different values.
+    ``error`` is the norm of the rest relative to the right gradient; ``tolerance`` is how much rounding explains of
+    ``error`` and of the ratio's distance from 1. ``axes`` split the leaf. ``copies_differ``: devices that should hold
+    the same values do not.
     """
 
     path: str
@@ -49,7 +49,7 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Whether what is right is itself no more than rounding, so that there is no ratio."""
+        """Whether the right gradient is itself no more than rounding, so that there is no ratio."""
         return self.tolerance == NO_RATIO
 
     @property
@@ -81,8 +81,8 @@ def compare_leaves(
 ) -> list[LeafCheck]:
     """One ``LeafCheck`` for each leaf of ``right``.
 
-    ``wire`` is what the communication of a leaf may round, as a norm; ``shaken`` what ``right`` is after a shake, asked
-    for where it matters; ``eps`` that of float32, or of float64 where all is.
+    ``wire`` is the norm of what the communication of a leaf may round. ``shaken`` computes ``right`` after a shake; it
+    is called only if it matters. ``eps`` is that of float32, or of float64 where all leaves have that dtype.
     """
     total = math.sqrt(sum(float(leaf @ leaf) for leaf in right.values()))
     typical = total / math.sqrt(sum(leaf.size for leaf in right.values()) or 1)
@@ -100,7 +100,7 @@ def compare_leaves(
 def _compared(
     path: str, axes: tuple[str, ...], got: np.ndarray, right: np.ndarray, norm: float, allowed: float
 ) -> LeafCheck:
-    """By least squares. Ratio 1 and error 0 where what is right is itself no more than rounding, and so is ``got``."""
+    """By least squares; ratio 1 and error 0 where both gradients are no more than rounding."""
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)
@@ -110,7 +110,7 @@ def _compared(
 
 
 def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Whether a loss is the right one to rounding, and how far rounding may have moved it, relatively."""
+    """Whether a loss is right to rounding, and how much rounding may have changed it, relatively."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
         allowed += SHAKEN * abs(shaken() - right)
@@ -118,9 +118,11 @@ def same_number(got: float, right: float, shaken: Callable[[], float], eps: floa
 
 
 def of_wire(params: PyTree, found: Found) -> dict[str, float]:
-    """For each leaf whose gradient travels narrowly, the norm of what that may round: at most half a last place for
-    each term and each sum of N, of terms as large as those of the devices are on average; in blocks, half the distance
-    of two codes for the terms and for their mean."""
+    """For each leaf whose gradient travels in a narrow dtype, the norm of what that dtype may round.
+
+    Each term and each sum of N is rounded by at most half a unit in the last place; the terms are as large as those of
+    the devices are on average. In blocks, the terms and their mean are each rounded by half the distance of two codes.
+    """
     bounds = {}
     for path, leaf in trees.leaves_with_path(params):
         if path not in found.sizes:
@@ -150,15 +152,20 @@ def _rounding(dtype: str, leaf: Any) -> float:
 
 
 class Multiple(NamedTuple):
-    """A ratio read as a number of devices, those along ``axes``, or as 1 over it."""
+    """A ratio, read as the number of devices along ``axes``, or as 1 over that number."""
 
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"
     axes: str = ""
 
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a number of devices, or 1 over it."""
+        return self.kind in ("summed", "divided")
+
     @classmethod
     def of(cls, ratio: float, sizes: dict[str, int], tolerance: float) -> "Multiple":
-        """``sizes`` are those of the axes, and of whatever else splits a batch (``num_minibatches``)."""
+        """``sizes`` are the sizes of the axes, and of whatever else splits a batch (``num_minibatches``)."""
         if abs(ratio - 1) <= tolerance:
             return cls("equal")
         for axes in _subsets(sizes):

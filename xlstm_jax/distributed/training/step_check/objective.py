@@ -1,13 +1,13 @@
-"""Whether a loss is a mean over rows; and if it is not, what it is.
+"""Whether a loss is a mean over rows; and what it is otherwise.
 
-With L of the whole batch and L_1 .. L_n of its slices, g their gradients, and draws that are the same everywhere:
+With the loss L of the whole batch, L_1 .. L_n of its slices, their gradients g, and draws that are the same everywhere:
 
   L = mean of L_i, g = mean of g_i      a mean over rows
   L = n x the mean                      a sum over rows; or it was divided by the global batch
   g = sum of c_i g_i, L = sum of c_i L_i, sum of c_i = 1      a mean of rows with weights
   g = sum of c_i g_i                    a function of a mean: a root, a logarithm
-  L of the batch twice - L = L          .. in part a sum over rows
-  L of the batch twice differs from L   rows are compared with each other: negatives
+  L of [batch, batch] grows like a sum   in part a sum over rows
+  L of [batch, batch] differs otherwise  rows are compared with each other: negatives
   anything else                         a statistic of the batch: a variance, a rank, a largest value
 """
 
@@ -19,35 +19,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.distributed.training.checking.comparing import causes
-from xlstm_jax.distributed.training.checking.comparing.comparison import LeafCheck, Multiple, flat
-from xlstm_jax.distributed.training.checking.comparing.draws import constant_like
-from xlstm_jax.distributed.training.checking.comparing.one_device import Found, OneDevice
+from xlstm_jax.distributed.training.step_check import report
+from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
+from xlstm_jax.distributed.training.step_check.draws import constant_like
+from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
 from xlstm_jax.wording import format_axes
 
 MOST_DRAWS = 256
-FITS = 1e-4  # a fit to that is no accident: there are several times as many gradients as slices
+FITS = 1e-4  # a fit this good is no accident: there are several times as many values of gradients as slices
 
 
 def why_no_mean(
-    one: OneDevice, rng: Any, mean: Found, whole: Found, same: list[LeafCheck], sizes: dict[str, int], tolerance: float
+    one: OneDevice,
+    rng: Any,
+    mean: Found,
+    whole: Found,
+    same: list[LeafCheck],
+    times: Multiple,
+    sizes: dict[str, int],
+    tolerance: float,
 ) -> Iterator[str]:
-    """What a loss is that is not the mean of what it is on slices, and what to do about it.
+    """What a loss is whose value on the batch is not the mean of its values on slices, and what to do about it.
 
     Args:
       one, rng: the loss, and the key with which ``mean`` and ``whole`` were computed.
-      mean, whole: of the slices, and of the batch.
-      same: the gradients of the slices beside those of the batch.
-      sizes: of the axes that split the batch.
-      tolerance: what rounding does to the ratio of the two losses.
+      mean, whole: the loss and gradients of the slices, and of the whole batch.
+      same: the gradients of the slices, compared with those of the batch.
+      times: the loss of the slices over the loss of the batch.
+      sizes: the number of parts by each axis that splits the batch, and by minibatches.
+      tolerance: how much rounding may change the ratio of the two losses.
     """
-    minibatches = one.loss.num_minibatches
-    sizes = sizes | ({"num_minibatches": minibatches} if minibatches > 1 else {})
-    times = Multiple.of(mean.loss / whole.loss if whole.loss else np.inf, sizes, tolerance)
-    if times.kind in ("summed", "divided") and all(_is_multiple(leaf, times, sizes) for leaf in same):
-        yield causes.of_loss(times, one.loss.weighted)
+    minibatches = one.num_minibatches
+    if times.is_count and all(_is_multiple(leaf, times, sizes) for leaf in same):
+        yield report.of_loss(times, one.loss.weighted)
         return
-    axes = format_axes(one.loss.axes)
+    axes = format_axes(one.axes)
     is_not = f"the loss is no mean over rows: {mean.loss:.6g} as the mean of its slices, {whole.loss:.6g} of the batch"
     if minibatches > 1 and _is_same(one.slices(rng, minibatches=1), whole, tolerance):
         yield (
@@ -85,15 +91,16 @@ _CURES = {
 
 
 def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Multiple | None:
-    """The mean of the slices over the loss of the batch, both averaged over draws; None where that is no multiple.
+    """The mean of the slices over the loss of the batch, both averaged over draws; None where it is no multiple.
 
-    Where a row's draw goes by its position (stratified times of a diffusion model), slices and batch differ with any
-    one u, but not in the mean over as many u as the batch has rows, evenly spread.
+    What a row draws may depend on its position (stratified times of a diffusion model). With each u slices and batch
+    then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
     keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
-    pairs = [pair for pair in ((one.slices(key), one.whole(key)) for key in keys) if all(map(_is_finite, pair))]
+    pairs = [(one.slices(key), one.whole(key)) for key in keys]
+    pairs = [(mean, whole) for mean, whole in pairs if mean.is_finite and whole.is_finite]
     if not pairs:
         return None
     (mean, whole), (of_mean, of_whole) = (
@@ -107,9 +114,10 @@ def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Mult
 
 
 def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
-    """Whether the loss of two halves, with the same draws, is that of the halves with every other row exchanged.
+    """Whether the halves of the batch have the same loss, added, after every other row is exchanged between them.
 
-    It is for a mean, or a sum, over rows, also where a row's draws depend on its position; for no other loss.
+    They have if the loss is a mean or a sum over rows, also where a row's draws depend on its position; no other loss
+    has this property.
     """
 
     def half(rest: int, other: int) -> Found:
@@ -155,7 +163,7 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
 
 def _parts(one: OneDevice, rng: Any) -> Iterator[Found]:
     """The slices by themselves."""
-    count = one.devices * one.loss.num_minibatches
+    count = one.devices * one.num_minibatches
 
     def rows(x: Any, i: int) -> Any:
         size = len(x) // count if np.ndim(x) else 0
@@ -163,10 +171,6 @@ def _parts(one: OneDevice, rng: Any) -> Iterator[Found]:
 
     for i in range(count):
         yield one.whole(rng, batch=jax.tree.map(partial(rows, i=i), one.batch))
-
-
-def _is_finite(found: Found) -> bool:
-    return bool(np.isfinite(found.loss) and np.all(np.isfinite(_vector(found))))
 
 
 def _vector(found: Found) -> np.ndarray:

@@ -1,13 +1,14 @@
-"""``check_step``: one step on the mesh beside one device, and what the difference says.
+"""``check_step``: runs one step on the mesh, computes it on one device, and says what the difference means.
 
-  the step         with the same draws as each device's rows on one device, one part after another: to rounding
-  its loss         of the whole batch, and the mean of its slices: whether it is a mean over rows
-  its parameters   whether each that is to be trained gets a gradient
+  the step         equals, to rounding, each device's rows computed one after another with the same draws
+  its loss         is a mean over rows: the loss of the whole batch is the mean over its slices
+  its parameters   each trainable parameter gets a gradient
 
-A step that averages wrongly still trains, only worse, and no type shows it. But its gradients are then the right ones
-times a number of devices, and which leaves and which number tell the mistake (``causes``).
+A step that averages wrongly still trains, only worse, and no type shows it. But its gradients are then a multiple of
+the right ones: which leaves, and which multiple, name the mistake (``report``).
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,13 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.checking.comparing.one_device import OneDevice, StepLoss, count_of
-from xlstm_jax.distributed.training.checking.comparing.verdicts import Comparison, StepCheck
-from xlstm_jax.distributed.training.gradients import LossOutput
+from xlstm_jax.distributed.training.accumulation import Accumulation
+from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
+from xlstm_jax.distributed.training.step import MadeStep, StepOptions
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, count_of
+from xlstm_jax.distributed.training.step_check.report import StepCheck
+from xlstm_jax.distributed.training.step_check.verdicts import Comparison
 
 
 def check_step(
@@ -37,8 +41,8 @@ def check_step(
 ) -> StepCheck:
     """Runs one step on the mesh, and compares its gradients with those of one device.
 
-    Use it once, on a small model and batch, for a step of your own or after a change. The state is not changed, nor
-    donated. One device holds the whole model and batch meanwhile; all devices must belong to this process.
+    Use it once, on a small model and batch, for a step of your own or after a change. The state is neither changed nor
+    donated. While it runs, one device holds the whole model and batch; all devices must belong to this process.
 
     >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.sum(apply_fn({"params": params}, batch) ** 2)  # not a mean
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
@@ -51,35 +55,38 @@ def check_step(
       step: ``step(state, batch, rng, *rest) -> (state, metrics, ...)``, of ``make_train_step`` or your own.
       state: a ``TrainState``, on a mesh.
       batch: a batch with global leaves, as the step takes it.
-      rng: a key, as the step takes it. One device draws what each device of a step of ``make_train_step`` draws. A step
-        of your own is given a key whose draws are the same everywhere, so that it need not be known how it folds them;
-        one that draws from other keys is compared by means over many.
-      loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, what the step is to minimise, the mean over whatever batch it
-        is given; None: that of ``make_train_step``. It takes and returns collections where the state has some.
-      weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used where it is None.
+      rng: a key, as the step takes it. For a step of ``make_train_step`` one device draws what all devices draw. A
+        step of your own gets a key whose draws are the same everywhere, however it folds the key; if it draws from
+        other keys, means over many keys are compared.
+      loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, what the step should minimise: the mean over the batch that it
+        gets. None for the loss of ``make_train_step``. It takes and returns collections where the state has some.
+      weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used without ``loss_fn``.
     Returns:
-      A ``StepCheck``. "cannot tell" is said of steps of your own alone.
+      A ``StepCheck``. Only for a step of your own can its verdict be "cannot tell".
     Raises:
-      ValueError: ``loss_fn`` is missing, the parameters are not on a mesh, or not all in this process.
+      ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
-    ready = _loss_of(step)
-    if ready is None and loss_fn is None:
+    options = _options_of(step)
+    if options is None and loss_fn is None:
         raise ValueError(
             "check_step: this step is not of make_train_step. Pass loss_fn=, a loss_fn(params, apply_fn, batch, rng) "
             "that returns the mean loss over the batch that it is given."
         )
     mesh = _mesh_of(state.params)
-    if ready is not None:
-        loss = ready if loss_fn is None else ready._replace(loss_fn=loss_fn, weighted=weighted, has_aux=has_aux)
-        return Comparison(step, state, (batch, rng, *rest), OneDevice(loss, state, batch, mesh)).of_ready_step()
-    assert loss_fn is not None
-    loss = StepLoss(loss_fn, weighted, has_aux, _likely_axes(state.params, batch, mesh))
-    return Comparison(step, state, (batch, rng, *rest), OneDevice(loss, state, batch, mesh)).of_own_step()
+    given = (batch, rng, *rest)
+    loss = LossFunction(loss_fn, weighted, has_aux) if loss_fn is not None else None
+    if options is not None:
+        one = OneDevice(loss or options.loss, options.accumulation, state, batch, mesh)
+        return Comparison(step, state, given, one).of_ready_step()
+    assert loss is not None
+    how = Accumulation(_likely_axes(state.params, batch, mesh))
+    return Comparison(step, state, given, OneDevice(loss, how, state, batch, mesh)).of_own_step()
 
 
-def _loss_of(step: Callable[..., Any]) -> StepLoss | None:
-    loss = getattr(getattr(step, "__wrapped__", step), "loss", None)
-    return loss if isinstance(loss, StepLoss) else None
+def _options_of(step: Callable[..., Any]) -> StepOptions | None:
+    """What ``make_train_step`` was given to make the step, also where ``jit`` or a decorator has wrapped the step."""
+    made = inspect.unwrap(step, stop=lambda wrapped: isinstance(wrapped, MadeStep))
+    return made.options if isinstance(made, MadeStep) else None
 
 
 def _mesh_of(params: PyTree) -> Mesh:
@@ -100,7 +107,7 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 
 def _likely_axes(params: PyTree, batch: PyTree, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which a step of somebody's own splits its batch: all but the model's own, where they divide it."""
+    """The axes over which a user's own step splits its batch: all but tensor-parallel ones, if they divide it."""
     own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]

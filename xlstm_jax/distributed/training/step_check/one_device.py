@@ -1,17 +1,18 @@
-"""What a step should compute, computed on one device: the plain model with whole weights, and no gather.
+"""What a step should compute, computed on one device: the plain model with unsharded weights, and no gather.
 
-  slices   part (i, j) of the batch, of device i and minibatch j, with the key that this device has there; one part
-           after another, and then the mean of losses and gradients, by weight where losses have weights
-  whole    the batch at once
+  slices   slice (i, j) is the batch of device i in minibatch j, with the key that the device has there; slices run one
+           after another, then their losses and gradients are averaged, by weight where losses have weights
+  whole    the whole batch at once
 
-A step that averages rightly returns what the slices come to: with the same draws, and therefore to rounding. A loss
-that is a mean over rows is the same of the slices and of the whole batch, where draws are the same (``draws``).
+A step that averages rightly returns the mean of the slices: draws are the same, so it differs by rounding alone. If the
+loss is a mean over rows, slices and whole batch agree too, provided that both draw the same numbers (``draws``).
 
-A loss that communicates along a mesh axis (statistics over devices) has no slices that can be computed one after
-another. They are then computed on the mesh, each device with whole weights, and differentiated from outside, by JAX.
+Slices of a loss that communicates along a mesh axis (statistics over devices) cannot be computed one after another.
+They are computed on the mesh, where each device has unsharded weights, and JAX differentiates the ``shard_map``.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +28,10 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.training.checking.collections import readable
-from xlstm_jax.distributed.training.checking.comparing.draws import Traced, folded, traced
-from xlstm_jax.distributed.training.gradients import LossOutput
-from xlstm_jax.distributed.training.state import collections_of
+from xlstm_jax.distributed.training.accumulation import Accumulation
+from xlstm_jax.distributed.training.collections import collections_of, readable
+from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
 MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # products of float32 at default precision: in bfloat16, in TF32
@@ -38,35 +39,32 @@ COARSEST_EPS = 2.0**-7  # of bfloat16; what rounds coarser (float8) does so once
 WHOLE = PartitionSpec()
 
 
-class StepLoss(NamedTuple):
-    """The loss of a step, and how it is spread; ``make_train_step`` leaves one on its step, for ``check_step``."""
-
-    loss_fn: Callable[..., LossOutput]
-    weighted: bool
-    has_aux: bool
-    axes: tuple[str, ...] = ()  # of the batch
-    num_minibatches: int = 1
-
-    def terms(self, params: PyTree, apply_fn: Any, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
-        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
-        out: Any = self.loss_fn(params, apply_fn, batch, rng, *kept)
-        out, kept = (out[0], ({**kept[0], **readable(dict(out[1]))},)) if kept else (out, ())
-        out = out[0] if self.has_aux else out
-        total, weight = out if self.weighted else (out, 1)
-        wide = wide_dtype(jnp.result_type(total))
-        return jnp.asarray(total, wide), (lax.stop_gradient(jnp.asarray(weight, wide)), kept)
-
-
 class Found(NamedTuple):
-    """A loss, and gradients by path; ``sizes`` are means over the parts of what the gradients' absolute values are."""
+    """A loss, and gradients by path; ``sizes`` are the absolute values of gradients, averaged over slices."""
 
     loss: float
     grads: dict[str, jax.Array]
     sizes: dict[str, jax.Array]
 
+    @property
+    def not_finite(self) -> list[str]:
+        """The leaves whose gradients are not finite."""
+        values = {path: np.asarray(leaf, np.complex128) for path, leaf in self.grads.items()}
+        return [path for path, leaf in values.items() if not np.all(np.isfinite(leaf))]
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.loss)) and not self.not_finite
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient is not 0."""
+        return any(np.any(leaf) for leaf in self.grads.values())
+
 
 class _Weights(NamedTuple):
-    """The parameters: those that take a gradient, the same again, as rounded as they arrive or None, and all others."""
+    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 or 4 bits, or None; ``rest`` all
+    others."""
 
     base: list[Any]
     rounded: list[Any]
@@ -76,8 +74,10 @@ class _Weights(NamedTuple):
 class OneDevice:
     """The loss of a step, its state and a batch, on the first device of the mesh."""
 
-    def __init__(self, loss: StepLoss, state: Any, batch: PyTree, mesh: Mesh):
-        self.loss, self.mesh, self._apply_fn = loss, mesh, state.apply_fn
+    def __init__(self, loss: LossFunction, how: Accumulation, state: Any, batch: PyTree, mesh: Mesh):
+        self.loss = replace(loss, has_collections=bool(collections_of(state)))
+        self.axes, self.num_minibatches = how.axes, how.num_minibatches
+        self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
         self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
         self._leaves, self._put_back = trees.split_differentiable(state.params)
@@ -100,22 +100,22 @@ class OneDevice:
 
     @property
     def devices(self) -> int:
-        """How many parts of the batch there are along the axes of the mesh."""
-        return count_of(self.mesh, self.loss.axes)
+        """The number of devices that the batch is split over."""
+        return count_of(self.mesh, self.axes)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
         return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
 
     def slices(self, rng: Any, minibatches: int | None = None, shake: bool = False) -> Found:
-        """The mean over the parts of the batch, each with the key that the step gives it."""
-        count = self.loss.num_minibatches if minibatches is None else minibatches
+        """The mean over the slices, each with the key that the step gives it."""
+        count = self.num_minibatches if minibatches is None else minibatches
         if self.asks_for_axes(rng):
             return self._run(("on mesh", count), self._mean_on_mesh, rng, shake)
         return self._run(("in turn", self.devices, count), self._mean_in_turn, rng, shake)
 
     def whole(self, rng: Any, shake: bool = False, batch: PyTree = None, elsewhere: int = 0) -> Found:
-        """The loss of the whole batch, or of another one, at once; with ``elsewhere``, of quite other parameters."""
+        """The loss of the whole batch, or of ``batch``, at once; with ``elsewhere``, at quite other parameters."""
         return self._run(("in turn", 1, 1), self._mean_in_turn, rng, shake, batch, elsewhere)
 
     def _run(
@@ -153,7 +153,7 @@ class OneDevice:
         return self._traced[key]
 
     def unconnected(self, rng: Any) -> list[str]:
-        """The leaves whose gradient depends on nothing, and is 0 for that: the loss is not computed of them."""
+        """The leaves whose gradient depends on nothing, and is 0: the loss is not computed from them."""
         live, weights, batch, kept = self._inputs
         flat, treedef = jax.tree.flatten((live, batch))
 
@@ -171,10 +171,16 @@ class OneDevice:
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
+        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        return self.loss.terms(params, self._apply_fn, batch, rng, kept)
+        loss = self.loss(params, self._apply_fn, batch, rng, *kept)
+        if kept:
+            kept = ({**kept[0], **readable(dict(loss.collections))},)
+        wide = wide_dtype(jnp.result_type(loss.total))
+        weight = jnp.asarray(1 if loss.weight is None else loss.weight, wide)
+        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
         loss_and_grads = jax.value_and_grad(self._terms, has_aux=True)
@@ -207,7 +213,7 @@ class OneDevice:
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """A function that returns the sums and the weights of all devices."""
-        devices, axes = self.devices, placement.batch_spec(self.loss.axes, self.mesh)
+        devices, axes = self.devices, placement.batch_spec(self.axes, self.mesh)
         _, _, batch, kept = self._inputs
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._others))
         of_weights = _Weights(of_live, of_live, of_rest)
@@ -237,7 +243,8 @@ class OneDevice:
                 return totals.sum(), weights.sum()
 
             (total, weight), grads = jax.value_and_grad(summed, has_aux=True)(live)
-            # Those of single devices are not seen: N vectors in any direction have a mean that is sqrt(N) times less.
+            # Gradients of single devices are not seen. The mean of N vectors in random directions is sqrt(N) times
+            # smaller than each.
             return _means(total, weight, grads, [jnp.abs(g) * np.sqrt(self.devices) for g in grads])
 
         return mean
@@ -249,7 +256,7 @@ def count_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _rows(batch: PyTree, parts: tuple[int, int], at: tuple[Any, Any]) -> PyTree:
-    """The rows of part (i, j) of a batch [b, ...] in so many parts; scalars as they are."""
+    """The rows of slice (i, j) of a batch [b, ...] in ``parts`` slices; scalars as they are."""
 
     def rows(x: Any) -> Any:
         return jnp.reshape(x, (*parts, np.shape(x)[0] // (parts[0] * parts[1]), *np.shape(x)[1:]))[at]
@@ -258,7 +265,7 @@ def _rows(batch: PyTree, parts: tuple[int, int], at: tuple[Any, Any]) -> PyTree:
 
 
 def _key_of(rng: Any, device: Any, minibatch: Any, minibatches: int) -> Any:
-    """The key of a part, as ``make_train_step`` and ``accumulate_gradients`` fold it."""
+    """The key of a slice, folded as ``make_train_step`` and ``accumulate_gradients`` fold it."""
     own = folded(rng, device)
     return own if minibatches == 1 else folded(own, minibatch)
 
@@ -269,7 +276,7 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
 
 
 def _shaken(tree: PyTree, eps: float) -> PyTree:
-    """All floats times 1 + u eps, u between -1 and 1: what rounding to a dtype of that eps may have done to them."""
+    """All floats times 1 + u eps, u between -1 and 1: as much as rounding to a dtype with this eps may change them."""
     rng = np.random.default_rng(0)
 
     def shaken(x: Any) -> Any:
@@ -282,7 +289,7 @@ def _shaken(tree: PyTree, eps: float) -> PyTree:
 
 
 def _moved(live: list[Any], seed: int) -> list[Any]:
-    """Other parameters of the same size; of zeros, others of size 1/10."""
+    """Other parameters of the same size; in place of zeros, parameters of size 1/10."""
     rng = np.random.default_rng(seed)
 
     def moved(x: Any) -> Any:
@@ -302,7 +309,7 @@ def _spec_of_model(leaf: Any) -> PartitionSpec:
 
 
 def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
-    """The value in the dtype of its gather; where it travels in blocks, as rounded as it arrives."""
+    """The value in the dtype of its gather; rounded as a gather in 8 or 4 bits rounds it, if ``rounded`` is given."""
     if rounded is not None:
         return rounded + (value - lax.stop_gradient(start))
     how = leaf_of(leaf).communication
@@ -310,7 +317,7 @@ def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
 
 
 def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:
-    """What arrives of a leaf that travels in blocks of 8 or 4 bits, which depend on its shards; else None."""
+    """A leaf after its gather in 8 or 4 bits, whose rounding depends on the shards; None for other leaves."""
     over = leaf_of(leaf).gathered_axes
     if not over or leaf_of(leaf).communication.format_of(leaf_of(leaf).value) is None:
         return None

@@ -1,10 +1,10 @@
-"""What a step makes of a state, seen through an optimizer that keeps the gradients; or through the step's own.
+"""The gradients of a step: it runs with an optimizer that keeps them in its state.
 
-A step whose optimizer is its own is compared by what that makes of gradients: first moments where it has them (``mu``,
-``trace``), else updates.
+A step that uses an optimizer of its own shows no gradients. What that optimizer makes of them is compared instead:
+first moments where it has some (``mu``, ``trace``), and updates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,14 +16,17 @@ from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import true_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
-from xlstm_jax.distributed.training.state import State, collections_of, sharded_opt_state
+from xlstm_jax.distributed.training.collections import collections_of
+from xlstm_jax.distributed.training.state import State, sharded_opt_state
+from xlstm_jax.wording import listed
 
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
 
 
-class Loss(NamedTuple):
+class ReportedLoss(NamedTuple):
     """The loss that a step returns, and the eps of its dtype."""
 
     value: float
@@ -31,16 +34,22 @@ class Loss(NamedTuple):
 
 
 class SeenStep(NamedTuple):
-    """What a step made of each leaf by its path: ``got``; ``of_gradients`` makes the same of the right gradients.
+    """What a step did.
 
-    ``rounding`` is what is rounded as it is read off, as a norm; ``updates`` how often the optimizer was called;
-    ``then`` what else is to be looked at where this is right.
+    Attributes:
+      what: what ``got`` is: "gradients", "first moments" or "updates".
+      got: its value for each leaf, by path.
+      of_gradients: computes the same values from gradients.
+      loss, collections: as the step returned them.
+      rounding: the norm of what rounding may change as ``got`` is read off.
+      updates: how often the step called the optimizer.
+      then: what else to compare if this is right.
     """
 
     what: str
     got: dict[str, jax.Array]
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
-    loss: Loss | None
+    loss: ReportedLoss | None
     collections: PyTree
     rounding: Mapping[str, float] = MappingProxyType({})
     updates: int = 1
@@ -48,9 +57,9 @@ class SeenStep(NamedTuple):
 
 
 def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step with an optimizer that keeps the gradients; where the step does not take it, with its own.
+    """Runs the step with an optimizer that keeps the gradients, or if that fails with the optimizer of the state.
 
-    ``grads`` are the right gradients, or anything in their tree.
+    ``grads`` are the right gradients, or any arrays in their tree.
     """
     try:
         after, loss = _run(step, keeping_gradients(state, mesh), given)
@@ -68,7 +77,7 @@ def keeping_gradients(state: Any, mesh: Mesh) -> Any:
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
-    # What the optimizer remembers begins at 0, so that it is all of this step.
+    # From zeros, so that the moments after the step are of this step alone.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state.opt_state)
     fresh = state.replace(opt_state=zeros)
     after, loss = _run(step, fresh, given)
@@ -88,15 +97,15 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     return updates
 
 
-def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, Loss | None]:
-    """State and loss after the step, which may donate all that it is given."""
+def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
+    """State and loss after the step. It gets copies, because it may donate its arguments."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}
     if "loss" not in metrics:
         return after, None
     dtype = jnp.result_type(metrics["loss"])
-    return after, Loss(
+    return after, ReportedLoss(
         float(metrics["loss"]), float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0
     )
 
@@ -126,3 +135,23 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
     return {str(owner_of_state(path, paths)): leaf for path, leaf in moments.items()}
+
+
+def drifting(collections: PyTree) -> Iterator[str]:
+    """What to say of collections that differ between devices after the step, and should be the same on all."""
+    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(leaf_of(leaf).value)]:
+        yield (
+            f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
+            "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "
+            "axes of the batch."
+        )
+
+
+def copies_differ(value: jax.Array) -> bool:
+    """Whether devices hold different values where the sharding says that they hold the same; reads all on the host."""
+    seen: dict[str, np.ndarray] = {}
+    for shard in value.addressable_shards:
+        data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
+        if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
+            return True
+    return False

@@ -1,0 +1,199 @@
+"""What ``check_step`` says: its answer, and the sentences that name a cause and a cure.
+
+whole leaves, 8 x          summed over the 8 devices, as JAX does under check_vma=True, and not divided
+whole leaves, 1/8 x        divided twice
+all leaves, loss, 1/8 x    the loss is a sum over examples, or was divided by the global batch
+no multiple                each device kept its own, or shards of different leaves were averaged
+no gradient                the loss does not depend on the leaf
+
+Leaves with the same cause share a sentence.
+"""
+
+import html
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
+from xlstm_jax.distributed.training.step_check.one_device import Found
+from xlstm_jax.wording import format_mesh, listed
+
+_LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
+_TITLES = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False)
+RIGHT, WRONG, CANNOT_TELL = "right", "wrong", "cannot tell"
+
+
+@dataclass(frozen=True, repr=False)
+class StepCheck:
+    """What ``check_step`` found; ``print`` shows it in words.
+
+    >>> StepCheck("wrong", ("the loss is 1/8 x that of one device",), "gradients", "exactly", {"fsdp": 8}, (), 0.125)
+    <StepCheck wrong: gradients of 0 leaves on fsdp=8, findings: 1>
+
+    Attributes:
+      verdict: "right", "wrong" or "cannot tell"; ``ok`` is whether it is "right".
+      findings: sentences that say what is wrong; of "cannot tell", why not, and what to change so that it can tell.
+      compared: what was compared: "gradients"; or "first moments" or "updates", where the step uses an optimizer of
+        its own instead of the state's.
+      how: how one device computed the reference, and with which random numbers.
+      mesh: axes and sizes.
+      leaves: a ``LeafCheck`` for each trainable parameter.
+      loss_ratio: the loss of the step over the loss of one device; None where the step returns no metric "loss".
+    """
+
+    verdict: str
+    findings: tuple[str, ...]
+    compared: str
+    how: str
+    mesh: dict[str, int]
+    leaves: tuple[LeafCheck, ...]
+    loss_ratio: float | None
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == RIGHT
+
+    @property
+    def noise(self) -> float:
+        """The largest relative difference that rounding explains; of means over keys, that noise explains."""
+        return max((leaf.tolerance for leaf in self.leaves), default=0.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepCheck {self.verdict}: {self.compared} of {len(self.leaves)} leaves on {format_mesh(self.mesh)}, "
+            f"findings: {len(self.findings)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        verdict = RIGHT if self.ok else self.verdict.upper()
+        title = f"{self.compared} of {len(self.leaves)} leaves on the mesh {format_mesh(self.mesh)}, against one device"
+        lines = [_TITLES.fill(f"{title}: {verdict}"), *map(_LINES.fill, self.findings)]
+        if self.ok and self.leaves:
+            worst = max(self.leaves, key=_distance)
+            lines.append(
+                _LINES.fill(
+                    f"{self.how}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where rounding "
+                    f"explains {worst.tolerance:.1g}"
+                )
+            )
+        return "\n".join(lines)
+
+
+def _distance(leaf: LeafCheck) -> float:
+    return math.hypot(leaf.ratio - 1, leaf.error)
+
+
+def of_leaves(
+    leaves: Sequence[LeafCheck],
+    what: str,
+    sizes: dict[str, int],
+    of_loss: Multiple,
+) -> Iterator[str]:
+    """What is wrong with gradients, in a sentence for each cause.
+
+    Args:
+      leaves: all leaves, compared.
+      what: what was compared, as "gradients".
+      sizes: of axes that have more than one device.
+      of_loss: the loss of the step over the right one; gradients that are the same multiple need no other cause.
+    """
+    faults: dict[str, list[LeafCheck]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.copies_differ or not leaf.is_equal:
+            faults[_cause(leaf, sizes, of_loss)].append(leaf)
+    for cause, some in faults.items():
+        yield f"{what} of {_counted(some)} ({listed(leaf.path for leaf in some)}) are {cause}"
+
+
+def _counted(leaves: Sequence[object]) -> str:
+    return f"{len(leaves)} leaves" if len(leaves) > 1 else "1 leaf"
+
+
+def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple) -> str:
+    multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
+    if leaf.copies_differ:
+        kind = "copies differ"
+    elif not leaf.error <= leaf.tolerance:
+        kind = "no multiple"
+    else:
+        kind = "as the loss" if multiple == of_loss else multiple.kind
+    return _LEAF_CAUSES.get(kind, _LEAF_CAUSES["other"]).format(times=multiple.times, axes=multiple.axes)
+
+
+_LEAF_CAUSES = {
+    "copies differ": "not the same on all devices that should hold the same: averaged over too few axes, or not at "
+    "all. Call sync_gradients over all axes of the batch, or use value_and_grad.",
+    "no multiple": "no multiple of the right ones: the step saw another batch or another mean, or averaged leaves that "
+    "are split over devices with each other (by pmean). Use value_and_grad, or sync_gradients.",
+    "as the loss": "{times} the right ones: as the loss is.",
+    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradient of what is whole on all devices "
+    "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad.",
+    "divided": "{times} the right ones: divided once more over {axes}. Call sync_gradients once, not on what "
+    "value_and_grad or another sync_gradients returned; and return the loss of this device, without pmean.",
+    "other": "{times} the right ones: which is no number of devices. Does the step scale its loss, or clip gradients "
+    "itself?",
+}
+
+
+def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
+    """What to say of trainable leaves whose gradient is 0 for all values of the parameters."""
+    if paths and len(paths) == all_leaves:
+        yield (
+            "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. Does "
+            "it close over other parameters (state.params, say), or over a model with its own? Compute it by "
+            "apply_fn({'params': params}, ...). Or a stop_gradient, an argmax, or weights that are all 0 cut it off."
+        )
+    elif paths:
+        yield (
+            f"{_counted(paths)} ({listed(paths)}) get no gradient, whatever the parameters are: not used by this loss, "
+            "behind a stop_gradient (or an argmax, or a rounding), or read from other parameters than params. If it is "
+            "meant, freeze them: create_train_state(..., trainable=lambda path: ...)."
+        )
+
+
+def not_finite(found: Found) -> str:
+    """What to say where the loss or gradients of one device are not finite."""
+    loss_is_finite = math.isfinite(found.loss)
+    what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
+    return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
+
+
+NOT_FINITE_SLICES = (
+    "the loss is not finite on slices of the batch, and is of the whole batch. A mean by weight divides by 0 where no "
+    "row of a device has any: with weighted=True, return (losses * mask).sum(), mask.sum()."
+)
+
+
+def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
+    """What to say where means over keys are too uncertain, and what to change so that check_step can tell."""
+    return (
+        f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. What would tell: a loss and a step "
+        "without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
+    )
+
+
+def of_loss(times: Multiple, weighted: bool) -> str:
+    """What to say of a loss that is a number of devices, or 1 over it, times that of one device."""
+    causes = _WEIGHTED_CAUSES if weighted else _LOSS_CAUSES
+    return f"the loss is {times.times} that of one device: {causes[times.kind].format(times.axes)}"
+
+
+_LOSS_CAUSES = {
+    "summed": "it is summed over {0} (by psum?). Return this device's own mean.",
+    "divided": "it is a sum over examples, or was divided by the global batch. Return the mean over the batch that "
+    "loss_fn is given, or (sum, weight) with weighted=True.",
+    "other": "the step reports another loss than loss_fn's mean over all devices. Report pmean(loss, axes) over "
+    "all axes of the batch, or (sums of losses) / (sums of weights) where examples have weights.",
+}
+_WEIGHTED_CAUSES = {
+    **_LOSS_CAUSES,
+    "summed": "with weighted=True loss_fn returns (sum, weight), and this sum is a mean already (or was reduced over "
+    "{0}). Return the sum over the rows that loss_fn is given.",
+    "divided": "with weighted=True loss_fn returns (sum, weight), and this weight is no sum over rows, or the sum was "
+    "divided. Return the sum of losses and the sum of weights, of the rows that loss_fn is given.",
+}
