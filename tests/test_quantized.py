@@ -52,8 +52,8 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
 from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.forecasting import links_of
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.reading import links_of
 from xlstm_jax.distributed.forecast.report import _packed
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself

@@ -4,7 +4,7 @@ from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, fit
+from xlstm_jax.distributed.forecast.fitting import Fit, Options, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.findings import LintError, lint
 from xlstm_jax.distributed.forecast.linting.step import Finding

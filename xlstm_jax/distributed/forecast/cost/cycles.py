@@ -17,10 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.hlo.computation import MAIN_THREAD, Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import MAIN_THREAD, Computation, Program
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _ALIASED = re.compile(r"\{(\d*)\}: \(\d+")

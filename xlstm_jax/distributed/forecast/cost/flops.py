@@ -242,7 +242,7 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """FLOP of attention that never holds its scores (see ``custom_calls``); features of queries, and of values."""
+    """FLOP of attention that never holds its scores (see ``products``); features of queries, and of values."""
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
     return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))

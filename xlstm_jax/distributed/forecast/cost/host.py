@@ -9,9 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by, scheduled
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import HOST, Instruction
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 from xlstm_jax.distributed.hardware.chips import Chip
 
 IN, OUT = range(2)  # the ways of the link

@@ -4,7 +4,7 @@
     loop                                that of its body, as often as it runs; of a conditional the longest branch
     collective                          nothing: it runs beside, or is waited for
 
-Kernels of Pallas and custom calls that nobody knows (``custom_calls``) count with their bytes alone.
+Kernels of Pallas and custom calls that nobody knows (``products``) count with their bytes alone.
 By the rates that are published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one
 that is expected. TPUs need none of this, as their compiler estimates cycles.
 """
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by
 from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 MIXED = "mixed"
 MIN_S = 1e-12  # so that nothing hides beside nothing

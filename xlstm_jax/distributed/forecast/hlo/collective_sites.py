@@ -14,9 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 _ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 _IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs

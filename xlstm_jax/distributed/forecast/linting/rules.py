@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import padded_size
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import HOST_AXIS, padded_size
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
-from xlstm_jax.distributed.forecast.linting.gpu_rules import hosts_last, small_collectives, waited_for
-from xlstm_jax.distributed.forecast.linting.offload_rules import needless_offload
-from xlstm_jax.distributed.forecast.linting.optimizer_rules import repeated_products, shared_matrix_products
+from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.linting.step import (
     Finding,
     Step,
@@ -28,6 +26,7 @@ from xlstm_jax.distributed.forecast.linting.step import (
     width_of,
 )
 from xlstm_jax.distributed.hardware.chips import Chip
+from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
@@ -40,6 +39,24 @@ MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_EXPOSED_FRACTION = 0.05
 F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
+MIN_WAITED_FRACTION = 0.05  # of a step's time
+MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
+FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
+IN_TWO_STAGES = (
+    f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
+    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+)
+MIN_SHARED_BYTES = 2**20
+# Of a device's fair share: below are the paddings of what devices do not divide.
+MAX_WORK = 1.5
+MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
+CURE = (
+    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
+    "matrices: each device then updates whole ones of its own."
+)
+_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
+MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+
 
 # -------------------------------------------------------------------------------------------------------------- gathers
 
@@ -323,6 +340,173 @@ def _overlap_cure(chip: Chip | None, kind: str) -> str:
             f"Compile with compiler_options(device_kind), as make_train_step does for compiler_options='auto'. {more}"
         )
     return more
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def waited_for(step: Step) -> Iterator[Finding]:
+    """Collectives for whose bytes a step waits, the same kind for the same leaves together."""
+    waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
+    yield from filter(None, merged(waited, step, _waited))
+
+
+def _waited(step: Step, where: str, members: list[Collective]) -> Finding | None:
+    seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
+    takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
+    if seconds < MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
+        return None
+    count, sent = sum(c.count for c in members), sum_wire_bytes(members)
+    return Finding(
+        "exposed-collective",
+        where,
+        f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its bytes "
+        f"take: {count} times in a step, {format_bytes(sent)} per GPU, "
+        f"{format_fraction(sent / step.forecast.wire_bytes)} of the step's traffic.",
+        "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
+        "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
+        round(sent),
+    )
+
+
+def small_collectives(step: Step) -> Iterator[Finding]:
+    """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
+    found = defaultdict(list)
+    for collective in step.forecast.collectives:
+        if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
+            found[collective.axes].append(collective)
+    for axes, members in found.items():
+        seconds = sum(c.count * min(c.timing.latency_s, c.timing.waited_s) for c in members if c.timing)
+        many = sum(c.count for c in members) >= MANY
+        if many and seconds >= MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
+            yield _small(axes, members, seconds)
+
+
+def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Finding:
+    timings = [c.timing for c in members if c.timing]
+    latency_s, sent, count = max(t.latency_s for t in timings), sum_wire_bytes(members), sum(c.count for c in members)
+    flat = latency_s > FLAT_LATENCY_S and any(len(t.networks) > 1 for t in timings)
+    fewer = (
+        "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
+        "whose leaves travel together."
+    )
+    return Finding(
+        "small-collectives",
+        listed(axes or ("unknown axes",)).replace("'", ""),
+        f"{count} collectives take longer to come around than their bytes do, up to {latency_s * 1e6:.3g} us each: the "
+        f"step waits {seconds * 1e3:.3g} ms for the latency of {format_bytes(sent)}.",
+        IN_TWO_STAGES if flat else fewer,
+        round(sent),
+    )
+
+
+def hosts_last(step: Step) -> Iterator[Finding]:
+    """Leaves that are gathered in a host first and cross to other hosts whole."""
+    for name, rows in step.groups:
+        wasted = 0.0
+        for row in rows:
+            gathers = [gather for gather in step.gathers[row.path] if gather.timing]
+            within = [g for g in gathers if g.timing and g.timing.networks == (NVLINK,)]
+            for across in (g for g in gathers if g.timing and g.timing.networks == (NETWORK,)):
+                before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
+                share = 1 / len(across.leaves)
+                wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
+        if wasted:
+            yield Finding(
+                "hosts-last",
+                name,
+                "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
+                f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
+                f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered "
+                "first, when what is sent is smallest.",
+                round(wasted),
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+def shared_matrix_products(step: Step) -> Iterator[Finding]:
+    """Collectives that serve matrix products outside of ``shard_map``."""
+    found = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
+    sent = sum_wire_bytes(found)
+    if sent < MIN_SHARED_BYTES:
+        return
+    fraction = format_fraction(sent / step.forecast.wire_bytes)
+    yield Finding(
+        "shared-matrix-product",
+        "the optimizer",
+        f"multiplies matrices of which each device has shards: {sum(c.count for c in found)} collectives within its "
+        f"matrix products, {format_bytes(sent)} per device, {fraction} of the step's traffic, and work that devices "
+        "do more than once.",
+        CURE,
+        round(sent),
+    )
+
+
+def repeated_products(step: Step) -> Iterator[Finding]:
+    """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
+    found = step.forecast
+    share, done = found.flops.shared, found.shared_flops or 0.0
+    if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * found.flops.total:
+        return
+    yield Finding(
+        "repeated-product",
+        "the optimizer",
+        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {found.devices} devices is "
+        f"{share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
+        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        f"{CURE} That is less work from {math.floor(found.devices * share / done) + 1} matrices of a shape on.",
+        0,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- host offload
+
+
+def needless_offload(step: Step) -> Iterator[Finding]:
+    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device."""
+    host, available = step.forecast.host, step.forecast.available_bytes
+    if host is None or not host.stored_bytes:
+        return
+    without = step.forecast.total_bytes + host.stored_bytes
+    if available and without <= available:
+        if host.waited_s >= MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
+            yield _not_needed(step, host, without)
+        return
+    resident, peak = step.forecast.memory.resident_peak_bytes, step.forecast.memory.peak_live_bytes
+    if (
+        resident is not None
+        and (saved := host.stored_bytes - (peak - resident)) < MIN_SAVED_FRACTION * host.stored_bytes
+    ):
+        yield _saves_little(host, max(0, saved))
+
+
+def _not_needed(step: Step, host: HostTraffic, without: int) -> Finding:
+    available, seconds = step.forecast.available_bytes or 0, step.forecast.step_seconds or 0.0
+    return Finding(
+        "needless-offload",
+        "the optimizer",
+        f"{format_bytes(host.stored_bytes)} of its state lie on the host, though with them on the device the step "
+        f"would take {format_bytes(without)} of {format_bytes(available)} at most. "
+        f"{format_bytes(host.moved_bytes)} travel there and back in a step, which waits {host.waited_s * 1e3:.3g} of "
+        f"its {seconds * 1e3:.3g} ms for them.",
+        "Leave offload out.",
+        host.moved_bytes,
+    )
+
+
+def _saves_little(host: HostTraffic, saved: int) -> Finding:
+    return Finding(
+        "needless-offload",
+        "the optimizer",
+        f"{format_bytes(host.stored_bytes)} of its state lie on the host, but most come to the device at once: of its "
+        f"memory {format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for "
+        f"{format_bytes(host.moved_bytes)} that travel in a step, {host.seconds * 1e3:.3g} ms.",
+        "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of gradients "
+        "for clipping of updates), and the step of make_train_step, which brings them in groups; or leave offload out.",
+        host.stored_bytes - saved,
+    )
 
 
 RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {

@@ -1,4 +1,4 @@
-"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast.
+"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast; and how to apply it.
 
   1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
   2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
@@ -20,8 +20,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +36,12 @@ from xlstm_jax.distributed.forecast.compiling.child_process import CompileError,
 from xlstm_jax.distributed.forecast.compiling.compile import trace
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
-from xlstm_jax.distributed.forecast.fitting.applying import code_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
-from xlstm_jax.wording import format_bytes, format_mesh, plain_text, rich_table, shortened
+from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
@@ -402,3 +402,56 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
     hybrid = {"dp": dims[0], **dict(list(staged.items())[1:])}
     return [staged, flat, hybrid]
+
+
+def code_of(options: Options) -> str:
+    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
+    gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
+    wrapper = [
+        "    shard_module_params,",
+        f"    axis_name={format_axes(options.shard_axes)},",
+        f"    min_weight_size={options.min_weight_size},",
+        *(["    reshard_after_forward=True,"] if gathered_again else []),
+    ]
+    return "\n".join(
+        [
+            "mesh = DeviceMeshManager.create_device_mesh(",
+            f"    {dict(options.mesh)}",
+            ")",
+            *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
+            *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
+            *(_offloaded(options) if options.offload != NO_OFFLOAD else []),
+            "step = make_train_step(",
+            f"    loss_fn, mesh, {tuple(options.mesh)}, num_minibatches={options.num_minibatches}",
+            ")",
+        ]
+    )
+
+
+def _offloaded(options: Options) -> list[str]:
+    return [
+        "state = create_train_state(",
+        "    model, tx, mesh, rng, inputs,",
+        f"    batch_axes={tuple(options.mesh)},",
+        "    offload=Offload(),",
+        ")",
+    ]
+
+
+def command_of(options: Options, factory: str, topology: str, settings: Mapping[str, Any]) -> str:
+    """The command that forecasts these options again, over several lines.
+
+    Args:
+      options: those to forecast.
+      factory: as ``--factory`` takes it.
+      topology: as ``--topology`` takes it.
+      settings: values of the factory's arguments, each of which becomes a ``--set``.
+    """
+    more = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
+    more += ["--offload"] if options.offload != NO_OFFLOAD else []
+    parts = [
+        f"xlstm-jax forecast --factory {factory}",
+        " ".join([f"--topology {topology} --mesh {format_mesh(options.mesh)}", *more]),
+        *(f"--set {shlex.quote(f'{name}={value!r}')}" for name, value in settings.items()),
+    ]
+    return " \\\n    ".join(parts)
