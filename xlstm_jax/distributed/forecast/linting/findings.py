@@ -3,22 +3,9 @@
     forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
     lint.raise_if(findings)                                      a refusal, for scripts
 
-  repeated-gather        a leaf is gathered more often than forward and backward need
-  wide-gather            a leaf travels in a wider dtype than its wrapper asked for
-  all-reduce-of-shards   an all-reduce where a reduce-scatter or an all-gather of half the bytes would do
-  hoisted-gather         all layers of a loop are gathered at once, in front of it
-  kept-gathered          the gathered weights of all layers live from forward to backward
-  exposed-collective     nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes
-  small-collectives      GPUs: many collectives take longer to come around than their bytes do
-  hosts-last             GPUs: whole leaves cross hosts, where pieces would do
-  replicated-leaf        a large leaf stays whole on every device
-  shared-matrix-product  an optimizer multiplies matrices of which devices have shards
-  repeated-product       each device does more of an optimizer's matrix products than its share
-  needless-offload       the optimizer's state lies on the host, though it would fit, or though little memory is saved
-
-The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
-number of their module (``block_0``, ``block_1``, ...) are one finding, and so are findings of a rule that differ in
-their numbers alone and have one cure.
+The plan says what the model asked for, the forecast what the compiler made of it; the rules that compare them stand in
+one table, ``rules.RULES``. Leaves that are alike but for the number of their module (``block_0``, ``block_1``, ...) are
+one finding, and so are findings of a rule that differ in their numbers alone and have one cure.
 """
 
 import dataclasses
@@ -76,9 +63,8 @@ def lint(
     """
     step = Step(forecast, plan, num_minibatches, keep_gathered)
     _check(step)
-    found = [finding for rule in RULES.values() for finding in sorted(rule(step), key=lambda finding: -finding.bytes)]
     causes = defaultdict(list)
-    for finding in found:
+    for finding in (finding for rule in RULES.values() for finding in rule.findings(step)):
         causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
     return [_as_one(alike) for alike in causes.values()]
 

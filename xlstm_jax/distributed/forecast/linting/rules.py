@@ -1,25 +1,24 @@
-"""The lint's rules: each looks at a compiled step and its plan, and yields findings.
+"""The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
 
-gathers   repeated, wide, hoisted
-memory    gathered weights kept, leaves that stay whole
-traffic   all-reduces in the place of something cheaper, collectives that nothing hides
+``RULES`` is the table of them: the name, what a rule looks for, what that costs, what to change, and the function that
+looks. A cure that depends on what was found comes from the function.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import HOST_AXIS, padded_size
-from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.linting.step import (
     Finding,
     Step,
-    merged,
+    executions,
     shared_name,
     size_of,
     sum_wire_bytes,
@@ -37,25 +36,52 @@ MIN_REPLICATED_BYTES = 2**20
 # mesh, they are up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_EXPOSED_FRACTION = 0.05
-F32_BYTES = 4
-_VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
 MIN_WAITED_FRACTION = 0.05  # of a step's time
 MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
 FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
-IN_TWO_STAGES = (
-    f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
-    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
-)
 MIN_SHARED_BYTES = 2**20
-# Of a device's fair share: below are the paddings of what devices do not divide.
+# Of a device's fair share of matrix products: below are the paddings of what devices do not divide.
 MAX_WORK = 1.5
 MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
-CURE = (
-    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
-    "matrices: each device then updates whole ones of its own."
-)
-_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
 MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+
+F32_BYTES = 4
+_VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
+_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
+OPTIMIZER = "the optimizer"
+
+
+class Found(NamedTuple):
+    """What a rule has found: the place, the sentence, the bytes, and the cure where it is not the rule's own."""
+
+    where: str
+    text: str
+    bytes: float
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of the lint.
+
+    Attributes:
+      name: as findings carry it.
+      looks_for: in words.
+      costs: what ``Finding.bytes`` counts: "traffic" of a step, "memory", or "FLOP", which have no bytes.
+      cure: what to change; "" where that depends on what was found.
+      find: looks at a step.
+    """
+
+    name: str
+    looks_for: str
+    costs: str
+    cure: str
+    find: Callable[[Step], Iterator[Found]]
+
+    def findings(self, step: Step) -> list[Finding]:
+        """What the rule finds, the largest first."""
+        found = [Finding(self.name, f.where, f.text, f.cure or self.cure, round(f.bytes)) for f in self.find(step)]
+        return sorted(found, key=lambda finding: -finding.bytes)
 
 
 # -------------------------------------------------------------------------------------------------------------- gathers
@@ -69,19 +95,18 @@ class _Repeat(NamedTuple):
     wasted: float
 
 
-def _repeated_gathers(step: Step) -> Iterator[Finding]:
+def _repeated_gathers(step: Step) -> Iterator[Found]:
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
             executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
             planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
-            yield Finding(
-                "repeated-gather",
+            yield Found(
                 name,
                 f"is gathered {executed} times in a step, where {planned} uses need {needed}: at most one gather in "
                 f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
+                wasted,
                 _repeat_cure(rows, step.num_minibatches),
-                round(wasted),
             )
 
 
@@ -94,9 +119,9 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
         over = [gather for gather in gathers if gather.axes == axes]
         forward = [gather for gather in over if gather.direction == FORWARD]
         need = row.uses * step.num_minibatches
-        for found, needed in ((forward, need), (over, 2 * need)):
-            if (executed := sum(gather.count for gather in found)) > needed:
-                repeats.append(_Repeat(executed, needed, sum_wire_bytes(found) * (1 - needed / executed)))
+        for some, needed in ((forward, need), (over, 2 * need)):
+            if (executed := executions(some)) > needed:
+                repeats.append(_Repeat(executed, needed, sum_wire_bytes(some) * (1 - needed / executed)))
     return max(repeats, key=lambda repeat: repeat.wasted)
 
 
@@ -110,7 +135,7 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     )
 
 
-def _wide_gathers(step: Step) -> Iterator[Finding]:
+def _wide_gathers(step: Step) -> Iterator[Found]:
     for name, rows in step.groups:
         wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
         if wide:
@@ -119,14 +144,13 @@ def _wide_gathers(step: Step) -> Iterator[Finding]:
             extra = sum(
                 gather.wire_bytes_per_step * (1 - row.gather_itemsize / width_of(gather.dtype)) for row, gather in wide
             )
-            yield Finding(
-                "wide-gather",
+            yield Found(
                 name,
                 f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
                 f"device and step instead of {format_bytes(sent - extra)}.",
+                extra,
                 f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
                 "compute in it.",
-                round(extra),
             )
 
 
@@ -136,10 +160,10 @@ def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
     return bool(asked) and width_of(gather.dtype) > row.gather_itemsize
 
 
-def _hoisted_gathers(step: Step) -> Iterator[Finding]:
+def _hoisted_gathers(step: Step) -> Iterator[Found]:
     for name, rows in step.groups:
-        found = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
-        gathers = [gather for gather in found if not _VMAP.search(gather.op_name)]
+        hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
+        gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
         if not gathers:
             continue
         layers = max(map(step.layers_at_once, gathers))
@@ -147,12 +171,10 @@ def _hoisted_gathers(step: Step) -> Iterator[Finding]:
         whole = uses * max(row.gathered_size for row in rows) * max(width_of(gather.dtype) for gather in gathers)
         per_layer = round(whole / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
-            yield Finding(
-                "hoisted-gather",
+            yield Found(
                 name,
                 f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
                 f"the loop, where a layer needs {format_bytes(per_layer)}.",
-                "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
                 extra,
             )
 
@@ -160,7 +182,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Finding]:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _kept_gathered(step: Step) -> Iterator[Finding]:
+def _kept_gathered(step: Step) -> Iterator[Found]:
     if step.keep_gathered:
         return
     for name, rows in step.groups:
@@ -170,15 +192,10 @@ def _kept_gathered(step: Step) -> Iterator[Finding]:
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
-            yield Finding(
-                "kept-gathered",
+            yield Found(
                 name,
                 f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
                 f"live from one to the other: {format_bytes(kept)} per device.",
-                "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the "
-                "wrapped module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), "
-                "which keeps no gathered weight. Where memory is left and links are slow, pass keep_gathered=True to "
-                "lint.",
                 kept,
             )
 
@@ -202,26 +219,26 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     return min(most // step.num_minibatches or 1, row.layers) if most else 0
 
 
-def _replicated_leaves(step: Step) -> Iterator[Finding]:
-    found = defaultdict(list)
+def _replicated_leaves(step: Step) -> Iterator[Found]:
+    alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
         too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
-            found[path_pattern(row.path), row.shape].append(row)
-    for rows in found.values():
+            alike[path_pattern(row.path), row.shape].append(row)
+    for rows in alike.values():
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
-        yield Finding(
-            "replicated-leaf",
+        yield Found(
             shared_name(rows),
             f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
             f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
-            _replication_cure(rows[0]),
             kept,
+            _replication_cure(rows[0]),
         )
 
 
 def _replication_cure(row: LeafPlan) -> str:
+    """The cure for the reason that the leaf stays whole; "" for a reason without one of its own."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -233,33 +250,32 @@ def _replication_cure(row: LeafPlan) -> str:
         case Unwrapped():
             return "Put shard_module_params around the module that owns it."
         case _:
-            return "Split it over another axis, or give it a dim that the axis divides."
+            return ""
 
 
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-def _all_reduces_of_shards(step: Step) -> Iterator[Finding]:
+def _all_reduces_of_shards(step: Step) -> Iterator[Found]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
-        yield from merged(stand_ins, step, _stand_in)
+        for where, members in step.merged(stand_ins):
+            yield _stand_in(step, where, members)
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
             yield _whole_gradient(collective, rows)
 
 
-def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
+def _stand_in(step: Step, where: str, members: list[Collective]) -> Found:
     first, sent = members[0], sum_wire_bytes(members)
-    fraction = format_fraction(sent / step.forecast.wire_bytes)
-    return Finding(
-        "all-reduce-of-shards",
+    return Found(
         where,
         f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
-        f"{sum(c.count for c in members)} times in a step: {format_bytes(sent)} per device, {fraction} of the "
+        f"{executions(members)} times in a step: {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the "
         f"step's traffic, where {format_bytes(sent / 2)} would do.",
+        sent / 2,
         "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over one "
         f"axis of the torus is what was asked for.{_narrower(members)}",
-        round(sent / 2),
     )
 
 
@@ -284,51 +300,52 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     axes = set(reduce.axes or ())
     split = [row for row in owned if any(axes & set(gather.axes or ()) for gather in step.gathers.get(row.path, ()))]
     rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
-    found = []
+    whole = []
     for row in sorted(split, key=lambda row: -row.parameters.total):
         if (size := math.prod(row.shape)) <= rest:
-            found.append(row)
+            whole.append(row)
             rest -= size
-    return found
+    return whole
 
 
-def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
+def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Found:
     fraction = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
-    return Finding(
-        "all-reduce-of-shards",
+    return Found(
         listed(row.path for row in rows).replace("'", ""),
         f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
         f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
         "its shard.",
+        sent / 2,
         "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
         "loss: its transpose is the reduce-scatter.",
-        round(sent / 2),
     )
 
 
-def _exposed_collectives(step: Step) -> Iterator[Finding]:
+def _exposed_collectives(step: Step) -> Iterator[Found]:
     if step.on_cpu:
         return  # nothing is asynchronous there
     if step.forecast.on_gpus:
-        yield from waited_for(step)
+        waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
+        for where, members in step.merged(waited):
+            yield from _waited(step, where, members)
         return
     exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
-    smallest = MIN_EXPOSED_FRACTION * step.forecast.wire_bytes
-    yield from (finding for finding in merged(exposed, step, _exposed) if finding.bytes >= max(smallest, 1))
+    for where, members in step.merged(exposed):
+        if sum_wire_bytes(members) >= max(MIN_EXPOSED_FRACTION * step.forecast.wire_bytes, 1):
+            yield _exposed(step, where, members)
 
 
-def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
+def _exposed(step: Step, where: str, members: list[Collective]) -> Found:
     kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
-    fraction = sent / forecast.wire_bytes
-    seconds = f", some {fraction * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
-    return Finding(
-        "exposed-collective",
+    share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
+    seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
+    return Found(
         where,
-        f"the step waits for its {kind}, with nothing scheduled beside it: {sum(c.count for c in members)} times in a "
-        f"step, {format_bytes(sent)} per device, {format_fraction(fraction)} of the step's traffic{seconds}.",
+        f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
+        f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
+        sent,
         _overlap_cure(forecast.chip, kind) + _narrower(members),
-        round(sent),
     )
 
 
@@ -342,184 +359,194 @@ def _overlap_cure(chip: Chip | None, kind: str) -> str:
     return more
 
 
-# ----------------------------------------------------------------------------------------------------------------- GPUs
+# ----------------------------------------------------------------------------------- GPUs, by the times of the forecast
 
 
-def waited_for(step: Step) -> Iterator[Finding]:
-    """Collectives for whose bytes a step waits, the same kind for the same leaves together."""
-    waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
-    yield from filter(None, merged(waited, step, _waited))
-
-
-def _waited(step: Step, where: str, members: list[Collective]) -> Finding | None:
+def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Found]:
+    """Collectives for whose bytes a step waits, as one at a time is under way by default."""
     seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
     takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
-    if seconds < MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
-        return None
-    count, sent = sum(c.count for c in members), sum_wire_bytes(members)
-    return Finding(
-        "exposed-collective",
-        where,
-        f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its bytes "
-        f"take: {count} times in a step, {format_bytes(sent)} per GPU, "
-        f"{format_fraction(sent / step.forecast.wire_bytes)} of the step's traffic.",
-        "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
-        "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
-        round(sent),
-    )
+    if seconds >= MIN_WAITED_FRACTION * step.seconds:
+        sent = sum_wire_bytes(members)
+        yield Found(
+            where,
+            f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its "
+            f"bytes take: {executions(members)} times in a step, {format_bytes(sent)} per GPU, "
+            f"{step.share_of_traffic(sent)} of the step's traffic.",
+            sent,
+            "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
+            "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
+        )
 
 
-def small_collectives(step: Step) -> Iterator[Finding]:
+def _small_collectives(step: Step) -> Iterator[Found]:
     """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
-    found = defaultdict(list)
+    small = defaultdict(list)
     for collective in step.forecast.collectives:
         if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
-            found[collective.axes].append(collective)
-    for axes, members in found.items():
+            small[collective.axes].append(collective)
+    for axes, members in small.items():
         seconds = sum(c.count * min(c.timing.latency_s, c.timing.waited_s) for c in members if c.timing)
-        many = sum(c.count for c in members) >= MANY
-        if many and seconds >= MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
+        if executions(members) >= MANY and seconds >= MIN_WAITED_FRACTION * step.seconds:
             yield _small(axes, members, seconds)
 
 
-def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Finding:
-    timings = [c.timing for c in members if c.timing]
-    latency_s, sent, count = max(t.latency_s for t in timings), sum_wire_bytes(members), sum(c.count for c in members)
-    flat = latency_s > FLAT_LATENCY_S and any(len(t.networks) > 1 for t in timings)
-    fewer = (
-        "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
-        "whose leaves travel together."
-    )
-    return Finding(
-        "small-collectives",
+def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Found:
+    timings, sent = [c.timing for c in members if c.timing], sum_wire_bytes(members)
+    latency_s = max(timing.latency_s for timing in timings)
+    flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for timing in timings)
+    return Found(
         listed(axes or ("unknown axes",)).replace("'", ""),
-        f"{count} collectives take longer to come around than their bytes do, up to {latency_s * 1e6:.3g} us each: the "
-        f"step waits {seconds * 1e3:.3g} ms for the latency of {format_bytes(sent)}.",
-        IN_TWO_STAGES if flat else fewer,
-        round(sent),
+        f"{executions(members)} collectives take longer to come around than their bytes do, up to "
+        f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
+        f"{format_bytes(sent)}.",
+        sent,
+        IN_TWO_STAGES if flat else "",
     )
 
 
-def hosts_last(step: Step) -> Iterator[Finding]:
+def _hosts_last(step: Step) -> Iterator[Found]:
     """Leaves that are gathered in a host first and cross to other hosts whole."""
     for name, rows in step.groups:
         wasted = 0.0
         for row in rows:
-            gathers = [gather for gather in step.gathers[row.path] if gather.timing]
-            within = [g for g in gathers if g.timing and g.timing.networks == (NVLINK,)]
-            for across in (g for g in gathers if g.timing and g.timing.networks == (NETWORK,)):
+            gathers = [(gather, gather.timing.networks) for gather in step.gathers[row.path] if gather.timing]
+            within = [gather for gather, networks in gathers if networks == (NVLINK,)]
+            for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
                 before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
                 share = 1 / len(across.leaves)
                 wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
         if wasted:
-            yield Finding(
-                "hosts-last",
+            yield Found(
                 name,
                 "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
                 f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
-                f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered "
-                "first, when what is sent is smallest.",
-                round(wasted),
+                wasted,
             )
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
+# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared
+# among devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix. What the
+# compiler does not share, every device does.
 
 
-def shared_matrix_products(step: Step) -> Iterator[Finding]:
+def _shared_matrix_products(step: Step) -> Iterator[Found]:
     """Collectives that serve matrix products outside of ``shard_map``."""
-    found = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
-    sent = sum_wire_bytes(found)
-    if sent < MIN_SHARED_BYTES:
-        return
-    fraction = format_fraction(sent / step.forecast.wire_bytes)
-    yield Finding(
-        "shared-matrix-product",
-        "the optimizer",
-        f"multiplies matrices of which each device has shards: {sum(c.count for c in found)} collectives within its "
-        f"matrix products, {format_bytes(sent)} per device, {fraction} of the step's traffic, and work that devices "
-        "do more than once.",
-        CURE,
-        round(sent),
-    )
+    serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
+    sent = sum_wire_bytes(serving)
+    if sent >= MIN_SHARED_BYTES:
+        yield Found(
+            OPTIMIZER,
+            f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
+            f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
+            "and work that devices do more than once.",
+            sent,
+        )
 
 
-def repeated_products(step: Step) -> Iterator[Finding]:
+def _repeated_products(step: Step) -> Iterator[Found]:
     """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
-    found = step.forecast
-    share, done = found.flops.shared, found.shared_flops or 0.0
-    if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * found.flops.total:
+    forecast = step.forecast
+    share, done = forecast.flops.shared, forecast.shared_flops or 0.0
+    if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
         return
-    yield Finding(
-        "repeated-product",
-        "the optimizer",
-        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {found.devices} devices is "
-        f"{share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
-        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
-        f"{CURE} That is less work from {math.floor(found.devices * share / done) + 1} matrices of a shape on.",
+    yield Found(
+        OPTIMIZER,
+        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
+        f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
         0,
+        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        f"{WHOLE_MATRICES} That is less work from {math.floor(forecast.devices * share / done) + 1} matrices of a "
+        "shape on.",
     )
 
 
-# --------------------------------------------------------------------------------------------------------- host offload
+def _needless_offload(step: Step) -> Iterator[Found]:
+    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
 
+    What a step would take without offload is known in part. Its moments would lie on the device all the time:
 
-def needless_offload(step: Step) -> Iterator[Finding]:
-    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device."""
-    host, available = step.forecast.host, step.forecast.available_bytes
+        at most    what it takes now + the moments
+        as a rule  the moments + the most that all else takes, of which the live ranges tell
+
+    So the first says for certain that a step would fit. The second is read from the schedule of the offloaded step,
+    where compilers say what is live (TPUs); without offload they might schedule otherwise.
+    """
+    host, available, memory = step.forecast.host, step.forecast.available_bytes, step.forecast.memory
     if host is None or not host.stored_bytes:
         return
+    stored, moved = format_bytes(host.stored_bytes), format_bytes(host.moved_bytes)
     without = step.forecast.total_bytes + host.stored_bytes
     if available and without <= available:
-        if host.waited_s >= MIN_WAITED_FRACTION * (step.forecast.step_seconds or 0):
-            yield _not_needed(step, host, without)
-        return
-    resident, peak = step.forecast.memory.resident_peak_bytes, step.forecast.memory.peak_live_bytes
-    if (
-        resident is not None
-        and (saved := host.stored_bytes - (peak - resident)) < MIN_SAVED_FRACTION * host.stored_bytes
-    ):
-        yield _saves_little(host, max(0, saved))
+        if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
+            yield Found(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, though with them on the device the step would take "
+                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
+                f"step, which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for them.",
+                host.moved_bytes,
+            )
+    elif memory.resident_peak_bytes is not None:
+        saved = host.stored_bytes - (memory.peak_live_bytes - memory.resident_peak_bytes)
+        if saved < MIN_SAVED_FRACTION * host.stored_bytes:
+            saved = max(0, saved)
+            yield Found(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
+                f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
+                f"that travel in a step, {host.seconds * 1e3:.3g} ms.",
+                host.stored_bytes - saved,
+                "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of "
+                "gradients for clipping of updates), and the step of make_train_step, which brings them in groups; or "
+                "leave offload out.",
+            )
 
 
-def _not_needed(step: Step, host: HostTraffic, without: int) -> Finding:
-    available, seconds = step.forecast.available_bytes or 0, step.forecast.step_seconds or 0.0
-    return Finding(
-        "needless-offload",
-        "the optimizer",
-        f"{format_bytes(host.stored_bytes)} of its state lie on the host, though with them on the device the step "
-        f"would take {format_bytes(without)} of {format_bytes(available)} at most. "
-        f"{format_bytes(host.moved_bytes)} travel there and back in a step, which waits {host.waited_s * 1e3:.3g} of "
-        f"its {seconds * 1e3:.3g} ms for them.",
-        "Leave offload out.",
-        host.moved_bytes,
-    )
+# ------------------------------------------------------------------------------------------------------------ the table
 
+IN_TWO_STAGES = (
+    f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
+    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+)
+WHOLE_MATRICES = (
+    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
+    "matrices: each device then updates whole ones of its own."
+)
 
-def _saves_little(host: HostTraffic, saved: int) -> Finding:
-    return Finding(
-        "needless-offload",
-        "the optimizer",
-        f"{format_bytes(host.stored_bytes)} of its state lie on the host, but most come to the device at once: of its "
-        f"memory {format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for "
-        f"{format_bytes(host.moved_bytes)} that travel in a step, {host.seconds * 1e3:.3g} ms.",
-        "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of gradients "
-        "for clipping of updates), and the step of make_train_step, which brings them in groups; or leave offload out.",
-        host.stored_bytes - saved,
-    )
-
-
-RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
-    "repeated-gather": _repeated_gathers,
-    "wide-gather": _wide_gathers,
-    "all-reduce-of-shards": _all_reduces_of_shards,
-    "hoisted-gather": _hoisted_gathers,
-    "kept-gathered": _kept_gathered,
-    "exposed-collective": _exposed_collectives,
-    "small-collectives": small_collectives,
-    "hosts-last": hosts_last,
-    "replicated-leaf": _replicated_leaves,
-    "shared-matrix-product": shared_matrix_products,
-    "repeated-product": repeated_products,
-    "needless-offload": needless_offload,
-}
+_TABLE = (
+    Rule("repeated-gather", "a leaf is gathered more often than forward and backward need", "traffic",
+         "", _repeated_gathers),
+    Rule("wide-gather", "a leaf travels in a wider dtype than its wrapper asked for", "traffic",
+         "", _wide_gathers),
+    Rule("all-reduce-of-shards", "an all-reduce where a reduce-scatter or an all-gather of half the bytes would do",
+         "traffic", "", _all_reduces_of_shards),
+    Rule("hoisted-gather", "all layers of a loop are gathered at once, in front of it", "memory",
+         "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
+         _hoisted_gathers),
+    Rule("kept-gathered", "the gathered weights of all layers live from forward to backward", "memory",
+         "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the wrapped "
+         "module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), which keeps no "
+         "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint.",
+         _kept_gathered),
+    Rule("exposed-collective", "nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes",
+         "traffic", "", _exposed_collectives),
+    Rule("small-collectives", "GPUs: many collectives take longer to come around than their bytes do", "traffic",
+         "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
+         "whose leaves travel together.",
+         _small_collectives),
+    Rule("hosts-last", "GPUs: whole leaves cross hosts, where pieces would do", "traffic",
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered first, "
+         "when what is sent is smallest.",
+         _hosts_last),
+    Rule("replicated-leaf", "a large leaf stays whole on every device", "memory",
+         "Split it over another axis, or give it a dim that the axis divides.", _replicated_leaves),
+    Rule("shared-matrix-product", "an optimizer multiplies matrices of which devices have shards", "traffic",
+         WHOLE_MATRICES, _shared_matrix_products),
+    Rule("repeated-product", "each device does more of an optimizer's matrix products than its share", "FLOP",
+         WHOLE_MATRICES, _repeated_products),
+    Rule("needless-offload",
+         "the optimizer's state lies on the host, though it would fit, or though little memory is saved", "memory",
+         "Leave offload out.", _needless_offload),
+)  # fmt: skip
+RULES = {rule.name: rule for rule in _TABLE}

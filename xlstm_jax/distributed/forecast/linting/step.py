@@ -3,18 +3,16 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.wording import path_pattern
+from xlstm_jax.wording import format_fraction, path_pattern
 
-FOUND = TypeVar("FOUND", bound="Finding | None")
 _FLOAT = re.compile(r"(?:bf|f)(\d+)")
 
 
@@ -94,6 +92,29 @@ class Step:
         """Of how many layers one execution brings the weights: by the plan, or by a loop that reads them in slices."""
         return max(round(self.uses_at_once(gather)), gather.slices)
 
+    @property
+    def seconds(self) -> float:
+        """What the step is expected to take; 0 where that is not known."""
+        return self.forecast.step_seconds or 0.0
+
+    def share_of_traffic(self, sent: float) -> str:
+        """Bytes as a fraction of all that each device sends in the step."""
+        return format_fraction(sent / self.forecast.wire_bytes)
+
+    def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+        """Collectives of one kind that serve the same, whatever the number of the module; each with what they serve."""
+        alike = defaultdict(list)
+        for collective in collectives:
+            served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
+            names = served if any(served) else tuple(dict.fromkeys(collective.modules))
+            patterns = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
+            alike[patterns, collective.kind, collective.stands_for].append((names, collective))
+        for (patterns, *_), members in alike.items():
+            names = members[0][0]
+            is_one = len(names) == 1 and all(others == names for others, _ in members)
+            where = ", ".join(filter(None, names if is_one else patterns)) or members[0][1].name
+            yield where, [collective for _, collective in members]
+
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
     """The path of a leaf; of several that are alike, with ``*`` for the number in which they differ."""
@@ -117,17 +138,6 @@ def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
     return sum(collective.wire_bytes_per_step for collective in collectives)
 
 
-def merged(
-    collectives: Iterable[Collective], step: Step, finding: Callable[[Step, str, list[Collective]], FOUND]
-) -> Iterator[FOUND]:
-    """A finding for each kind of collective and what it serves, whatever the number of the module."""
-    found = defaultdict(list)
-    for collective in collectives:
-        served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
-        names = served if any(served) else tuple(dict.fromkeys(collective.modules))
-        alike = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
-        found[alike, collective.kind, collective.stands_for].append((names, collective))
-    for (alike, *_), members in found.items():
-        names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike
-        where = ", ".join(filter(None, names)) or members[0][1].name
-        yield finding(step, where, [collective for _, collective in members])
+def executions(collectives: Iterable[Collective]) -> int:
+    """How often they run in a step, all together."""
+    return sum(collective.count for collective in collectives)
