@@ -34,7 +34,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import (
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
-from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic, visitors
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_traffic
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
@@ -424,7 +424,7 @@ def memory_of(compiled: Compiled, program: Program) -> Memory:
     """What the step takes of memory, by module where XLA's own texts are there."""
     if compiled.buffers and compiled.live_ranges:
         names = operation_names(program)
-        return read_memory(compiled.buffers, compiled.live_ranges, names, visitors=visitors(program))
+        return read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=host_buffers(program))
     stats = compiled.memory or {}
     alias = stats.get("alias", 0)
     return Memory(

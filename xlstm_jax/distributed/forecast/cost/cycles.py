@@ -101,12 +101,18 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
 
 
-def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """What the main thread runs; what runs beside it counts where it is started."""
+def schedules(program: Program) -> Iterator[tuple[Computation, int]]:
+    """What the main thread runs, and how often; what runs beside it counts where it is started."""
     for computation, trips in program.executed():
         if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
-            for instruction in computation.instructions:
-                yield computation, trips, instruction
+            yield computation, trips
+
+
+def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
+    """The instructions of ``schedules``."""
+    for computation, trips in schedules(program):
+        for instruction in computation.instructions:
+            yield computation, trips, instruction
 
 
 def _module_by_name(program: Program) -> dict[str, str]:

@@ -136,7 +136,7 @@ class _Value:
     stop: int
     first: int
     last: int
-    is_visitor: bool
+    is_host_buffer: bool
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def read_memory(
     live_range: str,
     op_names: Mapping[str, str],
     *,
-    visitors: Collection[str] = (),
+    host_buffers: Collection[str] = (),
     points: int = TIMELINE_POINTS,
 ) -> Memory:
     """Reads XLA's two texts (see the top of this file).
@@ -173,7 +173,7 @@ def read_memory(
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
       live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
       op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
-      visitors: the values that come from the host or leave for it, by their names in ``live_range``.
+      host_buffers: the values that come from the host or leave for it, by their names in ``live_range``.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
       ValueError: a text does not have the known form, or the two are not of one program.
@@ -182,7 +182,7 @@ def read_memory(
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     schedule, ranges = _live_ranges(live_range)
-    values, temporary_bytes = _temporaries(allocations, ranges, visitors)
+    values, temporary_bytes = _temporaries(allocations, ranges, host_buffers)
     live = _live_bytes(values, len(schedule))
     peak = int(live.argmax())
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
@@ -197,7 +197,7 @@ def read_memory(
         temporaries=_temporaries_at(peak, values, operations),
         arguments=_arguments(allocations, operations),
         timeline=_timeline(live, schedule, operations, points),
-        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_visitor], len(schedule)).max()),
+        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_host_buffer], len(schedule)).max()),
     )
 
 
@@ -255,7 +255,7 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
 
 
 def _temporaries(
-    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], visitors: Collection[str]
+    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], host_buffers: Collection[str]
 ) -> tuple[list[_Value], int]:
     """All values that are temporaries, and the bytes of their allocations, which are laid one behind the other."""
     values, base = [], 0
@@ -268,9 +268,9 @@ def _temporaries(
                     f"live-range text; it knows {len(ranges)} values. Pass both texts of one and the same program."
                 )
             start = base + offset
-            is_visitor = name + index in visitors
+            is_host_buffer = name + index in host_buffers
             values.append(
-                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_visitor)
+                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_host_buffer)
             )
         base += allocation.bytes
     return values, base

@@ -1,12 +1,7 @@
 """When the collectives of a GPU's schedule run, what runs beside each, and how long the schedule waits for it.
 
-A clock walks through the instructions of a computation:
-
-    kernel                the clock goes on by its time (``kernels``)
-    start of a collective it takes its networks as soon as they are free: who starts first is served first
-    its end               the clock waits for what is left; of a synchronous one the end comes with the start
-
-The walk is taken twice: with kernels and links at the rates that are published, and at those that are reached.
+The clock (``clock``) runs twice: with kernels (``kernels``) and networks at the rates that are published, and at those
+that are reached.
 
 A loop's body begins with free networks. What a loop waits for counts in its body and does not move the clock outside.
 """
@@ -14,9 +9,9 @@ A loop's body begins with free networks. What a loop waits for counts in its bod
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels, Seconds
 from xlstm_jax.distributed.forecast.cost.traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
@@ -26,16 +21,6 @@ from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.nccl import Way
 
 NOTHING = Way("", 0.0, 0.0)  # of one device alone
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A collective in a schedule: the positions of its start and its end, the same where the schedule waits for it."""
-
-    start: int
-    end: int
-    networks: tuple[str, ...]
-    seconds: float
 
 
 def timed(program: Program, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
@@ -67,13 +52,13 @@ def _timed_in(
     at_peak = [least.seconds_of(computation, instruction).total for instruction in computation.instructions]
     until = list(accumulate(times, initial=Seconds()))
     alone = [_alone(links, collective) for _, collective in found]
-    real = [_flight(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
-    ideal = [_flight(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
+    real = [_transfer(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
+    ideal = [_transfer(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
     timings = [
         dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
         for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(at_peak, ideal), strict=True)
     ]
-    beside = [until[flight.end] - until[flight.start] for flight in real]
+    beside = [until[transfer.end] - until[transfer.start] for transfer in real]
     return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
 
 
@@ -99,29 +84,10 @@ def _alone(links: Links, collective: Collective) -> Timing:
     )
 
 
-def _flight(site: Site, timing: Timing, seconds: float) -> Flight:
+def _transfer(site: Site, timing: Timing, seconds: float) -> Transfer:
     start = site.computation.position[site.scheduled.name]
     end = start if site.during is None else start + 1 + len(site.during)
-    return Flight(start, end, timing.networks, seconds)
-
-
-def waits(run: Sequence[float], flights: Sequence[Flight]) -> list[float]:
-    """How long a schedule waits for each collective, in seconds, where each instruction runs for so long."""
-    starts, ends = defaultdict(list), defaultdict(list)
-    for number, flight in enumerate(flights):
-        starts[flight.start].append(number)
-        ends[flight.end].append(number)
-    now, free, done, waited = 0.0, defaultdict[str, float](float), {}, [0.0] * len(flights)
-    for position, seconds in enumerate(run):
-        for number in starts[position]:
-            flight = flights[number]
-            done[number] = max([now, *(free[network] for network in flight.networks)]) + flight.seconds
-            free.update(dict.fromkeys(flight.networks, done[number]))
-        for number in ends[position]:
-            waited[number] = max(0.0, done[number] - now)
-            now += waited[number]
-        now += seconds
-    return waited
+    return Transfer(start, end, timing.networks, seconds)
 
 
 def kernel_seconds(program: Program, chip: Chip) -> float:

@@ -119,14 +119,14 @@ def _during(computation: Computation, start: Instruction) -> tuple[Instruction, 
     """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
     if _IS_SYNC.search(start.attributes):
         return None
-    return computation.instructions[computation.position[start.name] + 1 : _end(computation, start)]
+    return computation.instructions[computation.position[start.name] + 1 : end_of(computation, start)]
 
 
-def _end(computation: Computation, start: Instruction) -> int:
+def end_of(computation: Computation, start: Instruction) -> int:
     """The position of the ``-done`` of what an instruction starts."""
     users = (user for user, _ in computation.users[start.name])
     end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
-    return computation.position[end.name] if end.opcode.endswith("-done") else _end(computation, end)
+    return computation.position[end.name] if end.opcode.endswith("-done") else end_of(computation, end)
 
 
 def _during_chain(
