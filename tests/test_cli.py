@@ -495,9 +495,10 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     """Steps are built and traced, but their bytes are a formula: with real ones see test_planner.py, which is slow."""
     asked = []
 
-    def by_formula(step, *args, topology, cache):
-        asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
-        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(args[0].opt_state))
+    def by_formula(call):
+        asked.append((call.topology.name, call.axis_sizes))
+        moments = jax.tree.leaves(call.args[0].opt_state)
+        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
         host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
@@ -568,7 +569,7 @@ def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compil
 def test_what_a_factory_takes_and_does_not_use_is_compiled_once(command, monkeypatch):
     program = SimpleNamespace(key="the same")
 
-    def by_formula(step, *args, topology, cache):
+    def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
         return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), request=program)

@@ -17,8 +17,9 @@ import pytest
 from xlstm_jax.distributed import DeviceMeshManager, ShardingPlan
 from xlstm_jax.distributed.forecast import CompileError, Forecast, ReportCache, forecast
 from xlstm_jax.distributed.forecast.compiling import child_process, report_cache
-from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
 from xlstm_jax.distributed.forecast.compiling.report_cache import chosen_cache, user_cache
+from xlstm_jax.distributed.hardware.slices import parse_topology
 
 KEY, OTHER = "0" * 64, "1" * 64
 TEXTS = {"hlo": "HloModule step\n" * 100, "buffers": "é"}
@@ -214,7 +215,7 @@ def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), s
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(tuple(axes)))
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     jitted = jax.jit(step, donate_argnums=donate)
-    return begin_for_topology(jitted, x, topology=topology, compiler_options=options).request
+    return begin_for_topology(StepCall(jitted, (x,), {}, parse_topology(topology), options)).request
 
 
 @pytest.mark.libtpu

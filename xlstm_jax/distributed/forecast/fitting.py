@@ -33,7 +33,7 @@ from rich.text import Text
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
-from xlstm_jax.distributed.forecast.compiling.compile import trace
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
@@ -242,21 +242,21 @@ def fit(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
 
-    def build(options: Options) -> BuiltStep:
+    def build(options: Options) -> StepCall:
         with answered_for(chip):
             step, args = build_step(options)
-            traced = trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
-        _check_offload(options, traced)
-        return step, args
+        call = StepCall(step, tuple(args), topology=parsed, cache=kept)
+        _check_offload(options, call.traced)  # runs the user's loss here, where it may raise anything
+        return call
 
-    def begin(built: BuiltStep) -> Pending[Forecast]:
-        job = begin_forecast(built[0], *built[1], topology=topology, cache=kept)
+    def begin(call: StepCall) -> Pending[Forecast]:
+        job = begin_forecast(call)
         if job.request.key in programs:
             raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
         programs.add(job.request.key)
         return job
 
-    kept, programs = chosen_cache(cache) or False, set[str]()  # one for all trials; the keys of what was begun
+    kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
 
@@ -275,8 +275,8 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
 class Search:
     """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
 
-    build: Callable[[Options], BuiltStep]
-    begin: Callable[[BuiltStep], Pending[Forecast]]
+    build: Callable[[Options], StepCall]
+    begin: Callable[[StepCall], Pending[Forecast]]
     budget_bytes: int
     on_trial: Callable[[Options], None] | None = None
     on_done: Callable[[Trial], None] | None = None

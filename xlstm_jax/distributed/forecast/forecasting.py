@@ -18,19 +18,13 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
-from xlstm_jax.distributed.forecast.compiling.compile import (
-    Compiled,
-    begin_for_topology,
-    compile_here,
-    step_mesh,
-    trace,
-)
+from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
@@ -44,14 +38,20 @@ from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collect
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
-from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fraction
 from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
-from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
 from xlstm_jax.wording import plain_text, read_json
 
 FORMAT, DERIVED = 1, "step_time"
+CPU_NOTE = (
+    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
+    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
+)
+GPU_NOTE = (
+    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
+    "time matrix products on (nothing is autotuned)."
+)
 
 
 @dataclass(frozen=True)
@@ -311,46 +311,23 @@ def forecast(
       ImportError: what the compiler for TPUs needs is not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
     """
-    if isinstance(topology, str):
-        begun = begin_forecast(
-            step, *args, topology=topology, kwargs=kwargs, tokens=tokens, compiler_options=compiler_options, cache=cache
-        )
-        return begun.start().result()
-    traced = trace(step, args, kwargs)
-    _check_mesh(topology, step_mesh(traced, args, kwargs))
-    options = resolved_on(step_mesh(traced, args, kwargs), compiler_options)
-    compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
-    return read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens)
-
-
-def begin_forecast(
-    step: jax.stages.Wrapped,
-    *args: PyTree,
-    topology: str,
-    kwargs: Mapping[str, PyTree] | None = None,
-    tokens: int | None = None,
-    compiler_options: dict[str, Any] | str | None = None,
-    cache: bool | ReportCache = True,
-) -> Pending[Forecast]:
-    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
-    devices = parse_topology(topology)
-    with answered_for(devices.chip):
-        traced = trace(step, args, kwargs)
-    options = resolved(compiler_options, devices.chip.device_kinds[0], devices.shape)
-    begun = begin_for_topology(
-        step, *args, topology=topology, kwargs=kwargs, compiler_options=options, cache=chosen_cache(cache)
-    )
-    return begun.then(lambda compiled: read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens))
-
-
-def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:
-    """Raises a ``ValueError`` where the arguments lie on another mesh than the one that was named."""
-    axes = dict(found.shape) if found is not None else {}
-    if mesh is not None and dict(mesh.shape) != axes:
+    devices = parse_topology(topology) if isinstance(topology, str) else None
+    call = StepCall(step, args, kwargs or {}, devices, compiler_options, chosen_cache(cache))
+    if devices is not None:
+        return begin_forecast(call, tokens).start().result()
+    if isinstance(topology, Mesh) and dict(topology.shape) != call.axis_sizes:
         raise ValueError(
-            f"topology is the mesh {dict(mesh.shape)}, but the arguments lie on {axes or 'no mesh'}. Make them on that "
-            "mesh, or leave topology out."
+            f"topology is the mesh {dict(topology.shape)}, but the arguments lie on {call.axis_sizes or 'no mesh'}. "
+            "Make them on that mesh, or leave topology out."
         )
+    compiled = compile_here(call)
+    return read(compiled, count_flops(call.traced.jaxpr, compiled.devices), tokens)
+
+
+def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
+    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
+    jaxpr = call.traced.jaxpr
+    return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
@@ -364,12 +341,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     memory = memory_of(compiled, program)
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
-    found = tuple(find_collectives(program, compiled.axis_sizes))
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    links = links_of(compiled, chip) if chip and moved else None
-    on_gpus = links is not None and compiled.platform == "gpu"
-    found = timed(program, found, links) if links and on_gpus else found
-    return Forecast(
+    found = Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
@@ -377,34 +350,41 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         memory=memory,
         code_bytes=(compiled.memory or {}).get("generated_code", 0),
         available_bytes=chip.usable_hbm_bytes if chip else None,
-        collectives=found,
+        collectives=tuple(find_collectives(program, compiled.axis_sizes)),
         flops=flops,
         cycles=count_cycles(program),
         hbm_bytes=moved,
-        roofline=roofline_of(links, flops, moved, found, tokens) if links and moved else None,
-        exposed_seconds=sum(exposed_seconds(links, collective) for collective in found) if links else None,
+        roofline=None,
+        exposed_seconds=None,
         tokens=tokens,
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
-        kernel_seconds=kernel_seconds(program, links.chip) if links and on_gpus else None,
         shared_flops=shared_flops(program, flops),
-        host=host_traffic(program, chip) if chip and moved else None,
-        packed=packed_traffic(program, found, links) if links else None,
-        expected_kernel_seconds=kernel_seconds(program, links.chip.reached) if links and on_gpus else None,
-        pallas_seconds=pallas_seconds(program, flops, chip) if chip and moved and not on_gpus else None,
     )
+    return _with_times(found, program, moved, links_of(compiled, chip)) if chip and moved else found
 
 
-CPU_NOTE = (
-    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
-    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
-)
-GPU_NOTE = (
-    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
-    "time matrix products on (nothing is autotuned)."
-)
+def _with_times(found: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
+    """The forecast with all that follows from the published figures of its chip."""
+    chip = links.chip
+    if found.platform == "gpu":
+        found = dataclasses.replace(
+            found,
+            collectives=timed(program, found.collectives, links),
+            kernel_seconds=kernel_seconds(program, chip),
+            expected_kernel_seconds=kernel_seconds(program, chip.reached),
+        )
+    else:
+        found = dataclasses.replace(found, pallas_seconds=pallas_seconds(program, found.flops, chip))
+    return dataclasses.replace(
+        found,
+        roofline=roofline_of(links, found.flops, moved, found.collectives, found.tokens),
+        exposed_seconds=sum(exposed_seconds(links, collective) for collective in found.collectives),
+        host=host_traffic(program, chip),
+        packed=packed_traffic(program, found.collectives, links),
+    )
 
 
 def rates_note(chip: Chip) -> str:
