@@ -13,6 +13,7 @@ from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, format_axes, format_bytes, how_to_install, joined, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
@@ -225,11 +226,7 @@ def _array(shape: str) -> str:
     """As the compiler writes it; of a tuple, as a loop carries one, only how many arrays it has."""
     if not shape.startswith("("):
         return shape
-    nested, arrays = 0, 1
-    for character in shape[1:-1]:
-        nested += (character in "([{") - (character in ")]}")
-        arrays += character == "," and not nested
-    return f"tuple of {arrays} arrays"
+    return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _sent(members: Iterable[Collective]) -> float:

@@ -113,10 +113,13 @@ V5P = BELOW_CUBE + slices_of_cubes(4, V5P_POD)
 # Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
-BY_SPARSE_CORES = tuple(
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+SPARSE_CORE_OPTIONS = (
+    *(
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    ),
+    ASYNC_ALL_TO_ALL,
 )
-SPARSE_CORE_OPTIONS = (*BY_SPARSE_CORES, ASYNC_ALL_TO_ALL)
 # On the larger slices libtpu refuses it: "UNIMPLEMENTED: Async all-to-all not supported on limited ICI".
 V5E_OPTIONS = {ICI_PIPELINING: FLAT, ASYNC_ALL_TO_ALL: ((1, 1), (2, 2), (2, 4), (4, 4))}
 

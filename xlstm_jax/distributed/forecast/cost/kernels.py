@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by
 from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
-from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.text import jax_name_of
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
-
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,10 @@ class Kernels:
     def _product_seconds(self, computation: Computation, instruction: Instruction) -> float:
         """The time of the matrix products in an instruction at their peak rates."""
         return sum(
-            flops / peak_rate(self.chip, _dtype(operand_shapes(within, inner)[0]))
+            flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
             for within, inner in self.program.with_fused(computation, instruction)
             if (flops := product_flops(within, inner))
         )
-
-
-def _dtype(shape: Shape) -> str:
-    return "float8" if shape.dtype.startswith("f8") else _DTYPES.get(shape.dtype, "float32")
 
 
 def _called(instruction: Instruction) -> list[str]:

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, moved_by, sched
 from xlstm_jax.distributed.forecast.cost.flops import Flops, attention_flops, window_taps
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.text import integers
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,"\s]*)[}\]]')
@@ -77,7 +78,7 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 def _dot_flops(computation: Computation, instruction: Instruction) -> int:
     left = operand_shapes(computation, instruction)[0]
     match = _CONTRACTED.search(instruction.attributes)
-    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else []
+    dims = integers(match[1]) if match else ()
     return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in dims)
 
 

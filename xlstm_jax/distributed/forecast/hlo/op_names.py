@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from xlstm_jax.distributed.data_parallel.gathering.quantized import PACK_SCOPES
+from xlstm_jax.distributed.forecast.hlo.text import split_outside
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
 
@@ -103,7 +104,7 @@ def _loops(op_name: str) -> list[str]:
 
     "jit(f)/while/body/closed_call/while/body/add" is in "while/body/while" and in "while".
     """
-    parts = _split(op_name.split(";")[0])
+    parts = split_outside(op_name.split(";")[0], "/", "()")
     kept = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
     ends = [i + 1 for i, part in enumerate(kept) if part == "while"]
     return ["/".join(kept[:end]) for end in reversed(ends)]
@@ -111,7 +112,7 @@ def _loops(op_name: str) -> list[str]:
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:
     """All scopes but the primitive, without transformations; and the transformations."""
-    parts, transforms = _split(op_name), set()
+    parts, transforms = split_outside(op_name, "/", "()"), set()
     if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
         parts = parts[:-1]
     scopes = []
@@ -119,21 +120,9 @@ def _scopes(op_name: str) -> tuple[list[str], set[str]]:
         inner = [part]
         while len(inner) == 1 and (match := TRANSFORM.match(inner[0])):
             transforms.add(match[1])
-            inner = _split(match[2])
+            inner = split_outside(match[2], "/", "()")
         scopes += inner
     return [scope for scope in scopes if scope], transforms
-
-
-def _split(text: str) -> list[str]:
-    """The parts between the slashes that are outside of all parentheses."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
 
 
 def _module_names(scopes: list[str]) -> list[str]:

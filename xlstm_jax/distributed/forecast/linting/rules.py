@@ -15,6 +15,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, T
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import HOST_AXIS, padded_size
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
+from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.forecast.linting.step import (
     Finding,
     Step,
@@ -22,7 +23,6 @@ from xlstm_jax.distributed.forecast.linting.step import (
     shared_name,
     size_of,
     sum_wire_bytes,
-    width_of,
 )
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
@@ -142,13 +142,14 @@ def _wide_gathers(step: Step) -> Iterator[Found]:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
             extra = sum(
-                gather.wire_bytes_per_step * (1 - row.gather_itemsize / width_of(gather.dtype)) for row, gather in wide
+                gather.wire_bytes_per_step * (1 - row.gather_itemsize / float_bytes_of(gather.dtype))
+                for row, gather in wide
             )
             yield Found(
                 name,
                 f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
-                f"device and step instead of {format_bytes(sent - extra)}.",
-                extra,
+                f"device and step instead of {format_bytes(asked)}.",
+                sent - asked,
                 f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
                 "compute in it.",
             )
@@ -157,7 +158,7 @@ def _wide_gathers(step: Step) -> Iterator[Found]:
 def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
     # The CPU backend sends bfloat16 as float32, whoever asks.
     asked = row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")
-    return bool(asked) and width_of(gather.dtype) > row.gather_itemsize
+    return bool(asked) and float_bytes_of(gather.dtype) > row.gather_itemsize
 
 
 def _hoisted_gathers(step: Step) -> Iterator[Found]:
@@ -168,7 +169,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Found]:
             continue
         layers = max(map(step.layers_at_once, gathers))
         uses = max(1, *map(step.uses_at_once, gathers))
-        whole = uses * max(row.gathered_size for row in rows) * max(width_of(gather.dtype) for gather in gathers)
+        whole = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
         per_layer = round(whole / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
             yield Found(
@@ -188,7 +189,7 @@ def _kept_gathered(step: Step) -> Iterator[Found]:
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
         # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
-        widths = filter(None, (width_of(gather.dtype) for gather in step.gathers[rows[0].path]))
+        widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
@@ -281,7 +282,7 @@ def _stand_in(step: Step, where: str, members: list[Collective]) -> Found:
 
 def _narrower(members: Iterable[Collective]) -> str:
     """What else makes a scatter of float32 gradients cheaper; "" for any other collective."""
-    if any("reduce-scatter" in (c.kind, c.stands_for) and width_of(c.dtype) == F32_BYTES for c in members):
+    if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
             " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
             "half of it and rounds each sum."
@@ -309,7 +310,7 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
 
 def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Found:
-    fraction = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
+    fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
     return Found(
         listed(row.path for row in rows).replace("'", ""),

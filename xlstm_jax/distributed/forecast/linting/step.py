@@ -1,7 +1,6 @@
 """What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf; and what they find."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +8,10 @@ from functools import cached_property
 
 from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
+from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_fraction, path_pattern
-
-_FLOAT = re.compile(r"(?:bf|f)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -123,14 +121,8 @@ def shared_name(rows: Sequence[LeafPlan]) -> str:
 
 def size_of(collective: Collective) -> float:
     """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
-    width = width_of(collective.dtype)
+    width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
-
-
-def width_of(dtype: str) -> float:
-    """Bytes of a value, of a dtype as compilers write it; 0 of what is no float."""
-    match = _FLOAT.match(dtype)
-    return int(match[1]) / 8 if match else 0.0
 
 
 def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
