@@ -13,6 +13,8 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
+from jupyter_cache import get_cache
+
 import xlstm_jax
 
 DOCS = Path(__file__).parent
@@ -110,6 +112,12 @@ def public_names():
 def outside():
     """The pages of names of JAX, Flax, optax, NumPy and Python."""
     return make_inventories.addresses()
+
+
+def make_the_cache(app):
+    """The database of pages that ran is made here: two workers that each find none would both make its tables."""
+    del app
+    get_cache(nb_execution_cache_path).db  # noqa: B018  # made when it is first asked for
 
 
 def write_reference(app):
@@ -212,6 +220,7 @@ def read_docstring(app, what, name, value, options, lines):
 
 def setup(app):
     """Called by Sphinx."""
+    app.connect("builder-inited", make_the_cache)
     app.connect("builder-inited", write_reference)
     app.connect("source-read", read_for_the_site)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon reads it

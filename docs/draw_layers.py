@@ -1,4 +1,4 @@
-"""Draws ``images/layers.png`` from the order that ``tests/test_layers.py`` enforces: ``python docs/draw_layers.py``."""
+"""Draws ``images/layers.png`` from the order in ``tests/house/test_layers.py``: ``python docs/draw_layers.py``."""
 
 import re
 from pathlib import Path

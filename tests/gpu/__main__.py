@@ -19,7 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 OUT = ROOT / "benchmarks" / "results" / "gpu"
 # What these ask for is one device. With --noconftest nothing simulates eight on the CPU.
-SUITE = ("tests/gpu/test_on_card.py", "tests/test_parity.py", "tests/test_cross_entropy.py", "tests/test_flops.py")
+SUITE = (
+    "tests/gpu/test_on_card.py",
+    "tests/data_parallel/test_parity.py",
+    "tests/training/test_cross_entropy.py",
+    "tests/forecast/test_flops.py",
+)
 MANY_DEVICES = "not (8- or 4x2 or 2x4 or 1x8 or missing_mean or shard_map or split_the_tokens or sharded_head)"
 # JAX multiplies float32 in TF32 by default on GPUs, which is not what the tests' tolerances are about.
 ENVIRONMENT = {

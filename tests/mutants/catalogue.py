@@ -4,7 +4,7 @@
 a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
 - axis_size(axes), how                       a text that stands in the file exactly once; of several lines each has a -
 + 1, how                                     what stands in its place
-? test_parity.py::test_the_training          a test that should see it, as pytest names it, in tests/; cheap ones first
+? data_parallel/test_parity.py::test_name    a test in tests/ that should see it, as pytest names it; cheap first
 = why no test does                           of a mutation that changes nothing which anybody could see
 """
 

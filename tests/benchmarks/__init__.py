@@ -1,0 +1,1 @@
+"""The benchmarks in small, and the figures that are kept."""

@@ -1,0 +1,188 @@
+"""The benchmarks of GPUs in small: meshes of hosts, bytes across them, options of XLA, what a card would be asked."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from benchmarks import forecasts, gpu_scaling, limits, memory, traffic, xla_options
+from benchmarks.cases import CASES, ON_TPUS, SIZES, counts, mesh_axes
+from benchmarks.options import complete
+from tests.compiled_cases import compiled, kept_folder
+from tests.forecast.test_forecast import workload
+from tests.gpu import __main__ as on_card
+from tests.gpu import measures
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.hardware import compiler_options, parse_topology
+
+SIZE, TOPOLOGY, COMPARED = "small", "h100:2x4", ["jit", "ours"]
+HOSTS, GPUS = 2, 4
+COUNTS = counts(SIZES[SIZE])
+
+
+# --------------------------------------------------------------------------------------------------------- pure parts
+
+
+@pytest.mark.parametrize(
+    "case, shape, axes",
+    [
+        ("ours", (32, 8), {"fsdp_host": 32, "fsdp_device": 8}),
+        ("jit", (32, 8), {"fsdp": 256}),
+        ("ours, HSDP", (32, 8), {"dp": 32, "fsdp": 8}),
+        ("flat, HSDP", (32, 8), {"dp": 32, "fsdp": 8}),
+        ("ours", (1, 8), {"fsdp": 8}),
+    ],
+)
+def test_the_mesh_of_a_case_on_hosts_of_gpus(case, shape, axes):
+    assert mesh_axes(CASES[case], shape, gpus=True) == axes
+    assert mesh_axes(CASES["ours"], shape) != {"fsdp_host": 32, "fsdp_device": 8}  # guard: a torus has other names
+
+
+def test_cases_follow_from_the_devices():
+    parser = traffic.parser()
+    tpus = complete(parser.parse_args([]), ON_TPUS, ["of GPUs"])
+    assert (tpus.cases, tpus.suffix) == (list(ON_TPUS), "") and "jit, best options" not in tpus.cases
+    gpus = complete(parser.parse_args(["--topologies", TOPOLOGY]), ON_TPUS, ["of GPUs"])
+    assert (gpus.cases, gpus.suffix) == (["of GPUs"], "_gpus")
+    with pytest.raises(ValueError, match="names TPUs and GPUs"):
+        complete(parser.parse_args(["--topologies", TOPOLOGY, "v5e:4x4"]), ON_TPUS, [])
+
+
+def test_the_least_across_hosts_is_a_gpus_part_of_what_its_host_sends():
+    gathered = 2 * (2 * COUNTS.blocks + COUNTS.embedding + COUNTS.head)
+    sent = gathered + 2 * COUNTS.sharded + limits.SMALL_BYTES * COUNTS.small
+    assert limits.crossing_bytes(COUNTS, HOSTS, GPUS) == pytest.approx(sent * (1 / 2) / GPUS)
+    assert limits.crossing_bytes(COUNTS, 1, GPUS) == 0
+
+
+def test_collectives_of_a_layer_are_those_that_run_most_often():
+    fields = {field.name: None for field in dataclasses.fields(Collective)}
+    ways = [("forward", 24), ("forward", 1), ("recompute", 23), ("backward", 24), ("backward", 2), ("other", 1)]
+    found = [Collective(**fields | {"count": count, "direction": way}) for way, count in ways]
+    assert forecasts.per_layer(found) == {"forward": 1, "backward": 2}
+    assert forecasts.per_layer([]) == {"forward": 0, "backward": 0}
+
+
+def test_a_picture_shows_the_cases_that_all_topologies_have_in_one_order():
+    """Plots share the axis of cases: another order, or a gap, would put bars beside the wrong names."""
+    first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
+    second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
+    shown = forecasts.drawn({"h100:32x8": first, "b200:8x8": second})
+    assert [list(one) for one in shown.values()] == [["jit", "ours"]] * 2
+    assert shown["b200:8x8"]["ours"] == {"n": 4} and forecasts.drawn({}) == {}
+
+
+# ----------------------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = kept_folder(tmp_path_factory)
+    compiled(folder, SIZE, TOPOLOGY, COMPARED)
+    return folder
+
+
+@pytest.mark.cuda_plugin
+def test_ours_sends_the_least_and_across_hosts_the_least(kept):
+    found = traffic.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, COMPARED))["cases"]
+    ours, jit = found["ours"], found["jit"]
+    assert ours["ratios"]["sent over the limit"] <= 1.001  # the loss and the norm are sent, too
+    assert ours["ratios"]["sent over jit"] <= 1.001
+    assert ours["nic_over_the_least"] <= 1.02
+    assert jit["nic_over_the_least"] > 1.5  # guard: a flat ring sends all of its bytes over the border of hosts
+    assert set(ours["wire_bytes_by_axis"]) == {"fsdp_host", "fsdp_device"}
+    assert traffic.by_kind(ours)["reduce-scatter"] > 0 and ours["all_reduced_share"] < 0.01
+
+
+@pytest.mark.cuda_plugin
+def test_the_commands_leave_tables_files_and_pictures(kept, tmp_path, capsys):
+    where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw", "--sizes", SIZE]
+    for module in (traffic, memory):
+        assert module.main([*where, "--cases", *COMPARED]) == 0
+        assert (tmp_path / f"{SIZE}_gpus.json").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert all(column in out for column in ("of least", "per NIC", "hidden", "no latency", "optimizer"))
+    assert gpu_scaling.main([*where[2:], "--hosts", "2", "--cases", *COMPARED]) == 0  # none of 2x8 is kept
+    assert (tmp_path / f"{SIZE}_h100_waiting.png").stat().st_size > 5_000
+
+
+def test_an_option_that_the_compiler_refuses_is_a_row():
+    rows = {"new": {"program": "", "problem": "No such compile option"}}
+    (table, problems) = xla_options.table(SIZE, TOPOLOGY, "ours", rows)
+    assert (table.row_count, problems.row_count) == (1, 1)
+
+
+def text_with(options):
+    """The compiled text of four scanned layers on two GPUs, without what is only a name."""
+    step, args = workload(rows=64, width=512).build_step({"fsdp": 2})
+    text = compile_for_topology(step, *args, topology="h100:1x2", compiler_options=options, cache=None).hlo
+    return re.sub(r", metadata=\{[^}]*\}|HloModule.*", "", text)
+
+
+@pytest.mark.cuda_plugin
+def test_every_option_of_gpus_is_accepted_and_changes_the_program():
+    options = compiler_options(parse_topology("h100:1x2").chip.device_kinds[0])
+    without = text_with({})
+    idle = [name for name, value in options.items() if text_with({name: value}) == without]
+    assert options and not idle
+
+
+# ---------------------------------------------------------------------------------------------------------- on a card
+
+
+def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):
+    environment = os.environ | {"PATH": str(tmp_path)}  # where no driver is
+    command = [sys.executable, "-X", "importtime", "-m", "tests.gpu"]
+    run = subprocess.run(command, cwd=on_card.ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.strip() == on_card.NO_CARD
+    assert " jax\n" not in run.stderr and " json\n" in run.stderr  # JAX would look for devices
+
+
+def test_what_is_measured_on_a_card_can_be_measured_here():
+    device = jax.devices()[0]
+    text = measures.same_text(device)
+    assert text["differing"] == 0 and text["instructions"] > 1000
+    assert measures.options_accepted(device) == {} and measures.memories(device) == {}  # of a CPU there are none
+    times = measures.step_times(device, "tiny", rounds=2)["cases"]
+    assert set(times) == {measures.PLAIN, measures.WRAPPED, "jit"}
+
+
+def test_what_should_hold_on_a_card_and_does_not_is_told():
+    good = {
+        "suite": {"exit code": 0, "passed": 9},
+        "same_text": {"instructions": 1500, "differing": 0},
+        "step_time": {"cases": {"ours": {"ratios": {"time over replicated": {"median": 1.01}}}}},
+        "memory": {"small": {"forecast_bytes": 105, "peak_bytes": 100}},
+        "options": {"an option": "accepted"},
+        "training": {"tokens_per_s": 1e5, "mfu": 0.4},
+    }
+    assert measures.failures(good) == []
+    bad = {
+        "suite": {"exit code": 1, "failed": 1},
+        "same_text": {"instructions": 1500, "differing": 3},
+        "step_time": {"cases": {"ours": {"ratios": {"time over replicated": {"median": 1.2}}}}},
+        "memory": {"small": {"forecast_bytes": 80, "peak_bytes": 100}, "1.3B": {"problem": "no memory"}},
+        "options": {"an option": "no such option"},
+        "training": {"exit code": 1, "problem": "killed"},
+    }
+    told = measures.failures(bad)
+    assert len(told) == 7 and "memory of small: the forecast is off by -20%" in told
+    assert json.dumps(bad)
+
+
+@pytest.mark.parametrize(
+    "last, found",
+    [
+        ("9 passed, 730 deselected in 3.1s", {"passed": 9}),
+        ("1 failed, 2 passed, 3 skipped in 9s", {"failed": 1, "passed": 2, "skipped": 3}),
+        ("", {}),
+    ],
+)
+def test_the_numbers_of_a_run_of_pytest(last, found):
+    assert on_card.counted(f"some test\n{last}\n") == found

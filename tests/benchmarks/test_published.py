@@ -1,0 +1,103 @@
+"""The table of published runs is that of the figures that are kept, and each run is what its source says."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import published
+from benchmarks.decoder import SIZES, DecoderSize
+from benchmarks.published import (
+    KEPT,
+    RUNS,
+    Run,
+    flash_flops,
+    forecast_of,
+    in_place_of_flash,
+    ratio,
+    settings,
+    table,
+    workload,
+)
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+
+PAGE = Path(__file__).parents[2] / "docs" / "forecast.md"
+STORED = json.loads(KEPT.read_text())
+
+
+def test_the_page_has_the_table_of_the_figures_that_are_kept():
+    assert list(STORED) == list(RUNS) and len(STORED) >= 6
+    assert table(STORED) in PAGE.read_text() and settings(STORED) in PAGE.read_text()
+
+
+def test_every_forecast_is_within_what_the_page_says_of_it():
+    assert all(1 / published.CLOSE <= ratio(RUNS[name], found) <= published.CLOSE for name, found in STORED.items())
+
+
+def test_no_efficiency_is_tested_by_what_fixed_it():
+    chips = {run.chip.name for run in RUNS.values() if run.chip.efficiency}
+    for chip in chips:
+        roles = {run.fixed for run in RUNS.values() if run.chip.name == chip}
+        assert roles >= {False} and (roles == {True, False} or chip == "h200"), chip
+
+
+def test_the_least_is_less_than_what_was_measured_and_than_what_is_expected():
+    for name, found in STORED.items():
+        assert ratio(RUNS[name], found, "least") < 1.0, name
+        assert found["step_seconds"]["least"] <= found["step_seconds"]["expected"], name
+
+
+@pytest.mark.parametrize(
+    "size, billions",
+    [
+        (published.LLAMA2_7B, 6.74),
+        (published.LLAMA2_13B, 13.0),
+        (published.LLAMA3_70B, 70.6),
+        (published.LLAMA_34B, 33.7),
+        (SIZES["llama3.1_8B"], 8.03),
+        (SIZES["llama3.2_1B"], 1.24),
+    ],
+    ids=["7B", "13B", "70B", "34B", "8B", "1B"],
+)
+def test_models_have_as_many_parameters_as_their_names_say(size, billions):
+    run = Run(size=size, topology="h100:1x8", rows=1, context=128, seconds=1.0, source="", said="")
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    params = jax.eval_shape(workload(run).model.init, jax.random.key(0), tokens)
+    assert sum(leaf.size for _, leaf in leaves_with_path(params)) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_flash_attention_takes_the_flop_of_its_products():
+    """Of two heads of 8 features and 4 positions, 10 pairs of 16 are used; half of all is what is counted."""
+    size = DecoderSize(16, 3, 2, 64, hidden=32, kv_heads=1)
+    run = Run(size=size, topology="h100:1x8", rows=5, context=4, seconds=1.0, source="", said="", remat=None)
+    one_product = 2 * 5 * 2 * 4 * 4 * 8 / 2  # 2 FLOP, rows, heads, pairs, features
+    assert flash_flops(run) == pytest.approx(3 * 7 * one_product)  # 2 forward and 5 backward in each layer
+    q, k = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8))
+    assert in_place_of_flash(q, k, k).shape == q.shape
+
+
+@pytest.mark.cuda_plugin
+def test_a_small_run_is_forecast():
+    size = DecoderSize(512, 2, 4, 1024, hidden=1024, kv_heads=2)
+    run = Run(
+        size=size,
+        topology="h100:1x4",
+        rows=1,
+        context=256,
+        seconds=1.0,
+        source="",
+        said="",
+        remat="every second product",
+    )
+    found = forecast_of(run)
+    times, attention = found["step_seconds"], found["attention_seconds"]
+    assert 0 < times["least"] < times["expected"]
+    assert attention["least"] == pytest.approx(flash_flops(run) / 989e12)
+    # The second, fourth and sixth of seven products are computed again: those of the keys, of the output and of "up".
+    forward = 2 * 256 * 2 * 512 * (512 + 2 * 256 + 512 + 3 * 1024)
+    again = 2 * 256 * 2 * 512 * (256 + 512 + 1024)
+    head = 2 * 256 * 512 * 1024
+    assert found["flops"]["forward"] == pytest.approx(forward + head)
+    assert found["flops"]["recompute"] == pytest.approx(again)

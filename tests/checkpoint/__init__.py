@@ -1,0 +1,1 @@
+"""Checkpoints on disk: what is written, read and refused."""

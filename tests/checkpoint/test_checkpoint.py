@@ -1,0 +1,549 @@
+"""What is restored is what was saved, in the types, shardings and boxes of the target; damage and failures are seen."""
+
+import json
+import shutil
+import socket
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+from tests import damage
+from tests.checkpoint.test_writer import spawn
+from tests.damage import NEWEST, OLDER
+from tests.data_parallel.test_initialisation import largest_buffer
+from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import create_train_state, make_train_step, unbox
+from xlstm_jax.distributed import metrics as m
+from xlstm_jax.distributed.checkpoint import record, saved_sums
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
+from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.training.state import abstract_train_state
+
+TX = optax.adamw(1e-2)
+X = jnp.ones((16, 8))
+BATCH = data()
+METRIC = m.Compose({"loss": m.WeightedMean(), "largest": m.Max()})
+
+
+def sharded_state(mesh, model=None):
+    return create_train_state(model or Model(fsdp()), TX, mesh, jax.random.key(0), X, batch_axes=AXES)
+
+
+def everything(mesh, train):
+    """A training state and all that a run needs beside it, one leaf of each kind."""
+    seen = METRIC.as_local(METRIC.state_of({}), AXES, mesh)
+    return {
+        "train": train,
+        "metrics": m.Synced(jax.tree.map(lambda x: x[0], seen.vectors), seen.layout),
+        "data": {"position": 7, "fraction": 0.1, "shuffled": True},
+        "rng": jax.random.key(3),
+        "keys": jax.device_put(jax.random.split(jax.random.key(4), 8), NamedSharding(mesh, P("fsdp"))),
+        "numpy": {"int64": np.int64(2**40) * np.arange(3), "scalar": np.float32(2), "complex": np.ones(2, complex)},
+        "narrow": [
+            jax.device_put(jnp.linspace(-2, 2, 16).astype(dtype), NamedSharding(mesh, P("fsdp")))
+            for dtype in ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4", "bool", "complex64")
+        ],
+        "empty": [np.zeros((0, 3)), jax.device_put(jnp.zeros((0, 8)), NamedSharding(mesh, P(None, "fsdp")))],
+        "unplaced": jnp.arange(3.0),
+        ".": {"": np.arange(2), ".": float("nan")} | {"..": 1},
+    }
+
+
+def assert_same(got, want):
+    """Structure, types, shardings and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(leaves_with_path(unbox(got)), jax.tree.leaves(want), strict=True):
+        assert type(a) is type(b), path
+        if isinstance(a, jax.Array):
+            assert (a.sharding, a.committed, a.dtype) == (b.sharding, b.committed, b.dtype), path
+    assert damage.same(got, want)
+
+
+@pytest.mark.parametrize("dp, fsdp_size", [(2, 4), (1, 1)])
+def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
+    mesh = mesh_of(dp, fsdp_size)
+    state = everything(mesh, sharded_state(mesh, fsdp(nn.Dense)(16)))
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step() is None
+        assert checkpointer.save(5, state)
+        checkpointer.wait()
+        assert checkpointer.latest_step() == 5
+        assert_same(checkpointer.restore(state), state)
+    other = jax.tree.map(lambda x: x, state) | {"unplaced": jnp.arange(3.0) + 1}
+    assert not damage.same(other, state)  # guard
+
+
+def test_an_abstract_state_is_the_state_without_values():
+    model, mesh = Model(fsdp()), mesh_of(2, 4)
+    want = sharded_state(mesh, model)
+    rng, x = jax.eval_shape(lambda: (jax.random.key(0), X))
+    got = abstract_train_state(model, TX, mesh, rng, x, batch_axes=AXES)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert isinstance(a, jax.ShapeDtypeStruct)
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+    huge = nn.Dense(2**24)  # whose kernel has 2 TiB
+    abstract = abstract_train_state(
+        fsdp(type(huge))(2**24), TX, mesh, rng, jax.ShapeDtypeStruct((8, 2**15), jnp.float32), batch_axes=AXES
+    )
+    assert abstract.params["kernel"].value.sharding.shard_shape((2**15, 2**24)) == (2**15, 2**22)
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_cut(tmp_path):
+    """Saved in the middle of a run whose states are donated; restored into an abstract state of another mesh."""
+    model, key = Model(fsdp()), jax.random.key(1)
+    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+    state, states = sharded_state(mesh_of(2, 4), model), {}
+    with Checkpointer(tmp_path, 2, max_to_keep=None) as checkpointer:
+        for i in range(1, 7):
+            state, metrics = step(state, BATCH, key)
+            assert checkpointer.save(i, state) == (i % 2 == 0)
+            states[i] = damage.bits(unbox(state.params))
+    target = abstract_train_state(model, TX, mesh_of(2, 4), key, X, batch_axes=AXES)
+    with Checkpointer(tmp_path, 2) as checkpointer:
+        for i in (2, 4, 6):
+            assert damage.same(unbox(checkpointer.restore(target, i).params), states[i])
+        resumed = checkpointer.restore(target, 4)
+    for _ in range(2):
+        resumed, last = step(resumed, BATCH, key)
+    assert damage.same(unbox(resumed), unbox(state)) and float(last["loss"]) == float(metrics["loss"])
+
+
+def test_it_restores_into_the_plain_model_and_back(tmp_path):
+    sharded = sharded_state(mesh_of(2, 4))
+    plain = TrainState.create(apply_fn=Model().apply, params=Model().init(jax.random.key(9), X)["params"], tx=TX)
+    with Checkpointer(tmp_path / "sharded") as one, Checkpointer(tmp_path / "plain") as two:
+        one.save(1, sharded)
+        got = one.restore(plain)
+        assert type(got.step) is int  # as Flax begins
+        assert not any(is_box(leaf) for _, leaf in leaves_with_path(got)) and got.apply_fn == plain.apply_fn
+        assert damage.same(got.params, unbox(sharded.params))
+        two.save(1, got)
+        back = two.restore(sharded)
+        assert_same(back, sharded)
+    assert not damage.same(plain.params, got.params)  # guard
+    got = jax.jit(lambda params: Model().apply({"params": params}, X))(got.params)  # nothing is tied to a device
+
+
+def test_parameters_are_restored_without_the_optimizer(tmp_path):
+    """Whatever the optimizer was, and wherever in the tree the state is; into the plain model and onto another mesh."""
+    model, key = Model(fsdp()), jax.random.key(9)
+    adamw = sharded_state(mesh_of(2, 4))
+    sgd = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), key, X, batch_axes=AXES)
+    sharded = abstract_train_state(model, optax.identity(), mesh_of(1, 2), key, X, batch_axes=AXES).params
+    plain = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unbox(adamw.params))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"train": adamw, "position": 1, "rng": jax.random.key(3)})
+        checkpointer.save(2, sgd)
+        checkpointer.save(3, unbox(adamw.params))
+    with Checkpointer(tmp_path) as checkpointer:
+        for like in (sharded, plain):
+            for step, want in {1: adamw, 2: sgd, 3: adamw}.items():
+                got = checkpointer.restore_params(like, step)
+                assert jax.tree.structure(got) == jax.tree.structure(like)
+                assert damage.same(unbox(got), unbox(want.params))
+                assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(like)]
+        moments = checkpointer.restore_params(plain, 1, path="train/opt_state/0/mu")
+        assert damage.same(moments, plain)  # all zeros
+        with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them does not go on from there
+            checkpointer.save(3, got)
+    assert not damage.same(sgd.params, adamw.params)  # guard
+
+
+@pytest.mark.parametrize(
+    "like, path, message",
+    [
+        (
+            {"w": jnp.ones(3)},
+            None,
+            r"step 20 in .* has more than one part called 'params': 'a/params/', 'b/params/'. Say .*",
+        ),
+        ({"w": jnp.ones(4)}, "a/params", r"'a/params/w' was saved as float32\[3\], and .* float32\[4\]"),
+        ({"v": jnp.ones(3)}, "a/params", r"it has no 'a/params/v'; and it has 'a/params/w'"),
+        ({"w": jnp.ones(3)}, "c", r"has no part 'c'; it has 'a', 'b', 'a/opt', 'a/params', 'b/params'"),
+        ({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, "a/params", r"'w' of shape \(3,\) has no sharding"),
+    ],
+    ids=["two parts", "shape", "name", "no part", "no sharding"],
+)
+def test_parameters_that_do_not_fit_are_named(like, path, message, tmp_path):
+    w = {"w": jnp.ones(3)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(20, {"a": {"params": w, "opt": w}, "b": {"params": w}})
+        with pytest.raises(ValueError, match=message):
+            checkpointer.restore_params(like, path=path)
+        assert checkpointer.restore_params(w, path="b/params")["w"].shape == (3,)
+        assert checkpointer.restore_params(checkpointer.restore_params({"opt": w, "params": w}, path="a"), path="a")
+
+
+def test_parameters_are_checked_and_an_older_step_is_taken(tmp_path):
+    folder = damage.written(
+        tmp_path / "checkpoints", lambda step: {"params": damage.state_of(step), "other": np.ones(3)}
+    )
+    damage.swap_steps(folder, None)
+    with Checkpointer(folder) as checkpointer, pytest.warns(match=r"step 20 .*'params/host', .*is damaged|is damaged"):
+        got = checkpointer.restore_params(damage.state_of(NEWEST))
+    assert damage.same(got, damage.state_of(OLDER))
+
+
+def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
+    def fed(mesh):
+        update = jax.jit(
+            jax.shard_map(
+                lambda s, v: METRIC.update(s, loss=(v, v > 1), largest=v),
+                mesh=mesh,
+                in_specs=P(AXES),
+                out_specs=P(AXES),
+            )
+        )
+        return update(METRIC.empty(AXES, mesh), jnp.arange(16.0))
+
+    local = fed(mesh_of(2, 4))
+    sync = jax.shard_map(METRIC.sync, mesh=mesh_of(2, 4), in_specs=P(AXES), out_specs=P())
+    with Checkpointer(tmp_path / "synced") as checkpointer:
+        checkpointer.save(1, jax.jit(sync)(local))
+        synced = checkpointer.restore(METRIC.state_of({}))
+    again = METRIC.as_local(synced, AXES, mesh_of(1, 2))
+    values, _ = m.make_log_step(METRIC, mesh_of(1, 2), AXES)(again)
+    assert float(values["loss"]) == np.arange(2, 16).mean() and float(values["largest"]) == 15
+    with Checkpointer(tmp_path / "local") as checkpointer:
+        checkpointer.save(1, local)
+        with pytest.raises(ValueError, match=r"was saved as float32\[8, \d+\], .* has float32\[2, \d+\].*metric.sync"):
+            checkpointer.restore(METRIC.empty(AXES, mesh_of(1, 2)))
+
+
+def test_checksums_are_computed_from_shards():
+    """Read off the program of each device: no array in it is larger than a shard."""
+    x = jax.device_put(jnp.ones((256, 64)), NamedSharding(mesh_of(1, 8), P("fsdp")))
+    program = checksum_program(x).lower(x).compile().as_text()
+    assert largest_buffer(program) <= x.size // 8 and "all-gather" not in program
+    assert checksum_each({"x": x}) == checksum_each({"x": np.ones((256, 64), np.float32)})
+    assert checksum_each({"x": x}) != checksum_each({"x": np.ones((64, 256), np.float32)[:, ::-1] * 2})
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["views", "on the device"])
+def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
+    """Its buffers are donated at once, many times, and its NumPy leaves overwritten, before a checksum is looked at."""
+    if on_device:  # as on an accelerator: programs that were begun before the buffers were donated
+        monkeypatch.setattr(saved_sums, "_is_in_host_memory", lambda _: False)
+    late = []
+    monkeypatch.setattr(saved_sums.SavedSums, "begin", lambda self: late.append(self._begun))
+    split = NamedSharding(mesh_of(2, 4), P("fsdp", "dp"))
+    make = jax.jit(lambda: {f"w{i}": jnp.full((512, 256), i, jnp.float32) for i in range(6)}, out_shardings=split)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
+    train, host = make(), np.arange(2**20)
+    want = damage.bits({"train": train, "host": host.copy()})
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"train": train, "host": host})
+        for _ in range(5):
+            train = overwrite(train)
+        host[:] = -1
+        assert float(jax.block_until_ready(train)["w5"][0, 0]) == -1
+        late[0].set()
+        checkpointer.wait()
+        assert damage.same(checkpointer.restore({"train": train, "host": host}), want)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64], ids=lambda t: t.__name__
+)
+@pytest.mark.parametrize("spec", [P("fsdp", "dp"), P(None, ("dp", "fsdp")), P("dp"), P()], ids=str)
+def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
+    array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
+    sums = saved_sums.SavedSums(
+        {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])}, 1
+    )
+    sums.begin()
+    assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})
+
+
+# ------------------------------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"w": jnp.ones((4, 3))}, r"step 1 in .*: 'w' was saved as float32\[3, 4\], and .* float32\[4, 3\]"),
+        ({"w": jnp.ones((3, 4), jnp.bfloat16)}, r"'w' was saved as float32\[3, 4\], and .* bfloat16\[3, 4\]"),
+        ({"v": jnp.ones(3)}, r"it has no 'v'"),
+        ({"w": None}, r"it has 'w', which the abstract state has not"),
+        ({"rng": jax.random.key(0, impl="rbg")}, r"'rng' was saved as key<fry>\[\], and .* key<rbg>\[\]"),
+        ({"n": 0.0}, r"'n' was saved as int\[\], and .* float\[\]"),
+        ({"n": jnp.zeros((), jnp.int8)}, r"'n' was saved as the Python number 300, which is not a int8"),
+        ({"w": jax.ShapeDtypeStruct((3, 4), jnp.float32)}, r"'w' of shape \(3, 4\) has no sharding, .* 8 devices"),
+    ],
+    ids=str,
+)
+def test_another_tree_is_an_error_and_no_damage(change, message, tmp_path):
+    state = {"w": jnp.ones((3, 4)), "rng": jax.random.key(0), "n": 300}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        with pytest.raises(ValueError, match=message):
+            checkpointer.restore(state | change)
+
+
+@pytest.mark.parametrize(
+    "state, error, message",
+    [
+        ({"a": {"name": "run"}}, TypeError, r"'a/name' is str; a checkpoint holds numbers"),
+        ({"a": np.array(["x"])}, TypeError, r"'a' is an array of <U1"),
+        ({"a": np.ones(2, ">f4")}, TypeError, r"'a' has the dtype >f4, which cannot be stored"),
+        ({"a": 2**70}, ValueError, r"'a' is the integer 1180591620717411303424"),
+        ({"a.b": 1, "a": {"b": 2}}, ValueError, r"'a/b' and 'a.b' would have one name"),
+        ({"a/b": 1, "a": {"b": 2}}, ValueError, r"same path"),
+        ({"": 1, ".": 2}, ValueError, r"same path"),
+        ({"a": 1, "a/b/c": 2}, ValueError, r"the leaf 'a/b/c' lies beneath the leaf 'a'"),
+        ({"a": np.ma.masked_array([1, 2], [0, 1])}, TypeError, r"'a' is a masked array, whose mask would be lost"),
+        ({}, ValueError, r"no leaves"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_saved_is_refused_by_name(state, error, message, tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(error, match=message):
+        checkpointer.save(1, state)
+
+
+def test_a_python_nan_fits_a_narrow_float(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"best": float("nan"), "worst": float("-inf"), "large": 1e300})
+        likes = {"best": jnp.float32(0), "worst": jnp.bfloat16(0)}
+        with pytest.raises(ValueError, match=r"'large' was saved as the Python number 1e\+300, which is not a float32"):
+            checkpointer.restore(likes | {"large": jnp.float32(0)})
+        got = checkpointer.restore(likes | {"large": 0.0})
+    assert np.isnan(got["best"]) and got["worst"] == -np.inf and got["large"] == 1e300
+
+
+def test_steps_go_forward(tmp_path):
+    with Checkpointer(tmp_path, 10) as checkpointer:
+        with pytest.raises(ValueError, match=r"step=-10 is negative"):
+            checkpointer.save(-10, {"a": 1})
+        with pytest.raises(CheckpointError, match=r"holds no checkpoint"):
+            checkpointer.restore({"a": 1})
+        assert not checkpointer.save(5, {"a": 1})
+        assert checkpointer.save(5, {"a": 1}, force=True)
+        assert not checkpointer.save(5, {"a": 1}, force=True)  # saved already
+        assert checkpointer.save(np.int32(10), {"a": 2})
+    with Checkpointer(tmp_path, 10, max_to_keep=2) as checkpointer:
+        with pytest.raises(ValueError, match=r"step 10 cannot be saved to .*, which holds step 10 already"):
+            checkpointer.save(10, {"a": 3})
+        with pytest.raises(CheckpointError, match=r"has no step 7; it holds \[5, 10\]"):
+            checkpointer.restore({"a": 0}, 7)
+        assert checkpointer.restore({"a": 0}, 5) == {"a": 1} and checkpointer.restore({"a": 0}) == {"a": 2}
+        assert not checkpointer.save(10, {"a": 2})  # restored from there
+        checkpointer.save(20, {"a": 4})
+    assert sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()) == [10, 20]
+
+
+@pytest.mark.parametrize("name", ["save_interval_steps", "max_to_keep", "async_timeout_s"])
+def test_options_are_checked(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1"):
+        Checkpointer(tmp_path, **{name: 0})
+    with pytest.raises(TypeError, match=rf"{name}='2' is a str, and must be a whole number"):
+        Checkpointer(tmp_path, **{name: "2"})
+
+
+@pytest.mark.parametrize(
+    "directory, message",
+    [
+        ("", r"directory of the checkpoints is ''; name a folder"),
+        ("file:///x", r"'file:///x' has the scheme 'file://', which orbax does not know. It takes gs://"),
+        ("foo://x", r"has the scheme 'foo://'"),
+        ("note", r"the directory .*note is a file, and can hold no checkpoints"),
+        ("note/run/checkpoints", r"note/run/checkpoints lies beneath .*note, which is a file"),
+    ],
+)
+def test_a_place_for_no_folders_is_refused(directory, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "note").write_text("no folder")
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return {step: damage.state_of(step) for step in (OLDER, NEWEST)}
+
+
+@pytest.mark.parametrize(
+    "hurt, want",
+    [
+        (damage.flip_data, OLDER),
+        (damage.flip_record, OLDER),
+        (damage.overwrite, OLDER),
+        (damage.swap_steps, OLDER),
+        (damage.copy_older, NEWEST),
+        (damage.link_older, NEWEST),
+        (damage.empty_step, OLDER),
+        (damage.truncate, None),
+        (damage.delete_file, None),
+        (damage.stray, NEWEST),
+        (damage.renamed_lower, OLDER),
+        (damage.linked_nowhere, OLDER),
+        (damage.loop_of_links, OLDER),
+        (damage.loop_within, OLDER),
+        (damage.flip_both, "refused"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, tmp_path):
+    """A few of the trials of tests/faults/test_damage.py."""
+    folder = damage.written(tmp_path / "checkpoints")
+    hurt(folder, np.random.default_rng(0))
+    got = damage.outcome(folder, sound)
+    assert want is None or got == want
+
+
+def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, tmp_path):
+    folder = damage.written(tmp_path / "checkpoints")
+    damage.exchange_steps(folder, None)
+    with Checkpointer(folder) as checkpointer:
+        with pytest.raises(
+            CheckpointError, match=r"20 is damaged: .* saved as step 10, and its .*; step 10 is damaged: "
+        ):
+            checkpointer.restore(sound[NEWEST])
+        with pytest.raises(
+            CheckpointError, match=r"step 20 is damaged: .* saved as step 10, and its folder was renamed"
+        ):
+            checkpointer.restore(sound[NEWEST], 20)
+        damage.exchange_steps(folder, None)
+        assert damage.same(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
+
+
+@pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
+def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
+    """``latest_step`` too, since its answer is what one hands to ``restore``; the next save moves it out of the way."""
+    folder = damage.written(tmp_path / "run", lambda step: {"n": step})
+    hurt(folder, None)
+    problem = {"renamed_lower": "step 5 is damaged: it was saved as step 20", "linked_nowhere": "step 20 .* no folder"}
+    with Checkpointer(folder, 5) as checkpointer:
+        with pytest.warns(match=problem.get(hurt.__name__, "step 20 is damaged: its folder is empty")):
+            assert checkpointer.latest_step() == OLDER
+        with pytest.raises(CheckpointError, match=r"(no sound checkpoint in|has no step 20;) .*is damaged: i"):
+            checkpointer.restore({"n": 0}, NEWEST)
+        with pytest.warns(match="is damaged and was passed over"):
+            assert checkpointer.restore({"n": 0}) == {"n": OLDER}
+        checkpointer.save(15, {"n": 15})
+    with Checkpointer(folder, 5) as checkpointer:
+        assert checkpointer.latest_step() == 15 and checkpointer.restore({"n": 0}) == {"n": 15}
+    shutil.rmtree(folder / str(OLDER))
+    shutil.rmtree(folder / "15")
+    (folder / "25").symlink_to("nowhere")
+    with Checkpointer(folder) as checkpointer:
+        for ask in (checkpointer.latest_step, lambda: checkpointer.restore({"n": 0})):
+            with pytest.raises(CheckpointError, match=r"step 25 is damaged: it is a link that leads to no folder"):
+                ask()
+
+
+@pytest.mark.parametrize("entry", [damage.WRONG_ENTRIES, [], {}, 3], ids=lambda entry: type(entry).__name__)
+def test_a_record_that_describes_no_arrays_is_damage(entry):
+    good = {"shape": [3], "dtype": "int64", "checksum": [1, 2]}
+    assert record.from_json(record.to_json({"w": good}, 1), 1) == {"w": good}  # guard
+    wrong = [{"w": good | change if change else change} for change in entry] if isinstance(entry, tuple) else [entry]
+    for leaves in wrong:
+        with pytest.raises(
+            ValueError, match=r"record has its digest, and (does not describe an array|holds no leaves)"
+        ):
+            record.from_json(record.to_json(leaves, 1), 1)
+
+
+def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
+    """It holds no steps, and a run would start anew."""
+    (tmp_path / "run").symlink_to(tmp_path / "not mounted")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("run", "run/checkpoints", "loop"):
+        with pytest.raises(ValueError, match=r"link to .*, which leads nowhere. Mount"):
+            Checkpointer(tmp_path / name)
+
+
+def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, tmp_path):
+    folder = damage.written(tmp_path / "checkpoints")
+    damage.swap_steps(folder, None)
+    (folder / "30").mkdir()
+    with Checkpointer(folder, 5) as checkpointer:
+        with pytest.warns(match=r"is damaged") as warned:
+            state = checkpointer.restore(sound[NEWEST])
+        assert {str(w.message).split(" in ")[0] for w in warned} == {"step 20", "step 30"}
+        assert "'host', 'narrow', 'position' and 3 more: what was read does not have the checksum" in str(
+            [str(w.message) for w in warned]
+        )
+        with pytest.raises(CheckpointError, match=r"step 20 is damaged: .*checksum.*Nothing was restored"):
+            checkpointer.restore(state, NEWEST)
+        assert (folder / "20").exists()  # reading moves nothing
+        assert checkpointer.save(15, state)  # before the damaged step
+    assert {path.name for path in folder.iterdir() if path.is_dir()} >= {"10", "15", "20.damaged"}
+    assert not (folder / "20").exists() and not (folder / "30").exists()
+    with Checkpointer(folder, 5) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert damage.same(checkpointer.restore(state), state) and checkpointer.latest_step() == 15
+
+
+# ------------------------------------------------------------------------------------------------------- two processes
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = [spawn("two", folder, rank, port) for rank in range(2)]
+    try:
+        done = [process.communicate(timeout=240) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(error[-3000:] for _, error in done)
+    return folder, [json.loads(output.splitlines()[-1]) for output, _ in done]
+
+
+def test_two_processes_save_and_restore(two_processes):
+    for out in two_processes[1]:
+        assert out["none yet"] is None and out["restored"] and out["saved again"]
+        assert out["newest"] == 2 and out["sound again"]
+
+
+def test_both_fall_back_where_only_one_reads_damage(two_processes):
+    for out in two_processes[1]:
+        assert out["fell back"] and out["parameters fell back"]
+        (warned,) = out["warned"]
+        assert "process 1: " in warned and "process 0: " not in warned and 'Error reading "split/' in warned
+        assert "step 2 is damaged: process 1: " in out["explicit"]
+
+
+def test_two_processes_export_one_model(two_processes):
+    folder, printed = two_processes
+    for out in printed:
+        assert out["imported"] and "model.safetensors exists" in out["exported twice"]
+    want = np.random.default_rng(0).normal(size=(4, 5000)).astype(np.float32)
+    got = load_file(folder.parent / "exported" / "model.safetensors")
+    assert np.array_equal(got["split"], want) and np.array_equal(got["whole"], want[0, :3])
+
+
+def test_what_differs_between_processes_is_refused(two_processes):
+    for out in two_processes[1]:
+        assert out["differs"].startswith("'position': processes 0 and 1 have different values")
+
+
+def test_one_process_restores_what_two_have_saved(two_processes):
+    folder, _ = two_processes
+    values = np.random.default_rng(2).normal(size=(4, 5000)).astype(np.float32)
+    like = jax.ShapeDtypeStruct((4, 5000), jnp.float32, sharding=NamedSharding(mesh_of(1, 8), P(None, "fsdp")))
+    target = {"split": like, "whole": np.zeros(3, np.float32), "position": 0, "rng": jax.random.key(0)}
+    with Checkpointer(folder) as checkpointer:
+        got = checkpointer.restore(target | {"host": np.zeros(3, int)})
+    assert np.array_equal(got["split"], values) and got["position"] == 2

@@ -1,0 +1,332 @@
+"""Who writes a directory is alone, is told when a save has failed, and finishes the last one; trouble is no damage."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from xlstm_jax.distributed.checkpoint import checkpointer as module
+from xlstm_jax.distributed.checkpoint import steps
+from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+
+ROOT = Path(__file__).parents[2]
+SMALL, LARGE = {"w": np.arange(3)}, {"w": np.random.default_rng(0).normal(size=(100, 1000))}
+ZEROS = {"w": np.zeros(3, int)}
+
+
+def spawn(*args):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.checkpoint_process", *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def steps_in(folder):
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+@contextmanager
+def limited(what, soft):
+    """Within, a limit of this process is lower."""
+    limits = resource.getrlimit(what)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(what, (soft, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(what, limits)
+        signal.signal(signal.SIGXFSZ, old)
+
+
+# ---------------------------------------------------------------------------------------------------- a failure is told
+
+
+@pytest.mark.parametrize(
+    "told_by",
+    [
+        lambda checkpointer: checkpointer.wait(),
+        lambda checkpointer: checkpointer.save(21, SMALL),  # which is not due
+        lambda checkpointer: checkpointer.save(30, SMALL),
+        lambda checkpointer: checkpointer.latest_step(),
+        lambda checkpointer: checkpointer.restore(ZEROS),
+        lambda checkpointer: checkpointer.close(),
+    ],
+    ids=["wait", "save, not due", "save", "latest_step", "restore", "close"],
+)
+def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
+    """No file may be larger than 10 kB, as if the disk were full."""
+    with Checkpointer(tmp_path, 10, async_timeout_s=10) as checkpointer:
+        checkpointer.save(10, SMALL)
+        checkpointer.wait()
+        with limited(resource.RLIMIT_FSIZE, 10_000):
+            checkpointer.save(20, LARGE)
+            while checkpointer._writer.manager.is_saving_in_progress():
+                time.sleep(0.01)
+        with pytest.raises(CheckpointError, match=r"saving step 20 to .* failed: .*File too large.* MB left"):
+            told_by(checkpointer)
+        assert not checkpointer.save(21, SMALL) and checkpointer.latest_step() == 10
+        assert checkpointer.save(20, LARGE)  # there is room again
+    with Checkpointer(tmp_path) as checkpointer:
+        assert np.array_equal(checkpointer.restore(LARGE)["w"], LARGE["w"])
+
+
+def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
+    """It jumps by an hour whenever orbax's timer looks, and for this thread."""
+    real, jumps = time.time, []
+
+    def clock():
+        thread = threading.current_thread()
+        jumps.extend([3600] if thread.name == "async_save" else [])
+        return real() + (sum(jumps) if thread.name == "async_save" or thread is threading.main_thread() else 0)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(time, "time", clock)
+        checkpointer.save(1, SMALL)
+        with pytest.raises(
+            CheckpointError, match=r"step 1 .* TimeoutError.*clock jumped ahead by \d{4,} s.*save again"
+        ):
+            checkpointer.wait()
+
+
+def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
+    """A rename that takes long, as on a file system that does not answer; the directory stays locked meanwhile."""
+    ends, real = threading.Event(), os.rename
+    with Checkpointer(tmp_path, async_timeout_s=1) as checkpointer:
+        checkpointer.save(1, SMALL)
+        checkpointer.wait()
+        monkeypatch.setattr(os, "rename", lambda *args, **kwargs: (ends.wait(30), real(*args, **kwargs))[1])
+        begun = time.monotonic()
+        checkpointer.save(2, SMALL)
+        for ask in (checkpointer.wait, lambda: checkpointer.save(3, SMALL), lambda: checkpointer.restore(ZEROS)):
+            with pytest.raises(
+                CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=1 s.*goes on"
+            ):
+                ask()
+        assert 1 < time.monotonic() - begun < 4 and not may_write(tmp_path)
+        ends.set()
+        while checkpointer._writer.manager.is_saving_in_progress():
+            time.sleep(0.01)
+        checkpointer.wait()  # it is on disk after all
+        assert not checkpointer.save(2, SMALL) and checkpointer.save(3, SMALL)
+    assert steps_in(tmp_path) == {"1", "2", "3"} and may_write(tmp_path)
+
+
+def test_a_program_whose_commit_hangs_ends(tmp_path):
+    code, errors = ended("hangs", tmp_path)
+    assert code == 1 and steps_in(tmp_path) >= {"1"} and "2" not in steps_in(tmp_path)
+    assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
+
+
+# --------------------------------------------------------------------------------------------------- the program's end
+
+
+def ended(mode, folder):
+    process = spawn(mode, folder)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no threads at its end")
+def test_a_program_that_ends_without_close_finishes_its_save(tmp_path):
+    assert ended("ends", tmp_path) == (0, "")
+    with Checkpointer(tmp_path) as checkpointer:
+        assert np.array_equal(checkpointer.restore({"w": np.zeros(200_000, int)}, 2)["w"], np.arange(200_000))
+
+
+def test_a_program_whose_last_save_fails_says_so_and_exits_with_1(tmp_path):
+    code, errors = ended("fails", tmp_path)
+    assert code == 1 and steps_in(tmp_path) >= {"1"}
+    assert f"saving step 2 to {tmp_path} failed: " in errors and "File too large" in errors
+    assert errors.endswith("Call Checkpointer.close, or use it in a with block.\n")
+
+
+# -------------------------------------------------------------------------------------------------- one writer, no more
+
+
+def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
+    first = spawn("writer", tmp_path)
+    try:
+        assert first.stdout.readline().startswith("saved"), first.stderr.read()[-3000:]
+        with Checkpointer(tmp_path) as checkpointer:
+            assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])  # reading is free
+            with pytest.raises(CheckpointError, match=rf"another job writes .*: process {first.pid} on .*\. Stop it"):
+                checkpointer.save(2, SMALL)
+            first.kill()  # while a child that it forked lives on
+            assert first.stdout.readline() == ""
+            assert checkpointer.save(2, SMALL)
+    finally:
+        first.kill()
+        first.communicate(timeout=30)
+
+
+def may_write(folder):
+    """Whether another process could write the folder, as far as its lock goes."""
+    from xlstm_jax.distributed.checkpoint.lock import DirectoryLock
+
+    try:
+        DirectoryLock(folder).close()
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_the_lock_outlives_copies_of_the_folder_and_a_look_at_it(tmp_path):
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, SMALL)
+        checkpointer.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+        assert (tmp_path / "run" / ".writer").read_text().startswith(f"process {os.getpid()} on ")
+        assert not may_write(tmp_path / "run") and may_write(tmp_path / "backup")
+        with Checkpointer(tmp_path / "run") as other:
+            with pytest.raises(CheckpointError, match=r"another Checkpointer of this process writes .*close it first"):
+                other.save(2, SMALL)
+            assert np.array_equal(other.restore(ZEROS)["w"], [0, 1, 2])
+        assert not may_write(tmp_path / "run")
+        assert checkpointer.save(2, SMALL)
+    assert may_write(tmp_path / "run") and steps_in(tmp_path / "run") == {"1", "2"}
+
+
+def test_a_checkpointer_that_is_gone_is_no_second_writer(tmp_path):
+    """As where a cell of a notebook is run again: the new object waits for the save of the old one."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, LARGE)
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(2, LARGE)
+    checkpointer.close()
+    assert steps_in(tmp_path) == {"1", "2"} and may_write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "plant", [lambda path: path.symlink_to("precious"), os.mkfifo, os.mkdir], ids=["link", "pipe", "folder"]
+)
+def test_a_planted_lock_is_refused(plant, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    plant(tmp_path / ".writer")
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"\.writer is a link or no regular file.*Remove it"):
+            checkpointer.save(1, SMALL)
+        assert (tmp_path / "precious").read_text() == "mine"
+        shutil.rmtree(tmp_path / ".writer") if (tmp_path / ".writer").is_dir() else (tmp_path / ".writer").unlink()
+        assert checkpointer.save(1, SMALL)
+
+
+def moved_link(where):
+    (where / "run").unlink()
+    (where / "run").symlink_to("other")
+
+
+def replaced_folder(where):
+    (where / "one").rename(where / "away")
+    (where / "one").mkdir()
+
+
+@pytest.mark.parametrize("change", [moved_link, replaced_folder])
+def test_a_folder_that_becomes_another_under_its_writer_is_told(change, tmp_path):
+    (tmp_path / "one").mkdir()
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(1, {"w": np.arange(3)})
+    (tmp_path / "run").symlink_to("one")
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(2, SMALL)
+    checkpointer.wait()
+    change(tmp_path)
+    asked = (lambda: checkpointer.save(3, SMALL), checkpointer.latest_step, lambda: checkpointer.restore(ZEROS))
+    for ask in (*asked, checkpointer.wait, checkpointer.close):
+        with pytest.raises(CheckpointError, match=r"run is no longer the folder that this job writes and has locked"):
+            ask()
+    assert "3" not in steps_in(tmp_path / "other")
+
+
+# -------------------------------------------------------------------------------------------- trouble that is no damage
+
+
+SHORTAGES = {
+    "ESTALE": OSError(116, "Stale file handle"),
+    "EIO": OSError(5, "Input/output error"),
+    "memory": MemoryError(),
+    "threads": RuntimeError("can't start new thread"),
+    "time": TimeoutError(),
+    "tensorstore": ValueError('UNAVAILABLE: Error reading "w/0" in OCDBT database'),
+    "tensorstore's number": ValueError("INTERNAL: Error reading: Input/output error [os_error_code='5']"),
+    "device": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes"),
+}
+DAMAGES = {
+    "gone": FileNotFoundError(2, "No such file or directory"),
+    "cut": ValueError('DATA_LOSS: Error reading "w/0"'),
+    "tensorstore's number": ValueError("NOT_FOUND: Error opening: No such file or directory [os_error_code='2']"),
+}
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, SMALL)
+        checkpointer.save(2, SMALL)
+    return tmp_path
+
+
+def failing_once(error):
+    def read(*args):
+        module.read_arrays = real
+        raise error
+
+    real, module.read_arrays = module.read_arrays, read
+
+
+@pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)
+def test_an_error_of_the_system_is_no_damage(error, two_steps):
+    with Checkpointer(two_steps) as checkpointer:
+        failing_once(error)
+        with pytest.raises(OSError, match=r"step 2 in .* could not be read: .*error of the system and no damage"):
+            checkpointer.restore(ZEROS)
+        assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])  # without a warning
+        checkpointer.save(3, SMALL)
+    assert steps_in(two_steps) == {"1", "2", "3"}
+
+
+@pytest.mark.parametrize("error", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_none_of_the_system(error, two_steps):
+    """The guard of the test above."""
+    with Checkpointer(two_steps) as checkpointer:
+        failing_once(error)
+        with pytest.warns(match="step 2 in .* is damaged"):
+            checkpointer.restore(ZEROS)
+        checkpointer.save(2, SMALL)
+    assert steps_in(two_steps) == {"1", "2", "2.damaged"}
+
+
+def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps):
+    with Checkpointer(two_steps) as checkpointer:
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        with limited(resource.RLIMIT_NOFILE, free), pytest.raises(OSError, match=r"Too many open files.*no damage"):
+            checkpointer.restore(ZEROS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpointer.restore(ZEROS)
+
+
+def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps, monkeypatch):
+    with Checkpointer(two_steps) as checkpointer:
+        listed = [*os.listdir(two_steps), "3"]
+        monkeypatch.setattr(steps.os, "listdir", lambda _: listed)
+        assert checkpointer.latest_step() == 2
+        assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])

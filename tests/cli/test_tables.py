@@ -1,0 +1,283 @@
+"""Every table shows every cell in full, in terminals of 60 to 140 columns.
+
+A cell of up to 24 characters stands on one line, with the table's gap or edge on both sides of it. A longer one may go
+on in the next line, in the same column, where it has a space. Beside cells, headers and the title nothing is printed,
+and no line is wider than the terminal. All of it holds for the output as a user sees it, not for how it is made.
+"""
+
+import ast
+import dataclasses
+import functools
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+
+from docs.example_training import training
+from xlstm_jax.cli import doctor, self_test
+from xlstm_jax.cli.self_test import Check
+from xlstm_jax.distributed.forecast import CHIPS, Forecast
+from xlstm_jax.distributed.forecast.cost.cycles import Cycles
+from xlstm_jax.distributed.forecast.cost.memory import Temporary
+from xlstm_jax.distributed.forecast.cost.roofline import Roofline
+from xlstm_jax.distributed.forecast.cost.traffic import Timing
+from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
+from xlstm_jax.distributed.forecast.forecasting import GPU_NOTE, rates_note
+from xlstm_jax.distributed.forecast.linting import findings
+from xlstm_jax.distributed.forecast.report import _array
+from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.wording import MIN_WIDTH, rich_table
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = [60, 80, 100, 140]
+
+
+def shown(renderable, width):
+    """The lines that a terminal of this width shows."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(renderable)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def tables_in(renderable):
+    if isinstance(renderable, Group):
+        return [table for part in renderable.renderables for table in tables_in(part)]
+    return [renderable] if isinstance(renderable, Table) else []
+
+
+def plain(cell):
+    return str(cell.renderable if isinstance(cell, Padding) else cell)
+
+
+def cells_of(table):
+    return [plain(cell) for column in table.columns for cell in column.cells if plain(cell)]
+
+
+START, END = r"(?:(?<=^)|(?<=^ )|(?<=  ))", r"(?=  |$)"
+
+
+def times_whole(lines, cell):
+    """How often a cell stands on one line, with nothing beside it but gaps."""
+    pattern = re.compile(f"{START}{re.escape(cell)}{END}")
+    return sum(len(pattern.findall(line)) for line in lines)
+
+
+def is_folded(lines, words, place=None):
+    """Whether words stand one behind the other in a column: those of one line beside each other, the rest below."""
+    if not words:
+        return True
+    for count in range(len(words), 0, -1):
+        pattern = re.compile(f"{START}{re.escape(' '.join(words[:count]))}{END}")
+        found = [(y, match.start()) for y, line in enumerate(lines) for match in pattern.finditer(line)]
+        if any(is_folded(lines, words[count:], (y + 1, x)) for y, x in found if place in (None, (y, x))):
+            return True
+    return False
+
+
+def missing(table, width):
+    """The cells of a table that a terminal does not show, and what else is wrong with what it shows."""
+    lines, cells = shown(table, width), cells_of(table)
+    wrong = [
+        f"{cell!r}: {seen} of {count}"
+        for cell, count in Counter(cells).items()
+        if len(cell) <= MIN_WIDTH and (seen := times_whole(lines, cell)) < count
+    ]
+    wrong += [repr(cell) for cell in cells if len(cell) > MIN_WIDTH and not is_folded(lines, cell.split())]
+    texts = [*cells, *(str(column.header) for column in table.columns), str(table.title), str(table.caption or "")]
+    known = {word for text in texts for word in text.split()}
+    seen = {word for line in lines for word in line.split() if set(word) != {"\u2500"}}
+    wrong += [f"too wide: {line!r}" for line in lines if len(line) > width]
+    wrong += [f"{word!r} is not shown" for word in known - seen]
+    return wrong + [f"{word!r} is in no cell" for word in seen - known]
+
+
+def made_once(tables):
+    """A function that returns the tables of a name, which ``tables[name]()`` makes when they are first asked for."""
+    return functools.cache(lambda name: tables_in(tables[name]()))
+
+
+def assert_shown_in_full(tables, width):
+    """That there are tables with cells, and that no cell of any lacks a part."""
+    assert tables and all(cells_of(table) for table in tables)
+    assert not [wrong for table in tables for wrong in missing(table, width)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+LONG_PATH = "decoder/layers_*/attention/query/kernel"
+WHY = "the compiler refuses it: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.25G of 15.75G hbm."
+
+
+def of_a_plan():
+    some = training()
+    return plan_sharding(some.model, {"dp": 4, "fsdp": 64}, *some.init_inputs, tx=some.tx).table()
+
+
+def of_a_forecast():
+    return forecast_of_a_tpu().table()
+
+
+def of_a_forecast_of_gpus():
+    """With numbers as long as they come: many collectives, on both networks."""
+    found = forecast_of_a_tpu()
+    times = Timing(("NVLink", "network"), 1.5 * 2**30, 0.1234, 0.000567, 0.1239, 0.1228, 0.1834, "Tree LL128")
+    alone = dataclasses.replace(times, networks=("NVLink",), nic_bytes=0.0)
+    beside = dataclasses.replace(found.collectives[0].overlapped, seconds=0.0000213, product_seconds=0.0)
+    first, *others = (dataclasses.replace(c, overlapped=beside, timing=alone) for c in found.collectives)
+    collectives = (dataclasses.replace(first, timing=times), *others)
+    gpus = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "topology": "h100:32x8", "cycles": None}
+    times = {"kernel_seconds": 0.0746, "expected_kernel_seconds": 0.1046}
+    notes = (GPU_NOTE, rates_note(CHIPS["h100"]))
+    return dataclasses.replace(found, **gpus, collectives=collectives, notes=notes, **times).table()
+
+
+def forecast_of_a_tpu():
+    """One that a TPU may have: names as long as a user's, several arrays in one collective."""
+    old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
+    gather, scatter, reduce = (dataclasses.replace(c, count=2048, wire_bytes=2.99 * 2**30) for c in old.collectives)
+    beside = dataclasses.replace(gather.overlapped, modules=("decoder/layers", "head"), cycles=12345678)
+    collectives = (
+        dataclasses.replace(gather, axes=("fsdp_x",), leaves=(LONG_PATH,), asynchronous=True, overlapped=beside),
+        dataclasses.replace(reduce, stands_for="reduce-scatter", modules=("decoder/layers/mlp/up",)),
+        dataclasses.replace(scatter, count=12, axes=("dp", "fsdp_x", "fsdp_y"), modules=("embed",), dtype="bf16"),
+    )
+    shapes = ["f32[12,1,1,8,1024,1024]", "bf16[2048,32000]", *(f"f32[{n},1024]" for n in range(20))]
+    temporaries = tuple(
+        Temporary(2**28 // (i + 1), shape, "fusion", "", "decoder/layers", "forward", 0, 1)
+        for i, shape in enumerate(shapes)
+    )
+    sizes = {"argument_bytes": 2**30 + 5, "temporary_bytes": 2**31, "constant_bytes": 12345}
+    return dataclasses.replace(
+        old,
+        platform="tpu",
+        device_kind="TPU v5 lite",
+        topology="v5e:16x16",
+        available_bytes=16 * 2**30,
+        collectives=collectives,
+        memory=dataclasses.replace(old.memory, temporaries=temporaries, **sizes),
+        cycles=Cycles(115877905, 115877905, 0, {}, 0),
+        roofline=Roofline(0.0627, 0.0218, 1.0607, 1.24e13, 16.6 * 2**30, 10.2 * 2**30),
+        exposed_seconds=0.0518,
+    )
+
+
+def of_lint():
+    """The sentences are those of rules."""
+    cure = "Pass gather_dtype=bfloat16 to the shard_module_params around it in the step too, and compute in it."
+    text = "travels as f32, where its wrapper asked for bfloat16: 1.49 GiB per device and step instead of 765 MiB."
+    return findings.table(
+        [
+            findings.Finding("all-reduce-of-shards", f"{LONG_PATH}, head/kernel, embed/embedding", text, cure, 10**9),
+            findings.Finding("wide-gather", "head/kernel", text, cure, 2**20),
+        ]
+    )
+
+
+def of_fit():
+    mesh, figures = {"fsdp_x": 16, "fsdp_y": 16}, SimpleNamespace(total_bytes=2**30 + 2**27, step_seconds=0.0373)
+    best = Trial(Options(mesh, keep_gathered=False), figures, fits=True)
+    large = Trial(Options({"dp": 16, "fsdp_y": 16}, remat=True, num_minibatches=64), figures, fits=False)
+    failed = Trial(Options({"fsdp": 256}), None, fits=False, problem=WHY)
+    return Fit("v5e:16x16", 14 * 2**30, (best, large, failed)).table()
+
+
+def of_doctor():
+    """With a self-test that failed by an exception, and without a single extra."""
+    names = self_test.Check("make_train_step, 3 steps of AdamW, check_vma=False", "2.1e-06", "at most 1e-04", True)
+    versions = {"python": "3.11.7", "jax": "0.10.2", "jax-cuda13-plugin": None}
+    everything = doctor.missing_extras({extra: ["nowhere"] for extra in doctor.EXTRAS})
+    found = doctor.Diagnosis(versions, everything, "", "8 devices", (names, Check("JAX starts", WHY, "", False)))
+    return Group(*found.tables())
+
+
+TABLES = {
+    "plan": of_a_plan,
+    "forecast": of_a_forecast,
+    "forecast of GPUs": of_a_forecast_of_gpus,
+    "lint": of_lint,
+    "fit": of_fit,
+    "doctor": of_doctor,
+}
+
+
+made = made_once(TABLES)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", TABLES)
+def test_every_cell_of_every_table_is_shown_in_full(name, width):
+    assert_shown_in_full(made(name), width)
+
+
+@pytest.mark.parametrize("width", [20, 30, 41, 53, 67, 79, 121])
+def test_rows_of_any_shape_are_shown_in_full(width):
+    """Down to terminals of 20 columns, whose words still fit."""
+    random = np.random.default_rng(width)
+    words = ["a", "of", "22", "MiB", "4.5", "per", "device", "fsdp_x=16", "kernel/up"]
+    for columns in range(1, 9):
+        rows = [[" ".join(random.choice(words, random.integers(0, 9))) for _ in range(columns)] for _ in range(4)]
+        rows = [[cell if len(cell) > MIN_WIDTH or len(cell) < 14 else cell[:5].strip() for cell in row] for row in rows]
+        left = int(random.integers(0, columns + 1))
+        headers = [" ".join(random.choice(words, random.integers(1, 4))) for _ in range(columns)]
+        assert not missing(rich_table("Some", headers, rows, left=left, right=columns - left), width), (columns, rows)
+
+
+def test_a_word_longer_than_the_terminal_breaks_and_nothing_of_it_is_lost():
+    word = "0123456789" * 9
+    lines = shown(rich_table("", ["path", "bytes"], [[word, "22 MiB"]]), 40)
+    assert word in "".join(line.strip() for line in lines) and times_whole(lines, "22 MiB") == 1
+
+
+def test_the_check_sees_what_is_cut():
+    """``rich`` alone cuts numbers and breaks words."""
+    alone = Table(title="Cut", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("leaf", "sent per device", "gathered"):
+        alone.add_column(name, no_wrap=name != "leaf")
+    alone.add_row("blocks/attention/kernel", "22 MiB", "4.5 MiB")
+    assert not missing(alone, 80)
+    assert "'4.5 MiB': 0 of 1" in missing(alone, 25)
+    assert any("is in no cell" in wrong for wrong in missing(alone, 25))
+
+
+@pytest.mark.parametrize(
+    "leaves, modules, said",
+    [
+        (("blocks/up/kernel",), ("blocks/up",), "blocks/up/kernel"),
+        (("a/kernel", "b/kernel"), ("a", "b"), "2 leaves together: a/kernel, b/kernel"),
+        (tuple("abcde"), ("",) * 5, "5 leaves together: a, b, c, ..."),
+        ((), ("blocks/up", "blocks/down"), "blocks"),
+        ((), ("blocks/up", "head", "head"), "2 modules together"),
+        ((), ("",), "(no module)"),
+    ],
+)
+def test_what_travels_together_is_said_to(leaves, modules, said):
+    old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
+    collective = dataclasses.replace(old.collectives[0], leaves=leaves, modules=modules)
+    (row,) = cells_of(tables_in(dataclasses.replace(old, collectives=(collective,)).table())[1])[2:3]
+    assert row == said
+
+
+def test_a_tuple_is_told_by_the_number_of_its_arrays():
+    assert _array("f32[12,1,1024]") == "f32[12,1,1024]"
+    loop = "(s32[], bf16[1,2048,2048], /*index=2*/f32[24,2048]{1,0:T(8,128)}, (f32[2,2], u32[]))"
+    assert _array(loop) == "tuple of 4 arrays"
+
+
+@pytest.mark.parametrize("folder", ["xlstm_jax", "benchmarks", "tests/faults"])
+def test_one_helper_makes_all_tables(folder):
+    """``rich``'s own would cut what does not fit."""
+    calls = {
+        path.stem
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Table", "Table.grid")
+    }
+    assert calls <= {"wording"}

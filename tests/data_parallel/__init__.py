@@ -1,0 +1,1 @@
+"""Sharding, gathering and synchronising of parameters, and the modules around them."""

@@ -1,0 +1,525 @@
+"""Forecasts against what really runs: on the simulated devices byte for byte, for TPUs by the compiler's own sums."""
+
+import dataclasses
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from tests.hardware.test_chips import on_torus
+from tests.support import mesh_of
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_batch,
+    abstract_train_state,
+    bytes_per_device,
+    create_train_state,
+    make_train_step,
+    shard_batch,
+    shard_module_params,
+)
+from xlstm_jax.distributed.forecast import Collective, Forecast, Roofline, Workload, forecast
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.cycles import Cycles
+from xlstm_jax.distributed.forecast.cost.traffic import Overlap
+from xlstm_jax.distributed.forecast.forecasting import exposed_seconds
+
+AXES = ("dp", "fsdp")
+LAYERS, WIDTH, ROWS = 3, 64, 16
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(4 * x.shape[-1], name="up")(x)
+        return x + nn.Dense(x.shape[-1], name="down")(nn.gelu(y)), None
+
+
+class Model(nn.Module):
+    """Scanned blocks under a head, all wrapped over "fsdp", or not at all."""
+
+    sharded: bool = True
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        wrap = partial(shard_module_params, axis_name="fsdp", min_weight_size=2**10)
+        wrap = wrap if self.sharded else lambda module: module
+        blocks = nn.scan(
+            nn.remat(wrap(Block), prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        x, _ = blocks(name="blocks")(x)
+        return wrap(nn.Dense)(32, name="head")(x)
+
+
+def loss_fn(params, apply_fn, x, rng):
+    del rng
+    return (apply_fn({"params": params}, x) ** 2).mean()
+
+
+def workload(rows=ROWS, **options):
+    model = Model(**options)
+    return Workload(model, optax.adam(1e-3), jax.ShapeDtypeStruct((rows, model.width), jnp.float32), loss_fn)
+
+
+def live(mesh, model):
+    """The step with real arguments on real (simulated) devices."""
+    x = shard_batch(np.zeros((ROWS, WIDTH), np.float32), mesh, AXES)
+    where = {"batch_axes": AXES, "whole_ok": True}
+    state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, **where)
+    return make_train_step(loss_fn, mesh, AXES, whole_ok=True), (state, x, jax.random.key(1))
+
+
+# ----------------------------------------------------------------------------------------------------- devices at hand
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+def test_argument_bytes_are_those_of_live_arrays(sharded):
+    step, args = live(mesh_of(2, 4), Model(sharded))
+    found = forecast(step, *args)
+    # The key is no argument of the program, as nothing in this model is random.
+    assert found.memory.argument_bytes == sum(bytes_per_device(arg) for arg in args[:2])
+    assert found.axis_sizes == {"dp": 2, "fsdp": 4} and found.topology is None
+
+
+def test_abstract_arguments_are_forecast_as_live_ones_are():
+    mesh = mesh_of(2, 4)
+    step, args = live(mesh, Model())
+    x, key = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(Model(), optax.adam(1e-3), mesh, key, x, batch_axes=AXES)
+    # The optimizer functions inside of a state are part of its type, so the step is made anew.
+    abstract = forecast(make_train_step(loss_fn, mesh, AXES), state, abstract_batch(x, mesh, AXES), key)
+    real = forecast(step, *args)
+    assert abstract.collectives == real.collectives and abstract.flops == real.flops
+    assert abstract.memory == real.memory
+
+
+def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why():
+    step, args = live(mesh_of(2, 4), Model())
+    found = forecast(step, *args, topology=mesh_of(2, 4))
+    assert found.fits is None and found.memory.temporary_bytes == 0 and found.step_seconds is None
+    text = rendered(found.table())
+    assert "not to be trusted" in " ".join(text.split()) and "temporaries (" not in text
+    assert "blocks/up/kernel" in text and "all-gather" in text
+
+
+def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
+    step, args = live(mesh_of(2, 4), Model())
+    gathers = [
+        c for c in forecast(step, *args).collectives if c.kind == "all-gather" and "blocks/up/kernel" in c.leaves
+    ]
+    assert {c.direction: c.count for c in gathers} == {"forward": LAYERS, "recompute": LAYERS}
+    assert {c.payload_bytes for c in gathers} == {WIDTH * 4 * WIDTH * 4}
+    assert {c.axes for c in gathers} == {("fsdp",)}
+    replicated, _ = live(mesh_of(2, 4), Model(sharded=False))
+    where = {"batch_axes": AXES, "whole_ok": True}
+    state = create_train_state(Model(False), optax.adam(1e-3), mesh_of(2, 4), args[2], args[1], **where)
+    kinds = {c.kind for c in forecast(replicated, state, *args[1:]).collectives}
+    assert kinds == {"all-reduce"}  # guard: the gathers are those of the wrappers
+
+
+def test_flops_are_those_of_the_layers():
+    step, args = live(mesh_of(2, 4), Model())
+    per_row = LAYERS * 2 * (WIDTH * 4 * WIDTH) + WIDTH * 32
+    blocks, head = LAYERS * 2 * (WIDTH * 4 * WIDTH), WIDTH * 32
+    rows = ROWS // 8
+    by_direction = forecast(step, *args).flops.by_direction()
+    assert by_direction["forward"] == 2 * rows * per_row
+    assert by_direction["recompute"] == 2 * rows * blocks / 2  # of the last product of a block only its operands
+    # The first block needs no gradient of its input, but it is one of a scan, where all are alike.
+    assert by_direction["backward"] == 2 * rows * (2 * blocks + 2 * head)
+
+
+def test_json_keeps_everything():
+    step, args = live(mesh_of(2, 4), Model())
+    found = forecast(step, *args, tokens=ROWS)
+    assert Forecast.from_json(found.to_json()) == found
+    with pytest.raises(ValueError, match=r"no forecast of format 1; make it anew"):
+        Forecast.from_json('{"format": 0}')
+
+
+def test_the_fields_of_format_1_are_those_that_kept_forecasts_have():
+    """A name that changes is a new format; a loop of unknown length comes back from JSON as a name."""
+    names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
+        hbm_bytes roofline exposed_seconds tokens unknown_loops compile_seconds versions notes kernel_seconds
+        shared_flops host packed expected_kernel_seconds pallas_seconds"""
+    assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
+    run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x))
+    found = forecast(run, jnp.ones((8, 8)))
+    assert found.unknown_loops and all(isinstance(name, str) for name in found.unknown_loops)
+    assert Forecast.from_json(found.to_json()) == found
+
+
+def test_the_picture_of_a_cpu_says_that_there_are_no_figures(tmp_path):
+    step, args = live(mesh_of(2, 4), Model())
+    forecast(step, *args).plot(tmp_path / "forecast.png")
+    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# -------------------------------------------------------------------------------------------------- steps of all kinds
+
+
+def plain(params, batch, train=True, *, mode="train", extra=None, key=None, raw_key=None, rate=0.1):
+    """A user's step: nothing of this library, and arguments of all kinds."""
+    del extra
+
+    def loss(params):
+        x = batch["x"] * jax.random.bernoulli(key, 0.9) if key is not None else batch["x"]
+        x = x + jax.random.normal(raw_key, (WIDTH,)) if raw_key is not None else x
+        return (jnp.tanh(x @ params["up"]) @ params["down"]).mean()
+
+    if not (train and mode == "train"):
+        return params
+    return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(loss)(params))
+
+
+def plain_args(mesh, sharded=True):
+    def leaf(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*axes)) if sharded else None)
+
+    params = {"up": leaf((WIDTH, 4 * WIDTH), None, "fsdp"), "down": leaf((4 * WIDTH, WIDTH), "fsdp")}
+    return params, {"x": leaf((ROWS, WIDTH), AXES)}
+
+
+def plain_shardings(mesh):
+    return jax.tree.map(lambda leaf: leaf.sharding, plain_args(mesh))
+
+
+def same(one, other):
+    return (one.collectives, one.flops, one.memory) == (other.collectives, other.flops, other.memory)
+
+
+@pytest.mark.parametrize(
+    "step, more, kwargs, idle",
+    [
+        (jax.jit(plain, static_argnums=2), (True,), None, (False,)),
+        (jax.jit(plain, static_argnames=("train", "mode")), (), {"mode": "train"}, ()),
+        (jax.jit(partial(plain, mode="train"), static_argnums=2), (), {"extra": None}, ()),
+    ],
+    ids=["by position", "by keyword", "partial"],
+)
+def test_a_step_with_static_arguments_is_the_step_without_them(step, more, kwargs, idle):
+    args = plain_args(mesh_of(2, 4))
+    found = forecast(step, *args, *more, kwargs=kwargs)
+    assert same(found, forecast(jax.jit(plain, static_argnums=2), *args)) and found.flops.total and found.collectives
+    if idle:  # guard: the static argument decides
+        assert not forecast(step, *args, *idle).flops.total
+
+
+def test_shardings_may_be_those_of_jit():
+    mesh = mesh_of(2, 4)
+    by_jit = jax.jit(plain, in_shardings=plain_shardings(mesh), out_shardings=plain_shardings(mesh)[0])
+    found = forecast(by_jit, *plain_args(mesh, sharded=False), topology=mesh)
+    by_leaf = forecast(jax.jit(plain, out_shardings=plain_shardings(mesh)[0]), *plain_args(mesh))
+    assert same(found, by_leaf) and found.axis_sizes == {"dp": 2, "fsdp": 4} and found.collectives
+    assert not unplaced_notes(found)
+
+
+def unplaced_notes(found):
+    return [note for note in found.notes if "has no sharding" in note]
+
+
+@pytest.mark.parametrize("kind", [np.zeros, jnp.zeros, jax.ShapeDtypeStruct], ids=["numpy", "jax", "abstract"])
+def test_a_leaf_without_sharding_beside_sharded_ones_is_told(kind):
+    params, batch = plain_args(mesh_of(2, 4))
+    small = {"key": jax.random.key(0), "raw_key": jax.random.PRNGKey(0), "rate": 0.1}
+    assert not unplaced_notes(forecast(jax.jit(plain), params, batch, kwargs=small))
+    (note,) = unplaced_notes(forecast(jax.jit(plain), params, {"x": kind((ROWS, WIDTH), np.float32)}, kwargs=small))
+    assert note.startswith("Argument 1/x has no sharding") and "abstract_batch and shard_batch" in note
+
+
+def test_what_jit_places_is_not_told_and_what_it_does_not_is():
+    mesh = mesh_of(2, 4)
+    places = plain_shardings(mesh)
+    step = jax.jit(plain, in_shardings=(places[0], None), static_argnums=2)
+    (note,) = unplaced_notes(forecast(step, *plain_args(mesh, sharded=False)))
+    assert "Argument 1/x has" in note
+    # On one device there is one place.
+    assert not forecast(jax.jit(lambda x: x + 1), jnp.zeros((8, 8))).notes[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_step_is_a_jitted_function():
+    with pytest.raises(TypeError, match=r"step must be a jax.jit function.*pass jax.jit\(step\)"):
+        forecast(loss_fn, 1.0)
+
+
+def test_the_topology_has_the_devices_of_the_mesh():
+    step, args = workload().build_step({"dp": 2, "fsdp": 4})
+    with pytest.raises(ValueError, match=r"mesh \{'dp': 2, 'fsdp': 4\} has 8 devices, but topology='v5e:4x4' has 16"):
+        forecast(step, *args, topology="v5e:4x4")
+    with pytest.raises(ValueError, match=r"topology='v9:4x4' is not <chip>:<shape>"):
+        forecast(step, *args, topology="v9:4x4")
+
+
+def test_a_mesh_is_that_of_the_arguments():
+    step, args = live(mesh_of(2, 4), Model())
+    with pytest.raises(ValueError, match=r"is the mesh \{'dp': 8, 'fsdp': 1\}, but the arguments lie on \{'dp': 2"):
+        forecast(step, *args, topology=mesh_of(8, 1))
+
+
+def test_arguments_lie_on_one_mesh():
+    step, (state, x, key) = live(mesh_of(2, 4), Model())
+    with pytest.raises(
+        ValueError, match=r"argument 0/.* lies on the mesh .*, but argument 1 on \{'dp': 4, 'fsdp': 2\}"
+    ):
+        forecast(step, state, jax.device_put(x, NamedSharding(mesh_of(4, 2), P(AXES))), key)
+
+
+def test_arguments_lie_on_the_mesh_that_jit_says():
+    one, other = mesh_of(2, 4), mesh_of(4, 2)
+    step = jax.jit(plain, in_shardings=(plain_shardings(one)[0], None))
+    with pytest.raises(
+        ValueError, match=r"argument 1/x lies on the mesh \{'dp': 4.*, but argument params\['down'\] on"
+    ):
+        forecast(step, plain_args(one, sharded=False)[0], plain_args(other)[1])
+
+
+def test_a_step_on_several_devices_has_arguments_on_a_mesh():
+    by_body = jax.shard_map(lambda x: x + 1, mesh=mesh_of(2, 4), in_specs=P(AXES), out_specs=P(AXES))
+    x = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"runs on 8 devices, but its arguments lie on no mesh\. Give .* NamedShardings"
+    ):
+        forecast(jax.jit(by_body), x)
+    with pytest.raises(ValueError, match=r"'v5e:2x4' has 8 devices, but the arguments lie on no mesh\. Give"):
+        forecast(jax.jit(by_body), x, topology="v5e:2x4")
+
+
+def test_without_a_topology_there_are_devices():
+    step, args = workload().build_step({"dp": 2, "fsdp": 4})
+    with pytest.raises(
+        ValueError, match=r"abstract mesh \{'dp': 2, 'fsdp': 4\}, which has no devices\. Give a topology"
+    ):
+        forecast(step, *args)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x.sum()),
+        lambda x: jax.experimental.io_callback(np.asarray, jax.ShapeDtypeStruct((), x.dtype), x.sum()),
+    ],
+    ids=["debug.print", "io_callback"],
+)
+def test_a_step_for_a_topology_calls_no_python(call):
+
+    def step(params, batch):
+        call(batch["x"])
+        return plain(params, batch)
+
+    args = plain_args(mesh_of(2, 4))
+    with pytest.raises(ValueError, match=r"calls back into Python, by jax\.debug\.print.*Leave it out of the step"):
+        forecast(jax.jit(step), *args, topology="v5e:2x4")
+
+
+def test_a_batch_of_several_leaves_says_what_the_model_takes():
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 4), jnp.int32), "weight": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    training = Workload(Model(), optax.adam(1e-3), batch, loss_fn)
+    with pytest.raises(ValueError, match=r"leaves \['tokens', 'weight'\]: which of them does model.init take\?"):
+        training.build_step({"fsdp": 8})
+    assert training.tokens == 32
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    with pytest.raises(
+        ValueError, match=r"batch\['.'\] of shape \(12, 64\) has 12 rows, which the 8 devices .* 16 rows"
+    ):
+        workload(rows=12).build_step({"fsdp": 8})
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 0}, {"fsdp": 2.0}], ids=str)
+def test_an_abstract_mesh_has_axes_of_positive_sizes(shape):
+    with pytest.raises(ValueError, match="name axes with positive sizes"):
+        DeviceMeshManager.create_abstract_mesh(shape)
+
+
+# --------------------------------------------------------------------------------------------- TPUs that are not there
+
+
+@pytest.fixture(scope="module")
+def on_v5e():
+    """The sharded and the replicated model on eight chips."""
+    pytest.importorskip("libtpu")
+    found, environment = {}, dict(os.environ)
+    for sharded in (True, False):
+        training = workload(rows=64, sharded=sharded, width=512)
+        step, args = training.build_step({"dp": 2, "fsdp": 4})
+        found[sharded] = forecast(step, *args, topology="v5e:2x4", tokens=training.tokens)
+    assert "libtpu.so" not in Path("/proc/self/maps").read_text()  # the child alone has loaded it
+    assert dict(os.environ) == environment and jax.default_backend() == "cpu"
+    return found
+
+
+@pytest.mark.libtpu
+def test_a_forecast_for_tpus_from_a_machine_without_one(on_v5e):
+    sharded, replicated = on_v5e[True], on_v5e[False]
+    assert sharded.device_kind == "TPU v5 lite" and sharded.fits and "libtpu" in sharded.versions
+    assert sharded.available_bytes == 15.75 * 2**30
+    # What is split lies in a quarter of the bytes; tiles of 8 x 128 make the small leaves larger than their values.
+    weights = LAYERS * 2 * 512 * 2048 * 4 * 3
+    assert replicated.memory.argument_bytes - sharded.memory.argument_bytes == pytest.approx(0.75 * weights, rel=0.02)
+    assert sharded.memory.peak_live_bytes <= sharded.memory.temporary_bytes
+    assert any("params" in argument.name and "up" in argument.name for argument in sharded.memory.arguments)
+
+
+@pytest.mark.libtpu
+def test_the_memory_is_xlas_own_sum(on_v5e):
+    step, args = workload(rows=64, width=512).build_step({"dp": 2, "fsdp": 4})
+    stats = compile_for_topology(step, *args, topology="v5e:2x4").memory
+    memory = on_v5e[True].memory
+    assert memory.argument_bytes == stats["argument"]
+    assert memory.temporary_bytes <= stats["temp"]  # which counts them twice
+    if stats["total_allocation"] is not None:
+        assert memory.total_bytes == pytest.approx(stats["total_allocation"], rel=0.01)
+
+
+@pytest.mark.libtpu
+def test_its_collectives_serve_leaves_and_its_times_are_bounds(on_v5e):
+    sharded, replicated = on_v5e[True], on_v5e[False]
+    gathered = {leaf: c.count for c in sharded.collectives if c.direction == "forward" for leaf in c.leaves}
+    assert gathered["blocks/up/kernel"] == gathered["blocks/down/kernel"] == LAYERS
+    assert {c.kind for c in replicated.collectives} == {"all-reduce"}
+    for found in (sharded, replicated):
+        roofline = found.roofline
+        assert roofline.compute_s > 0 and roofline.seconds <= found.step_seconds
+        assert found.cycle_seconds > roofline.compute_s / 4 and found.roofline.ridge_tokens > 0
+        assert 0 <= found.asynchronous_fraction <= 1 and not found.unknown_loops
+    assert sharded.flops == replicated.flops
+
+
+@pytest.mark.libtpu
+def test_its_report_names_modules_and_its_picture_is_drawn(on_v5e, tmp_path):
+    text = " ".join(rendered(on_v5e[True].table()).split())
+    for words in (
+        "fits:",
+        "blocks/up/kernel",
+        "What fills the temporaries",
+        "the compiler's estimate",
+        "tokens per device",
+    ):
+        assert words in text, words
+    on_v5e[True].plot(tmp_path / "forecast.png")
+    assert (tmp_path / "forecast.png").stat().st_size > 10_000
+    assert Forecast.from_json(on_v5e[True].to_json()) == on_v5e[True]
+
+
+@pytest.mark.libtpu
+def test_what_does_not_fit_is_told_with_what_fills_the_memory():
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
+    place = NamedSharding(mesh, P())
+    w = jax.ShapeDtypeStruct((24, 8192, 8192), jnp.float32, sharding=place)  # 6 GiB, and as much of gradients
+    x = jax.ShapeDtypeStruct((64, 8192), jnp.float32, sharding=place)
+
+    def loss(w, x):
+        with jax.named_scope("tower"):
+            return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0].sum()
+
+    step = jax.jit(lambda w, x: (w - jax.grad(loss)(w, x), w))
+    found = forecast(step, w, x, topology="v5e:2x2")
+    assert found.fits is False and found.total_bytes > 15.75 * 2**30
+    assert sum(t.bytes for t in found.memory.temporaries) == found.memory.peak_live_bytes
+    assert "DOES NOT FIT" in rendered(found.table()) and "DOES NOT FIT" in str(found)
+
+
+@pytest.mark.libtpu
+def test_a_step_with_arguments_of_all_kinds_is_forecast_for_a_topology():
+    step = jax.jit(plain, static_argnums=2, static_argnames="mode", donate_argnums=0)
+    params, batch = plain_args(mesh_of(2, 4))
+    keys = {"key": jax.random.key(0), "raw_key": jax.random.PRNGKey(0)}
+    kwargs = {"mode": "train", "extra": None, "rate": 0.1} | keys
+    args = params, batch | {"weight": np.zeros(ROWS, np.float32)}, True
+    here, there = (forecast(step, *args, kwargs=kwargs, topology=topology) for topology in (None, "v5e:2x4"))
+    assert there.flops == here.flops and there.axis_sizes == here.axis_sizes
+    donated_bytes = sum(argument.bytes for argument in there.memory.arguments if argument.donated)
+    assert there.memory.alias_bytes == donated_bytes and here.memory.alias_bytes == 2 * WIDTH * WIDTH * 4
+    donated = {argument.name: argument.donated for argument in there.memory.arguments}
+    assert donated == {"params['up']": True, "params['down']": True} | dict.fromkeys(
+        ("batch['x']", "batch['weight']", "key", "raw_key", "rate"), False
+    )
+    assert [note[:23] for note in unplaced_notes(there)] == ["Argument 1/weight has n"]
+
+
+@pytest.mark.libtpu
+def test_shardings_may_be_those_of_jit_on_explicit_axes():
+    mesh = jax.sharding.AbstractMesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    places = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXES))
+    step = jax.jit(lambda w, x: jnp.tanh(x @ w).sum(), in_shardings=places)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 128), (64, 256))]
+    found = forecast(step, *shapes, topology="v5e:2x4")
+    assert found.axis_sizes == {"dp": 2, "fsdp": 4} and [c.axes for c in found.collectives] == [AXES]
+    assert found.memory.argument_bytes == 256 * 128 * 4 + 64 * 256 * 4 // 8  # the rows are split
+
+
+@pytest.mark.libtpu
+def test_a_compilation_that_takes_too_long_is_ended():
+    step, args = workload().build_step({"fsdp": 4})
+    with pytest.raises(TimeoutError, match=r"longer than timeout_s=0.*Scan the layers"):
+        compile_for_topology(step, *args, topology="v5e:2x2", timeout_s=0.3)
+
+
+# ----------------------------------------------------------------------------------------------------- times by hand
+
+
+def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False):
+    """A gather that takes so many seconds alone, on a dim of v5e that is a ring: 9e10 bytes/s."""
+    overlapped = Overlap(("f",), ("up",), 1, cycles) if asynchronous else Overlap((), (), 0, None)
+    return Collective(
+        name="g", kind="all-gather", stands_for=None, count=count, dtype="bf16", payload_bytes=1, group_size=16,
+        wire_bytes=9e10 * seconds, axes=axes, op_name="", modules=("up",), leaves=(), direction="forward",
+        asynchronous=asynchronous, overlapped=overlapped,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "gather, exposed",
+    [
+        (collective(seconds=0.1, count=3), 0.3),
+        (collective(seconds=0.1, axes=None), 0.05),  # unknown groups: over the links of both dims
+        (collective(seconds=0.1, asynchronous=True, cycles=1.5e9 * 0.04), 0.06),  # 40 ms of it are covered
+        (collective(seconds=0.1, asynchronous=True, cycles=1.5e9), 0.0),
+        (collective(seconds=0.1, asynchronous=True), 0.0),  # no cycles are known of what runs beside
+    ],
+    ids=["waited for", "unknown groups", "partly hidden", "hidden", "hidden by something"],
+)
+def test_what_a_schedule_waits_for(gather, exposed):
+    links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
+    assert exposed_seconds(links, gather) == pytest.approx(exposed)
+
+
+def test_a_step_takes_what_runs_and_what_it_waits_for():
+    step, args = live(mesh_of(2, 4), Model())
+    roofline = Roofline(compute_s=0.2, memory_s=0.1, wire_s=0.3, flops=1.0, hbm_bytes=1.0, wire_bytes=1.0)
+    cycles = Cycles(total=int(0.4 * 1.5e9), in_loops=0, outside_loops=0, by_module={}, without=0)
+    known = {"topology": "v5e:16x16", "roofline": roofline, "cycles": cycles, "platform": "tpu"}
+    found = dataclasses.replace(forecast(step, *args), **known, exposed_seconds=0.05)
+    assert found.cycle_seconds == pytest.approx(0.4) and found.step_seconds == pytest.approx(0.45)
+    assert found.step_time == pytest.approx((0.3, 0.45))  # at least what the links take
+    assert json.loads(found.to_json())["step_time"] == found.step_time._asdict()
+    # Where compute by its peak rate takes longer than the cycles say, it counts; and links have the last word.
+    assert dataclasses.replace(found, cycles=None).step_seconds == pytest.approx(0.3)
+    slow = dataclasses.replace(roofline, compute_s=0.6)
+    assert dataclasses.replace(found, roofline=slow).step_seconds == pytest.approx(0.65)
+
+
+def rendered(renderable):
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))
+    with console.file:
+        console.print(renderable)
+        return console.export_text()

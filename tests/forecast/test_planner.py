@@ -1,0 +1,542 @@
+"""The search for options that fit: what it tries, in which order, and that its best is the fastest of what fits.
+
+The order is tested on steps whose bytes and seconds are a formula of their options: a search compiles a dozen steps,
+of ten seconds each, and what it should do next is known only where the figures are. One search is done with real ones.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+from tests.forecast.test_forecast import Block, loss_fn, rendered
+from xlstm_jax.distributed import Offload, shard_module_params
+from xlstm_jax.distributed.data_parallel.decisions.shard_choice import INTER_HOST_AXES
+from xlstm_jax.distributed.forecast import Range, Workload, fitting
+from xlstm_jax.distributed.forecast.compiling import several
+from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic
+from xlstm_jax.distributed.forecast.fitting import (
+    MAX_MINIBATCHES,
+    MAX_PROBLEM,
+    OTHER_MIN_WEIGHT_SIZE,
+    Fit,
+    Options,
+    Search,
+    Trial,
+    code_of,
+    default_meshes,
+    fit,
+    meshes_of,
+)
+from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
+
+BUDGET = 45 * 2**20
+
+
+class Model(nn.Module):
+    """Scanned blocks that are built as the options say; what is kept is chosen by a remat policy."""
+
+    shard_axes: tuple[str, ...]
+    min_weight_size: int
+    keep_gathered: bool
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x):
+        block = shard_module_params(Block, self.shard_axes, self.min_weight_size)
+        if self.remat or not self.keep_gathered:
+            policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            block = nn.remat(block, prevent_cse=False, policy=policy)
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return layers(name="blocks")(x)[0]
+
+
+def build_step(options, rows=8):
+    model = Model(options.shard_axes, options.min_weight_size, options.keep_gathered, options.remat)
+    x = jax.ShapeDtypeStruct((rows, 8192, 256), jnp.float32)
+    return Workload(model, optax.sgd(1e-3), x, loss_fn).build_step(options.mesh, options.num_minibatches)
+
+
+@pytest.mark.parametrize(
+    "shape, want",
+    [
+        ((1, 1), [{"fsdp": 1}]),
+        ((1, 8), [{"fsdp": 8}]),
+        ((4, 8), [{"fsdp_x": 4, "fsdp_y": 8}, {"fsdp": 32}, {"dp": 4, "fsdp_y": 8}]),
+        (
+            (4, 4, 8),
+            [{"fsdp_x": 4, "fsdp_y": 4, "fsdp_z": 8}, {"fsdp": 128}, {"dp": 4, "fsdp_y": 4, "fsdp_z": 8}],
+        ),
+    ],
+    ids=str,
+)
+def test_meshes_that_suit_a_torus(shape, want):
+    assert default_meshes(shape) == want
+    assert Options(want[-1]).shard_axes == tuple(axis for axis in want[-1] if axis != "dp")
+
+
+@pytest.mark.parametrize(
+    "topology, want",
+    [
+        ("h100:1x8", [{"fsdp": 8}]),
+        ("h100:4x1", [{"fsdp": 4}]),
+        ("b200:2x8", [{"fsdp_host": 2, "fsdp_device": 8}, {"fsdp": 16}, {"dp": 2, "fsdp": 8}]),
+        (
+            "h100:8x8",
+            [
+                {"fsdp_host": 8, "fsdp_device": 8},
+                {"fsdp": 64},
+                {"dp": 8, "fsdp": 8},
+                {"dp": 2, "fsdp_host": 4, "fsdp_device": 8},
+            ],
+        ),
+        ("v5e:2x4", default_meshes((2, 4))),
+    ],
+    ids=str,
+)
+def test_meshes_that_suit_a_topology(topology, want):
+    """Of GPUs: the axis across hosts is one of those that are gathered first."""
+    found = meshes_of(parse_topology(topology))
+    assert found == want and [list(mesh) for mesh in found] == [list(mesh) for mesh in want]
+    assert {axis for mesh in found for axis in mesh if axis.endswith("host")} <= set(INTER_HOST_AXES)
+
+
+# ---------------------------------------------------------------------------------------------------------- the search
+
+STAGED, FLAT, HYBRID = default_meshes((4, 8))
+KEPT, AGAIN, REMAT = Options(STAGED), Options(STAGED, keep_gathered=False), Options(STAGED, 2**18, False, True)
+
+
+class Arguments(NamedTuple):
+    argument_bytes: int
+
+
+NO_ARGUMENTS = Arguments(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the search reads of a forecast."""
+
+    total_bytes: int
+    step_seconds: float
+    memory: Arguments = NO_ARGUMENTS
+    host: HostTraffic | None = None
+
+    @property
+    def step_time(self):
+        return Range(self.step_seconds / 2, self.step_seconds)
+
+
+def by_formula(options):
+    """Weights 200 or half of it; activations 800 or a quarter, divided into minibatches; state by the mesh.
+
+    Two thirds of the state are moments, which offload moves to the host, and that takes 10 seconds.
+    """
+    state = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}[str(options.mesh)]
+    host = HostTraffic(state * 2 // 3, state, state, 10.0, 8.0) if options.offload == Offload() else None
+    state -= host.stored_bytes if host else 0
+    weights = 200 if options.keep_gathered else 100
+    activations = (200 if options.remat else 800) // options.num_minibatches
+    slow = 1.0 + 0.2 * (not options.keep_gathered) + 0.3 * options.remat + 0.1 * options.num_minibatches
+    slow *= {str(STAGED): 1.0, str(FLAT): 1.5, str(HYBRID): 0.9}[str(options.mesh)]
+    slow += 10.0 if host else 0.0
+    return Figures(state + weights + activations, slow, Arguments(state), host)
+
+
+@dataclasses.dataclass
+class Job:
+    """A compilation that is done at once, or when ``steps`` have been asked for."""
+
+    result: Callable
+    log: list | None = None
+    steps: int = 0
+    closed: bool = False
+    seconds: float | None = None
+    request: object = dataclasses.field(default_factory=lambda: SimpleNamespace(key=object()))  # of another program
+
+    def start(self):
+        if self.log is not None:
+            self.log.append(self)
+
+    def is_done(self):
+        self.steps -= 1
+        return self.steps < 0
+
+    def close(self):
+        self.closed = True
+
+
+def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID), at_once=1):
+    """The search, and what it has tried, in order."""
+    search = Search(build, lambda options: Job(partial(forecast_of, options)), budget, limit=lambda: at_once)
+    return Fit("v5e:4x8", budget, search.run(meshes)), [trial.options for trial in search.trials]
+
+
+def but(options, **changes):
+    return dataclasses.replace(options, **changes)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (Options({"dp": 2, "fsdp": 4}), []),
+        (Options({"fsdp_x": 2, "fsdp_y": 4}, 2**12, keep_gathered=False), ["reshard_after_forward=True"]),
+        (Options({"fsdp": 8}, keep_gathered=False, remat=True, num_minibatches=4), ["nn.remat", "num_minibatches=4"]),
+        (Options({"dp": 8}), []),
+        (Options({"dp": 2, "fsdp": 4}, offload=Offload()), ["create_train_state(", "offload=Offload(),"]),
+    ],
+    ids=str,
+)
+def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, said):
+    code = code_of(options)
+    names = {"Block": nn.Dense, "loss_fn": lambda params, apply_fn, batch, rng: 0.0}
+    names |= {"model": shard_module_params(nn.Dense, "fsdp", 16)(8), "tx": optax.adam(1e-3)}
+    names |= {"rng": jax.random.key(0), "inputs": jnp.ones((8, 4))}
+    exec(
+        f"from functools import partial\nfrom flax import linen as nn\nfrom xlstm_jax.distributed import *\n{code}",
+        names,
+    )
+    assert dict(names["mesh"].shape) == options.mesh and callable(names["step"])
+    assert ("wrap" in names) == bool(options.shard_axes) and ("block" in names) == options.remat
+    if options.shard_axes:
+        given = names["wrap"].keywords
+        assert given["min_weight_size"] == options.min_weight_size
+        assert given["axis_name"] == (options.shard_axes if len(options.shard_axes) > 1 else options.shard_axes[0])
+    assert all(word in code for word in said) and max(map(len, code.splitlines())) <= 60
+    if options.offload != NO_OFFLOAD:
+        assert names["state"].opt_state[0].mu["kernel"].sharding.memory_kind == "pinned_host"
+    host = HostTraffic(1, 1, 1, 1.0, 1.0)
+    fit = Fit("v5e:2x4", 2**30, (Trial(options, Figures(2**20, 1.0, host=host), fits=True),))
+    assert all(line in rendered(fit.table()) for line in code.splitlines())
+    assert json.loads(fit.to_json())["code"] == code
+
+
+def test_where_the_first_mesh_fits_the_others_are_tried_with_its_fastest():
+    found, tried = searched(1300)  # all three ways fit
+    kept = [but(KEPT, mesh=mesh) for mesh in (FLAT, HYBRID)]
+    assert tried == [KEPT, AGAIN, REMAT, *kept, but(KEPT, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
+    assert found.best.options == KEPT and found.best.seconds == 1.1
+    found, tried = searched(1200)  # the fastest way does not
+    assert tried[3:] == [but(AGAIN, mesh=FLAT), but(AGAIN, mesh=HYBRID), but(AGAIN, min_weight_size=2**12)]
+    assert found.best.options == AGAIN
+
+
+def test_another_mesh_that_is_faster_is_the_best_and_goes_on():
+    found, tried = searched(2000)
+    assert found.best.options == but(KEPT, mesh=HYBRID) == but(tried[-1], min_weight_size=2**18)
+
+
+def test_minibatches_are_made_of_what_took_least_until_it_fits():
+    found, tried = searched(455)
+    in_four = but(REMAT, num_minibatches=4)
+    assert tried[:5] == [KEPT, AGAIN, REMAT, but(REMAT, num_minibatches=2), in_four]
+    assert found.best.options == but(in_four, min_weight_size=2**18) and found.best.bytes_per_device == 450
+    assert tried[5:] == [but(in_four, mesh=FLAT), but(in_four, mesh=HYBRID), but(in_four, min_weight_size=2**12)]
+
+
+def test_other_meshes_are_tried_where_the_first_fits_with_no_minibatches():
+    found, tried = searched(300)  # at least 400 on the first mesh, whatever is done
+    first = [but(REMAT, num_minibatches=2**i) for i in range(1, 7)]
+    on_flat = but(REMAT, mesh=FLAT)
+    assert first[-1].num_minibatches == MAX_MINIBATCHES and tried[2:9] == [REMAT, *first]
+    in_two = but(on_flat, num_minibatches=2)
+    assert tried[9:11] == [on_flat, in_two] and found.best.options.mesh == FLAT and found.best.bytes_per_device == 300
+    assert tried[11:] == [but(in_two, mesh=HYBRID), but(in_two, min_weight_size=2**12)]  # something fits by then
+    without_flat = searched(300, meshes=(STAGED, HYBRID))[0].trials
+    assert {trial.options.offload for trial in without_flat if trial.fits} == {Offload()}  # guard: it is the mesh
+
+
+def test_where_nothing_fits_on_any_mesh_all_was_tried():
+    found, tried = searched(100)
+    assert found.best is None and not any(trial.fits for trial in found.trials)
+    for offload, enough in ((NO_OFFLOAD, [FLAT]), (Offload(), [STAGED, FLAT])):  # where the arguments leave room
+        for mesh in (STAGED, FLAT, HYBRID):
+            counts = {o.num_minibatches for o in tried if (o.mesh, o.offload) == (mesh, offload)}
+            assert counts == ({2**i for i in range(7)} if mesh in enough else {1})
+    assert all(options.min_weight_size == 2**18 for options in tried)
+
+
+def test_offload_is_tried_last_and_where_nothing_fits_without_it():
+    found, tried = searched(250, meshes=(STAGED,))
+    on_host = [but(REMAT, offload=Offload(), num_minibatches=count) for count in (1, 2, 4)]
+    assert tried == [KEPT, AGAIN, REMAT, *on_host, but(on_host[-1], min_weight_size=2**12)]
+    assert found.best.options == but(on_host[-1], min_weight_size=2**18) and found.best.bytes_per_device == 250
+    why = "Nothing fits without offload. With it 200 B of optimizer state lie in the host's memory for each device, and"
+    assert (
+        found.why_offload.startswith(why) and "10000.0 ms, for 8000.0 ms of which the step waits" in found.why_offload
+    )
+    assert " ".join(why.split()[:9]) in " ".join(rendered(found.table()).split())
+    data = json.loads(found.to_json())
+    assert data["why_offload"] == found.why_offload
+    first = data["trials"][0]
+    assert first["step_seconds"] == 2 * first["least_step_seconds"] == found.best.seconds  # ranked by what is expected
+    _, tried = searched(300, meshes=(STAGED, HYBRID))  # minibatches and the other mesh come before it
+    first = next(i for i, options in enumerate(tried) if options.offload == Offload())
+    assert {str(options.mesh) for options in tried[:first]} == {str(STAGED), str(HYBRID)}
+    assert tried[first - 2].num_minibatches == MAX_MINIBATCHES and tried[first] == but(REMAT, offload=Offload())
+
+
+@pytest.mark.parametrize("budget", [1300, 455, 300])
+def test_what_fits_without_offload_is_never_offloaded(budget):
+    found, tried = searched(budget)
+    assert found.best is not None and {options.offload for options in tried} == {NO_OFFLOAD}
+    assert found.why_offload == json.loads(found.to_json())["why_offload"] == ""
+
+
+@pytest.mark.parametrize(
+    "error, problem",
+    [
+        (ValueError("12 rows, which 8 devices do not divide"), "12 rows, which 8 devices do not divide"),
+        (CompileError("the compiler's process ended with exit code -9:\nlog"), "ended with exit code -9: log"),
+        (TimeoutError("longer than timeout_s=1800"), "longer than timeout_s=1800"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, problem):
+    def forecast_of(options):
+        if options.keep_gathered is False and not options.remat:
+            raise error
+        return by_formula(options)
+
+    found, tried = searched(1300, forecast_of)
+    (failed,) = (trial for trial in found.trials if trial.forecast is None)
+    assert failed.options == AGAIN and not failed.fits and problem in failed.problem and len(tried) == 6
+    assert problem.split()[0] in rendered(found.table()) and problem.split()[0] in str(found)
+    assert json.loads(found.to_json())["trials"][-1]["problem"] == failed.problem
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("a" * 5000), ValueError(), AssertionError()], ids=lambda e: type(e).__name__
+)
+def test_whatever_the_users_code_raises_is_a_row_with_its_line(error):
+    def build(options):
+        if options.mesh == FLAT:
+            raise error
+        return options
+
+    found, tried = searched(1300, build=build)
+    (failed,) = (trial for trial in found.trials if trial.forecast is None)
+    assert (
+        type(error).__name__ in failed.problem
+        and "forecast/test_planner.py, line" in failed.problem
+        and len(tried) == 6
+    )
+    assert len(" ".join(rendered(found.table()).split())) < 10 * MAX_PROBLEM
+
+
+def test_minibatches_that_cannot_be_made_end_with_the_first_of_them():
+    def forecast_of(options):
+        if options.num_minibatches > 2:
+            raise ValueError("num_minibatches=4 does not divide the 2 rows of a device")
+        return by_formula(options)
+
+    found, tried = searched(100, forecast_of)
+    # As above; only where arguments fit by themselves, which are those of two meshes with offload.
+    assert [o.num_minibatches for o in tried] == [1, 1, 1] + [1, 2, 4] + [1] + 2 * [1, 2, 4] + [1]
+    assert found.best is None
+
+
+def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
+    def broken(options):
+        return {}["missing"]
+
+    def refused(options):
+        raise CompileError("unsupported")
+
+    first = r"no forecast of the first options, Options\(mesh=\{'fsdp_x': 4, 'fsdp_y': 8\}.*"
+    with pytest.raises(ValueError, match=f"{first}KeyError: 'missing' .*forecast/test_planner.py, line") as raised:
+        searched(1300, build=broken)
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match=f"{first}unsupported"):
+        searched(1300, refused)
+
+
+def test_a_search_goes_on_where_the_compiler_refuses_the_first():
+    def forecast_of(options):
+        if options.keep_gathered:
+            raise CompileError("the compiler refuses the step for v5e:4x8: UNIMPLEMENTED")
+        return by_formula(options)
+
+    found, _ = searched(1300, forecast_of)
+    (failed,) = (trial for trial in found.trials if trial.forecast is None)
+    assert found.best is not None and found.best is not failed and not failed.fits
+    assert failed.options == KEPT and "UNIMPLEMENTED" in " ".join(rendered(found.table()).split())
+
+
+def test_what_is_no_matter_of_the_options_ends_the_search():
+    def without_libtpu(options):
+        raise ImportError("needs libtpu")
+
+    with pytest.raises(ImportError, match="needs libtpu"):
+        searched(1300, without_libtpu)
+
+
+def test_a_loss_that_raises_is_the_users_code_too():
+    def bad_loss(params, apply_fn, batch, rng):
+        raise RuntimeError("in the loss")
+
+    def build(options):
+        x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        return Workload(nn.Dense(8), optax.sgd(1e-3), x, bad_loss).build_step(options.mesh)
+
+    with pytest.raises(
+        ValueError, match=r"no forecast of the first .*RuntimeError: in the loss .*forecast/test_planner.py"
+    ):
+        fit(build, "v5e:2x2", meshes=[{"fsdp": 4}])
+
+
+def test_what_is_no_place_to_fit_into_is_refused():
+    def unused(options):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=r"topology='v5e:3x3': there is no such slice"):
+        fit(unused, "v5e:3x3")
+    for budget in (0, -1, float("nan"), "16GiB"):
+        with pytest.raises(ValueError, match=rf"budget_bytes={budget!r}: nothing fits.*None for all that v5e has, \d+"):
+            fit(unused, "v5e:2x2", budget)
+    with pytest.raises(ValueError, match="jobs=0: at least 1 must run at once"):
+        fit(unused, "v5e:2x2", jobs=0)
+    with pytest.raises(ValueError, match="meshes is empty"):
+        fit(unused, "v5e:2x2", meshes=[])
+
+
+# -------------------------------------------------------------------------------------------------------- side by side
+
+
+def jobs_of(steps, log):
+    return [(Job(lambda: None, log, count), number) for number, count in enumerate(steps)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_jobs_run_side_by_side_up_to_the_limit_and_come_in_their_order(limit, monkeypatch):
+    log, most = [], []
+    jobs = jobs_of([90, 30, 10, 50, 20], log)
+
+    def sleep(_):
+        most.append(sum(job.steps >= 0 for job in log))
+
+    monkeypatch.setattr(several.time, "sleep", sleep)
+    done = [number for _, number in side_by_side(iter([*jobs[:2], (None, "nothing"), *jobs[2:]]), lambda: limit)]
+    assert done == [0, 1, "nothing", 2, 3, 4] and log == [job for job, _ in jobs]
+    assert max(most) == min(limit, 5)
+
+
+def test_what_still_runs_is_ended_when_the_caller_stops():
+    log = []
+    jobs = jobs_of([9, 99, 99], log)
+
+    def made():  # the user's code, from which anything may come
+        yield from jobs[:2]
+        raise KeyError("the third")
+
+    with pytest.raises(KeyError, match="the third"):
+        next(side_by_side(made(), lambda: 9))
+    with contextlib.closing(side_by_side(iter(jobs), lambda: 9)) as done:
+        assert next(done) == jobs[0]
+    assert log == [job for job, _ in jobs[:2] + jobs] and all(job.closed for job in log)
+
+
+def test_how_many_run_at_once_does_not_change_what_is_tried_or_told():
+    for budget in (1300, 455, 300, 100):
+        alone, beside = (searched(budget, at_once=count) for count in (1, 8))
+        assert alone == beside and len(alone[1]) > 5
+
+
+def test_a_machine_has_room_by_its_cores_and_its_memory(monkeypatch):
+    monkeypatch.setattr(several.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    largest = several.resource.getrusage(several.resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    child = max(CHILD_BYTES, largest)
+    for free, room in {10**6: 1, 3 * child: 3, 1000 * child: 32, None: 32}.items():
+        monkeypatch.setattr(several, "free_bytes", lambda free=free: free)
+        assert room_for_jobs() == room
+
+
+def test_free_memory_is_that_of_the_system_or_of_the_group_whichever_is_less(monkeypatch):
+    texts = {"meminfo": "MemTotal: 9 kB\nMemAvailable:     4000 kB\n", "memory.max": "max\n", "memory.current": "7\n"}
+    monkeypatch.setattr(several, "_text", lambda path: texts.get(path.name, ""))
+    assert several.free_bytes() == 4000 * 1024
+    texts |= {"memory.max": "1000000\n", "memory.current": "900000\n", "memory.stat": "anon 1\ninactive_file 5000\n"}
+    assert several.free_bytes() == 105_000
+    texts.clear()
+    assert several.free_bytes() is None
+
+
+# ---------------------------------------------------------------------------------------------------- with real figures
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A search under a budget that takes minibatches; rows for two of them on each device, not for four."""
+    pytest.importorskip("libtpu")
+    tried = []
+    return fit(build_step, "v5e:2x2", BUDGET, meshes=[{"fsdp": 4}], on_trial=tried.append), tried
+
+
+@pytest.mark.libtpu
+def test_the_best_is_the_fastest_of_what_fits(tight):
+    found, _ = tight
+    fitting = [trial for trial in found.trials if trial.fits]
+    assert fitting and found.best is fitting[0]
+    assert all(trial.bytes_per_device <= BUDGET for trial in fitting)
+    assert found.best.seconds == min(trial.seconds for trial in fitting)
+    assert [trial.fits for trial in found.trials] == sorted((trial.fits for trial in found.trials), reverse=True)
+
+
+@pytest.mark.libtpu
+def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
+    found, tried = tight
+    ways = [(o.keep_gathered, o.remat, o.num_minibatches) for o in tried]
+    assert ways[:3] == [(True, False, 1), (False, False, 1), (False, True, 1)]
+    assert ways[3][2] == 2 and tried[-1].min_weight_size == OTHER_MIN_WEIGHT_SIZE
+    by_options = {(t.options.keep_gathered, t.options.remat, t.options.num_minibatches): t for t in found.trials}
+    saved = [by_options[way].bytes_per_device for way in ways[:3]]
+    assert saved[0] > saved[1] > saved[2] > BUDGET  # each saves memory, and none of them fits
+
+
+@pytest.mark.libtpu
+def test_the_table_and_the_json_tell_all_trials(tight):
+    found, tried = tight
+    text = rendered(found.table())
+    assert "What fits into 45 MiB on each device of v5e:2x2" in text and text.count("fsdp=4") == len(tried)
+    data = json.loads(found.to_json())
+    assert len(data["trials"]) == len(tried) and data["trials"][0]["fits"] is True
+
+
+def layer_on_host(options, passes_on=True):
+    """One layer with Adam; of the three ways there is one."""
+    if not options.keep_gathered:
+        raise ValueError("the layer is as it is")
+    model, x = shard_module_params(nn.Dense, "fsdp", 64)(16), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+    def loss(params, apply_fn, x, rng):
+        return jnp.mean(apply_fn({"params": params}, x) ** 2)
+
+    offload = options.offload if passes_on else NO_OFFLOAD
+    return Workload(model, optax.adam(1e-3), x, loss, offload=offload).build_step(options.mesh, options.num_minibatches)
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, monkeypatch):
+    """Steps are built and traced; nothing fits by the figures that they are given."""
+    figures = Figures(2**40, 1.0)
+    monkeypatch.setattr(fitting, "begin_forecast", lambda *_, **__: Job(lambda: figures))
+    found = fit(partial(layer_on_host, passes_on=passes_on), "v5e:2x2", meshes=[{"fsdp": 4}])
+    problems = {t.problem for t in found.trials if t.options.offload == Offload() and t.options.num_minibatches == 1}
+    assert found.best is None and len(problems) == 1
+    said = (
+        "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., offload"
+    )
+    assert problems.pop().startswith(said) != passes_on

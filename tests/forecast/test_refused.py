@@ -1,0 +1,110 @@
+"""What the compiler refuses has no forecast: not a figure of it, whatever the compiler wrote before."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.cli import commands
+from xlstm_jax.cli.command_line import main
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import CompileError, Workload, forecast, forecasting, parse_topology
+from xlstm_jax.distributed.forecast.compiling.compile import _read_texts
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
+
+ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
+WHY = "UNIMPLEMENTED: Async all-to-all not supported on limited ICI"
+ON = parse_topology("v5e:2x2")
+SETTINGS = {"axes": {"fsdp": 4}, "options": ALL_TO_ALL}
+
+
+def exchange(devices):
+    """A step with two all-to-alls, each of which can run beside the other's products."""
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": devices})
+
+    def each(x):
+        received = lax.all_to_all(x @ x, "fsdp", 0, 0)
+        return received @ received
+
+    def both(x, y):
+        return each(x), each(y)
+
+    run = jax.shard_map(both, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    x = jax.ShapeDtypeStruct((devices**2, 128, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    return jax.jit(run), x, x
+
+
+def training():
+    """For the command line: it is never compiled."""
+
+    def loss_fn(params, apply_fn, batch, rng):
+        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+    return Workload(nn.Dense(8), optax.sgd(0.1), jax.ShapeDtypeStruct((8, 8), jnp.float32), loss_fn)
+
+
+def told(error, **texts):
+    """The texts of a child process whose compiler has said this."""
+    result = {
+        "error": error,
+        "device_kind": "TPU v5 lite",
+        "memory": None,
+        "seconds": 1.0,
+        "coords": [],
+        "versions": {},
+    }
+    return {"result.json": json.dumps(result)} | texts
+
+
+DUMPED = {"hlo": "HloModule step", "buffers": "BufferAssignment:"}
+
+
+@pytest.mark.parametrize("texts", [DUMPED, {}], ids=["dumped", "nothing dumped"])
+def test_what_was_dumped_before_a_refusal_is_no_program(texts):
+    with pytest.raises(CompileError, match=f"refuses the step for v5e:2x2, given .*all_to_all.*: {WHY}$"):
+        _read_texts(told(WHY, **texts), ON, SETTINGS, ())
+    assert _read_texts(told(None, **DUMPED), ON, SETTINGS, ()).hlo == DUMPED["hlo"]  # guard: it is the error
+
+
+@pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Ran out of memory", "INVALID_ARGUMENT: Invalid TPU program."])
+def test_a_program_that_is_too_large_is_read_and_one_that_fits_is_refused(error, monkeypatch):
+    found = _read_texts(told(error, **DUMPED), ON, SETTINGS, ())
+    assert error in found.too_large
+    flops = count_flops(jax.make_jaxpr(lambda x: x)(1.0), 1)
+    text = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile().as_text()
+    program = dataclasses.replace(found, hlo=text, buffers=None)
+
+    def taking(memory_bytes):
+        return forecasting.read(dataclasses.replace(program, memory={"argument": memory_bytes}), flops)
+
+    assert taking(2**40).fits is False
+    with pytest.raises(CompileError, match=error):  # of memory, it says; but there is enough
+        taking(2**20)
+
+
+@pytest.mark.libtpu
+def test_a_forecast_of_a_refused_program_is_an_error_and_with_the_options_of_its_slice_it_is_none():
+    step, *args = exchange(32)
+    with pytest.raises(CompileError, match=f"refuses the step for v5e:4x8, given .*: {WHY}"):
+        forecast(step, *args, topology="v5e:4x8", compiler_options=ALL_TO_ALL)
+    found = forecast(step, *args, topology="v5e:4x8", compiler_options="auto").collectives
+    assert {one.kind for one in found} == {"all-to-all"} and not any(one.asynchronous for one in found)
+
+
+@pytest.mark.parametrize("name", ["forecast", "lint"])
+def test_the_command_line_says_it_in_a_line_and_exits_with_2(name, monkeypatch, capsys):
+    def refuses(*args, **kwargs):
+        raise CompileError(f"the compiler refuses the step for {WHY}\n\nand more")
+
+    monkeypatch.setattr(commands, "forecast", refuses)
+    factory = "tests.forecast.test_refused:training"
+    assert main([name, "--factory", factory, "--topology", "v5e:2x2", "--mesh", "fsdp=4"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and WHY in err and "and more" in err

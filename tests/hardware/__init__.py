@@ -1,0 +1,1 @@
+"""Chips, their networks, and their compilers' options."""

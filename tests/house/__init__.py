@@ -1,0 +1,1 @@
+"""The project itself: pages, layers, wheel, and the tests of the tests."""

@@ -1,0 +1,163 @@
+"""Every example on a page runs as a reader would run it; what a page names exists; what is public is on a page."""
+
+import importlib
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xlstm_jax.distributed
+import xlstm_jax.distributed.forecast
+import xlstm_jax.distributed.metrics
+import xlstm_jax.distributed.metrics.cells
+from tests.house.test_layers import ORDER
+from tests.optimizer_cases import CASES, RIGHT
+from tests.support import blocks_of
+from xlstm_jax.distributed.forecast.linting.rules import RULES
+
+ROOT = Path(__file__).parents[2]
+FACES = [
+    xlstm_jax.distributed,
+    xlstm_jax.distributed.forecast,
+    xlstm_jax.distributed.metrics,
+    xlstm_jax.distributed.metrics.cells,
+]
+# Names of the metrics are public in xlstm_jax.distributed too, and have their lines once.
+AGAIN = set(xlstm_jax.distributed.metrics.__all__)
+PUBLIC = [(f, name) for f in FACES for name in f.__all__ if f is not xlstm_jax.distributed or name not in AGAIN]
+OF_THE_SITE = {"index.md", "readme.md", "contributing.md", "changelog.md", "benchmarks.md"}  # see docs/conf.py
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if not {"_build", "reference"} & set(page.parts)]
+DOCS = [page for page in WRITTEN if page.name not in OF_THE_SITE]
+ABOVE = [*ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = sorted([*ABOVE, *DOCS])
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+# Those of docs/ run while the site is built: `make docs`.
+@pytest.mark.parametrize("page", [page for page in ABOVE if blocks_of(page)], ids=name_of)
+def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks_of(page)))
+    # -P keeps the checkout off the path: what runs is what was installed.
+    done = subprocess.run([sys.executable, "-W", "error", "-P", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_public_name_has_its_line_and_every_line_a_name():
+    documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(name for _, name in PUBLIC)
+
+
+@pytest.mark.parametrize("face, name", PUBLIC, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_public_name_has_a_docstring_with_an_example(face, name):
+    """The examples run as doctests."""
+    public = getattr(face, name)
+    assert len(public.__doc__ or "") > 40
+    assert ">>> " in public.__doc__ or not callable(public)
+
+
+# -------------------------------------------------------------------------------------------------- what a page names
+
+
+def anchors(page):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"links to {target}"
+        if anchor and there.name not in OF_THE_SITE:  # the build checks those
+            assert anchor in anchors(there), f"links to {target}#{anchor}"
+
+
+def found_file(path):
+    """Pages write paths from the top of the repository, or from the folder that holds those of library or tests."""
+    bases = (ROOT, ROOT / "xlstm_jax" / "distributed", ROOT / "tests")
+    return next((base / path for base in bases if (base / path).exists()), None)
+
+
+def resolve(dotted):
+    """The module or attribute of this name; raises where there is none."""
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        parent, _, name = dotted.rpartition(".")
+        return getattr(resolve(parent), name)
+
+
+@each_page
+def test_modules_names_and_files_exist(page):
+    text = page.read_text()
+    for dotted in set(re.findall(r"(?<![\w./-])xlstm_jax\.[\w.]*\w", text)):
+        resolve(dotted)
+    for module in set(re.findall(r"(?<![\w./-])benchmarks\.(\w+)", text)):
+        assert (ROOT / "benchmarks" / f"{module}.py").exists(), module
+    for path in set(re.findall(r"(?<![\w./:-])\w+(?:/[\w.-]+)*/[\w-]+\.(?:py|md|png|json|toml|cfg)\b", text)):
+        assert found_file(path) or (page.parent / path).exists(), path
+
+
+def test_what_the_architecture_page_says_to_be_in_a_file_is_there():
+    places = re.findall(r"`(\w+)` in `([\w/.]+)`", ARCHITECTURE.read_text())
+    assert len(places) >= 20
+    for name, path in places:
+        assert re.search(rf"\b{name}\b", found_file(path).read_text()), f"{name} in {path}"
+
+
+def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
+    text, picture = ARCHITECTURE.read_text(), ROOT / "docs" / "images" / "layers.png"
+    assert " ".join(ORDER.split()) in " ".join(text.split())
+    layers = [[name.strip() for name in names.split(",")] for names in ORDER.split("<")]
+    assert str(layers).encode() in picture.read_bytes(), "run: python docs/draw_layers.py"
+    for name in (name for names in layers for name in names):
+        assert re.search(rf"^ +{name}(/|\.py) +\w", text, re.MULTILINE), f"the tree has no line for {name}"
+
+
+def test_the_readme_is_80_columns_wide():
+    """So that a terminal shows its code, its tables and its lists as they are meant."""
+    assert not [line for line in (ROOT / "README.md").read_text().splitlines() if len(line) > 80]
+
+
+def test_no_line_installs_the_library_from_an_index_which_does_not_have_it():
+    wrong = re.compile(r"install\s+(-\S+\s+)*['\"]?xlstm[-_]jax(?!-\d)")
+    assert wrong.search("pip install xlstm_jax[forecast]")  # guard
+    assert not [path for path in [*PAGES, *(ROOT / "xlstm_jax").rglob("*.py")] if wrong.search(path.read_text())]
+
+
+def test_every_page_is_in_the_contents_of_the_site():
+    contents = (ROOT / "docs" / "index.md").read_text()
+    entries = {re.sub(r".*<(.*)>", r"\1", line) for line in contents.splitlines()}
+    assert {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in DOCS} <= entries
+    assert {page.removesuffix(".md") for page in OF_THE_SITE} - {"index"} <= entries
+
+
+PICTURES = sorted([*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmarks" / "results").rglob("*.png")])
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=name_of)
+def test_a_picture_is_read_on_a_page_of_830_pixels(picture):
+    """Wider, it is shown at less than 0.6 of its size, and its letters with it; taller, it is not seen at once."""
+    width, height = struct.unpack(">2I", picture.read_bytes()[16:24])
+    assert 800 <= width <= 1400 and height <= 1400, f"{width} x {height}"
+
+
+def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
+    lint_page, optimizers_page = ((ROOT / "docs" / name).read_text() for name in ("lint.md", "optimizers.md"))
+    assert re.findall(r"^\| `([\w-]+)` \|", lint_page, re.MULTILINE) == list(RULES)
+    right = sum(case.on_shards == RIGHT for case in CASES)
+    assert f"Of the {len(CASES)} optax configurations {right} are right on shards" in optimizers_page
+    for page in (optimizers_page, (ROOT / "README.md").read_text()):
+        assert set(re.findall(r"(\d+) optax configurations", page)) == {str(len(CASES))}

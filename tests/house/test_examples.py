@@ -1,0 +1,44 @@
+"""Each program in docs/examples/ is the code of its tutorial, and the whole loop runs as a file."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import blocks_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = sorted((DOCS / "examples").glob("*.py"))
+
+
+def writer():
+    spec = importlib.util.spec_from_file_location("write_examples", DOCS / "write_examples.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_programs_are_what_the_script_makes_of_the_pages():
+    written = writer().examples()
+    assert sorted(written) == FILES and len(FILES) >= 3
+    for file, text in written.items():
+        assert file.read_text() == text, "run: python docs/write_examples.py"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_program_has_all_blocks_of_its_page_in_their_order(file):
+    blocks = "\n".join(blocks_of(DOCS / "tutorials" / f"{file.stem}.md"))
+    docstring, *program = ast.parse(file.read_text()).body
+    assert ast.unparse(ast.Module(program, [])) == ast.unparse(ast.parse(blocks))
+    assert f"docs/tutorials/{file.stem}.md" in docstring.value.value
+
+
+def test_the_whole_loop_runs_stops_and_continues(tmp_path):
+    command = [sys.executable, "-W", "error", "-P", DOCS / "examples" / "whole_loop.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "SIGTERM: saved step 50\ncontinues after step 50\n" in done.stdout
+    assert "same bits: True\nsame rows: True\n" in done.stdout

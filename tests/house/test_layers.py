@@ -1,0 +1,135 @@
+"""Folders import only from those before them, never sideways, never up; no word names two things; nothing is hidden."""
+
+import ast
+import re
+import statistics
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
+
+ORDER = """common_types, quiet_import < wording, hardware < data_parallel < processes, optimizers
+    < device_mesh, checkpoint < metrics, plan, resilience < training < forecast < cli"""
+LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # of all folders
+
+
+def folder_of(module):
+    """The folder that a module belongs to, as ``ORDER`` names it."""
+    return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
+
+
+def names_imported(source):
+    """Everything that a file imports, by its full name, wherever in the file it does."""
+    for node in ast.walk(ast.parse(source)):
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from [f"{module}{alias.name}" for alias in node.names]
+
+
+def imported(source):
+    """The library's own modules that a file imports."""
+    for name in names_imported(source):
+        if name.startswith("xlstm_jax"):
+            yield name if name in MODULES else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in FACES])
+def test_a_file_imports_only_from_folders_before_its_own(module):
+    own = folder_of(module)
+    others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own, "xlstm_jax"}
+    wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
+    assert not wrong, f"{module} imports from {sorted(wrong)}; the order is {' '.join(ORDER.split())}"
+
+
+def test_no_files_import_each_other():
+    graph = {module: set(imported(path.read_text())) - {module} for module, path in MODULES.items()}
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_the_check_sees_an_upward_import():
+    source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
+    assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
+    assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["wording"]
+
+
+def definitions(path):
+    """Names of the functions and classes at the top of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+
+
+# The functions that scripts run; and the metric's all_gather, which is public, of dictionaries.
+SAID_TWICE = {"main", "all_gather"}
+
+
+def test_no_public_name_is_defined_twice():
+    where = defaultdict(list)
+    for module, path in MODULES.items():
+        for name in definitions(path):
+            where[name].append(module)
+    twice = {name: modules for name, modules in where.items() if len(modules) > 1 and not name.startswith("_")}
+    assert not twice.keys() - SAID_TWICE, twice
+
+
+COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
+    source = path.read_text()
+    if path.stem != "collectives":
+        assert not re.search(COLLECTIVE, source)
+    if path.stem != "trees":
+        assert "is_leaf=" not in source
+    if "cli" not in path.parts:
+        assert not any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(ast.parse(source)))
+
+
+def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
+    """So that another front can stand beside it: the rest asks for a box, or for a model's ``init`` and ``apply``."""
+    assert who_imports("flax.linen") == {"linen", "lm_head", "self_test"}
+
+
+def test_nnx_is_known_in_its_own_front_and_in_the_metric_that_is_a_module_of_it():
+    assert who_imports("flax.nnx") == {"nnx", "distributed_metrics", "placement"}
+
+
+def who_imports(name):
+    """The fronts, and the files elsewhere, that import something of a module."""
+    return {
+        path.parent.name if path.parent.name in ("linen", "nnx") else path.stem
+        for path in FILES
+        if any(imported.startswith(name) for imported in names_imported(path.read_text()))
+    }
+
+
+def test_the_package_itself_imports_nothing_but_what_comes_before_jax():
+    assert list(names_imported((PACKAGE / "__init__.py").read_text())) == [
+        "xlstm_jax.quiet_import.load_cuda_plugin_quietly"
+    ]
+
+
+def body_lines(function):
+    """The lines of a function below its signature and its docstring."""
+    body = function.body[ast.get_docstring(function) is not None :]
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_files_and_functions_stay_small():
+    assert not {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 600}
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    assert not {function.name: n for function in functions if (n := body_lines(function)) > 45}
+    assert statistics.median(function.end_lineno - function.lineno + 1 for function in functions) <= 6

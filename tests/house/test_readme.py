@@ -1,0 +1,44 @@
+"""What README says beside peers is what the benchmarks wrote, in its table and in its picture."""
+
+import json
+import re
+import sys
+
+from tests.house.test_docs import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import draw_peers  # docs/ is no package
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_its_table_and_its_picture_have_the_numbers_of_the_results():
+    assert draw_peers.table() in README, "run: python docs/draw_peers.py"
+    assert draw_peers.table().encode() in (ROOT / "docs" / "images" / "peers.png").read_bytes()
+
+
+def test_its_times_of_a_step_are_those_of_the_results():
+    cases = json.loads((ROOT / "benchmarks/results/step_time/small.json").read_text())["cases"]
+    words = " ".join(README.split())
+    for name in ("ours", "ours, gathered again", "ours, remat", "jit, remat", "FSDP2", "FSDP2, weights kept"):
+        found = cases[name]["ratios"]["time over jit"]
+        assert "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) in words, name
+
+
+def test_it_names_the_version():
+    version = re.search(r'__version__ = "(.*)"', (ROOT / "xlstm_jax" / "__init__.py").read_text())[1]
+    assert f"xlstm_jax-{version}-py3-none-any.whl" in README
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_ci_runs_the_commands_of_readme_on_both_ends():
+    """Of `make docs-serve` what it serves."""
+    wanted = {f"make {name.removesuffix('-serve')}" for name in re.findall(r"^make ([\w-]+) +#", README, re.MULTILINE)}
+    script = (ROOT / ".ci" / "run").read_text()
+    assert wanted == {"make docs", "make train", "make test", "make check"}
+    both = [line.split() for line in script.splitlines() if line.strip().startswith("make ")]
+    newest = {f"make {target}" for line in both if any("VENV=.venv-newest" in word for word in line) for target in line}
+    default = {f"make {target}" for line in both if not any("VENV=" in word for word in line) for target in line}
+    assert wanted <= newest
+    assert {"make train", "make test"} <= default

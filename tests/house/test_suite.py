@@ -1,0 +1,42 @@
+"""The tests themselves: helpers have one name, and only tests of the benchmarks need the benchmarks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FILES = sorted(TESTS.rglob("*.py"))
+HELPERS = {path.stem for path in TESTS.glob("*.py")}
+OF_BENCHMARKS = ("benchmarks/*", "compiled_cases*", "faults/*", "gpu/*", "targets/*")
+
+
+def imported(source):
+    """The top-level modules that a file imports, wherever it does; "." where it imports by a relative name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield "." if node.level else node.module.partition(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+
+
+def name_of(path):
+    return str(path.relative_to(TESTS))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_helpers_are_imported_from_tests(path):
+    """``support`` beside ``tests.support`` would be a second module, with other classes and other caches."""
+    assert not set(imported(path.read_text())) & (HELPERS | {"."}), "write: from tests.helper import name"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_is_tested_without_the_benchmarks(path):
+    if not any(path.relative_to(TESTS).match(pattern) for pattern in OF_BENCHMARKS):
+        assert "benchmarks" not in set(imported(path.read_text()))
+
+
+def test_the_checks_see_what_they_forbid():
+    assert {"support", "damage"} <= HELPERS
+    source = "from support import mesh_of\nfrom . import damage\ndef f():\n    import benchmarks.models"
+    assert set(imported(source)) == {"support", ".", "benchmarks"}

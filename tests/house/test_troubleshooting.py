@@ -1,0 +1,87 @@
+"""Each error and warning of the library is on the page of troubleshooting by its first words, and no other is."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.raised import is_read, messages
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+ROW = re.compile(r"\*\*`([^`]+)`\*\*")
+
+# Where the source alone does not say the text, by ``file:function``, and why the page needs none.
+EXCUSED = {
+    "cli/command_line.py:_report": "goes on as it came: SIGTERM",
+    "cli/command_line.py:end": "SIGTERM as an exception, which has no text",
+    "distributed/checkpoint/errors.py:read": "caught by its caller, which says what was read",
+    "distributed/checkpoint/errors.py:read_together": "goes on as it came: the texts of waiting for a process",
+    "distributed/checkpoint/errors.py:tell": "goes on as it came: what the checkpoint's reader has said",
+    "distributed/checkpoint/lock.py:_opened": "goes on as it came: an error of the system",
+    "distributed/checkpoint/orbax_io.py:patient": "goes on as it came: orbax's own",
+    "distributed/data_parallel/boxes.py:communication": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:model_axes": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:names": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:replace": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:replace_boxed": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:stored": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:trainable": "an interface; subclasses have it",
+    "distributed/data_parallel/boxes.py:true_sizes": "an interface; subclasses have it",
+    "distributed/data_parallel/fronts/linen/refusals.py:named_in_errors": "goes on as it came: Flax's own",
+    "distributed/data_parallel/gathering/gather_array.py:unbox": "an interface; subclasses have it",
+    "distributed/forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
+    "distributed/forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",
+    "distributed/forecast/compiling/report_cache.py:_content": "goes on as it came: an error of the system",
+    "distributed/forecast/compiling/report_cache.py:_unusable": "becomes a part of one warning, or of ``problem``",
+    "distributed/forecast/compiling/report_cache.py:_write_whole": "goes on as it came: an error of the system",
+    "distributed/forecast/linting/findings.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
+    "distributed/metrics/log/logger.py:__exit__": "goes on as it came: an error of the last row",
+    "distributed/processes/store.py:read": "goes on as it came: the coordination service's own",
+    "distributed/processes/together.py:fail_together": "goes on as it came: the texts of all processes, joined",
+    "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
+    "distributed/training/checking/arguments.py:__getattr__": "the protocol of attributes",
+    "distributed/training/checking/arguments.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/checking/mistakes.py:_warn": "its callers have the text",
+    "distributed/training/checking/whole_params.py:_warn": "its callers have the text",
+    "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
+    "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
+}
+
+
+@cache
+def heads():
+    """The first words of messages that the page has."""
+    return [" ".join(row.split()) for row in ROW.findall(PAGE.read_text())]
+
+
+def begins(text, head):
+    """Whether a row is of this message; one of few letters is so only of a message that says no more."""
+    text = " ".join(text.split())
+    return text.startswith(head) if sum(map(str.isalpha, head)) > 3 else text.rstrip(".") == head
+
+
+def excused(said):
+    return said.where in EXCUSED and not is_read(said.text)
+
+
+def test_every_message_is_on_the_page_by_its_first_words():
+    missing = [
+        f"{said.where}:{said.line}: {said.text[:90]}"
+        for said in messages()
+        if not excused(said) and not any(begins(said.text, head) for head in heads())
+    ]
+    assert not missing, "\n".join(["docs/troubleshooting.md has no row for", *missing])
+
+
+def test_no_row_is_of_a_message_that_is_gone():
+    texts = [said.text for said in messages()]
+    assert not [head for head in heads() if not any(begins(text, head) for text in texts)]
+
+
+def test_no_excuse_is_left_over():
+    assert set(EXCUSED) == {said.where for said in messages() if not is_read(said.text)}
+
+
+def test_what_is_compared_is_there():
+    """Guard: the source was found and read, and rows say something."""
+    assert sum(is_read(said.text) for said in messages()) > 350
+    assert len(heads()) == len(set(heads())) > 250

@@ -1,0 +1,1 @@
+"""Metrics on many devices, their states and their files."""

@@ -1,0 +1,1 @@
+"""Optimizers on shards, on whole matrices, and with their state in host memory."""

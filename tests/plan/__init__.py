@@ -1,0 +1,1 @@
+"""What will be sharded, and how, before it is."""

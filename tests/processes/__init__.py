@@ -1,0 +1,1 @@
+"""Several processes that join, agree and leave."""

@@ -1,0 +1,105 @@
+"""Whatever ends one process ends all of them soon, each with an exit code of ours; real processes over loopback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes.test_processes import ROOT, free_port
+from xlstm_jax.distributed.resilience import EXIT_FAILED
+
+SOON_S, LIMIT_S = 5, 60
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts processes; kills what is left of them."""
+    running = []
+
+    def start(mode, count):
+        port, command = free_port(), [sys.executable, "-m", "tests.leaving_process", mode]
+        for rank in range(count):
+            arguments = [*command, str(rank), str(count), str(port), str(tmp_path / "run")]
+            running.append(
+                subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        return running
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def line_of(process, word):
+    """Reads lines up to one that begins with the word."""
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.split()
+    raise AssertionError(process.stderr.read()[-3000:])
+
+
+def ended(processes):
+    """Exit codes and what was written to stderr, of each."""
+    errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.parametrize("mode, count", [("timeout", 2), ("timeout, first", 4)])
+def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
+    """The stuck one too, which sleeps in Python."""
+    processes = run(mode, count)
+    begun = max(float(line_of(process, "JOINED")[1]) for process in processes)
+    codes, errors = ended(processes)
+    assert time.time() - begun < 1 + SOON_S, codes  # peer_timeout_s, and then
+    assert codes == [EXIT_FAILED] * count, "\n".join(error[-1500:] for error in errors)
+    stuck = 0 if "first" in mode else count - 1
+    assert any(f"TimeoutError: process {stuck} did not come to look for the newest step" in text for text in errors)
+    assert "has left with exit code 13: TimeoutError: process" in errors[stuck]
+
+
+@pytest.mark.parametrize("mode", ["exception", "guard, first"])
+def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
+    processes = run(mode, 2)
+    begun = max(float(line_of(process, "JOINED")[1]) for process in processes)
+    codes, errors = ended(processes)
+    assert time.time() - begun < SOON_S and codes == [EXIT_FAILED] * 2, errors
+    peer = errors[1 if "first" in mode else 0]
+    assert "has left with exit code 13: OSError: the data are gone. Process" in peer
+
+
+def test_ctrl_c_to_one_process_ends_all(run):
+    processes = run("interrupt", 2)
+    for process in processes:
+        line_of(process, "JOINED")
+    time.sleep(0.3)
+    processes[0].send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    codes, _ = ended(processes)
+    assert codes == [130, EXIT_FAILED] and time.monotonic() - begun < SOON_S
+
+
+def test_a_commit_that_hangs_ends_all_processes(run, tmp_path):
+    processes = run("save", 2)
+    begun = max(float(line_of(process, "SAVED")[1]) for process in processes)
+    codes, errors = ended(processes)
+    assert time.time() - begun < 2 + 1 + SOON_S and set(codes) <= {1, EXIT_FAILED}, (codes, errors)
+    assert any(
+        "saving step 2 to" in text and "it was not on disk within async_timeout_s=2 s" in text for text in errors
+    )
+    assert sorted(name for name in os.listdir(tmp_path / "run") if name.isdigit()) == ["1"]
+
+
+def test_a_pause_shorter_than_a_step_may_take_ends_nothing(run):
+    """Twelve seconds, stopped: more than the heartbeat of ten seconds that once ended such a job."""
+    processes = run("pause", 2)
+    for process in processes:
+        line_of(process, "STEP")
+    processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(12)
+    processes[1].send_signal(signal.SIGCONT)
+    codes, errors = ended(processes)
+    assert codes == [0, 0], errors

@@ -1,0 +1,591 @@
+"""Real processes over loopback: joining, agreeing on a configuration, and one batch from the rows of each."""
+
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import xlstm_jax
+from tests.support import blocks_of, mesh_of
+from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
+from xlstm_jax.distributed.processes.agreement import entries_of
+from xlstm_jax.distributed.processes.jax_config import COMPARED_OPTIONS, jax_settings
+from xlstm_jax.distributed.processes.joining import _own_address
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "processes.md"
+LIMIT_S = 120  # of a run on a busy machine; the promises about time are asserted one by one
+RAISED_WITHIN_S = 5
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(part, rank, count, port, **environment):
+    command = [sys.executable, "-m", "tests.process_script", part, str(rank), str(count), str(port)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(running):
+    """The last line that each process printed, after all have ended well."""
+    try:
+        done = [process.communicate(timeout=LIMIT_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running] == [0] * len(running), "\n".join(err[-3000:] for _, err in done)
+    return [output.splitlines()[-1] for output, _ in done]
+
+
+def finished(running):
+    return [json.loads(line) for line in ended(running)]
+
+
+def run(part, count):
+    port = free_port()
+    return finished([start(part, rank, count, port) for rank in range(count)])
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run("two", 2)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run("four", 4)
+
+
+def raised(processes, name, message):
+    """What each process raised, after checking that it matches and came in time."""
+    for process in processes:
+        assert re.search(message, str(process[name]["result"])), process[name]
+        assert process[name]["seconds"] < RAISED_WITHIN_S
+    return [process[name]["result"] for process in processes]
+
+
+# -------------------------------------------------------------------------------------------------------------- joining
+
+
+def test_a_single_process_joins_nothing_and_agrees_with_itself(monkeypatch):
+    initialize_distributed()
+    initialize_distributed("127.0.0.1:1", 1, 0)
+    for name in ("JOB_ID", "NTASKS"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    for name in ("PROCID", "LOCALID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "127.0.0.1")
+    initialize_distributed()  # a job of one task
+    assert_same_everywhere({"seed": 1})
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("h:1",), r"got coordinator_address='h:1', but not num_processes and process_id. Pass all three, or none"),
+        ((None, 2, 0), r"got num_processes=2, process_id=0, but not coordinator_address"),
+        (("h:1", 2, 2), r"process_id=2 is not one of 0 ... 1 \(num_processes\)"),
+        (("h", 2, 0), r"coordinator_address='h' is not host:port, as '10.0.0.1:1234'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_say_who_this_is_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        initialize_distributed(*arguments)
+
+
+def test_numbers_from_the_environment_must_be_numbers():
+    with pytest.raises(TypeError, match=r"got num_processes='2', process_id='0'; write int\(...\) around it"):
+        initialize_distributed("h:1", "2", "0")
+
+
+def test_an_address_in_the_environment_without_a_cluster_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS='10.0.0.1:1234' is set, but JAX finds no cluster"):
+        initialize_distributed()
+
+
+def test_joining_again_is_fine_if_it_is_the_same(two):
+    for rank, process in enumerate(two):
+        assert [process[name]["result"] for name in ("join", "join again", "join without arguments")] == [None] * 3
+        assert f"this is process {rank} of 2 at 127.0.0.1:" in process["join as another"]["result"]
+        assert f"cannot become process {1 - rank} of 2" in process["join as another"]["result"]
+
+
+def check_listens_on_loopback_only(listening):
+    assert all(re.fullmatch(r"(0{16}FFFF0000)?0100007F:[0-9A-F]{4}", address) for address in listening)
+    assert listening  # guard: it was seen at all
+
+
+def test_the_coordinator_listens_on_its_own_address_only(two):
+    check_listens_on_loopback_only(two[0]["listening"])
+
+
+def as_srun(rank, port):
+    """The environment that ``srun --ntasks=2`` makes."""
+    return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"} | {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "JAX_COORDINATOR_PORT": str(port),
+    }
+
+
+def test_under_slurm_no_argument_is_needed_and_the_coordinator_listens_on_its_own_address():
+    port = free_port()
+    printed = finished([start("slurm", rank, 2, port, **as_srun(rank, port)) for rank in range(2)])
+    assert [process["joined"] for process in printed] == [[0, 2, 2], [1, 2, 2]]
+    check_listens_on_loopback_only(printed[0]["listening"])
+
+
+@pytest.mark.parametrize(
+    "resolved, bind",
+    [
+        (["127.0.0.1"], "127.0.0.1:7"),  # a host that has no other address than this, as the name says
+        (["127.0.1.1"], None),  # Debian's /etc/hosts for the host's own name: the others find another address
+        (["192.0.2.1"], None),  # of another host
+        (["127.0.1.1", "0.0.0.0"], "0.0.0.0:7"),  # stands for an address of this host
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_coordinator_listens_where_its_name_leads_the_others(monkeypatch, resolved, bind):
+    def lookup(*_, **__):
+        if not resolved:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    name = resolved[0] if resolved == ["127.0.0.1"] else "node7"
+    assert _own_address(f"{name}:7") == bind
+
+
+def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
+    (program,) = blocks_of(PAGE)
+    (tmp_path / "page.py").write_text(program + "print(jax.process_count(), dict(mesh.shape), metrics['loss'])\n")
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", tmp_path / "page.py"],
+            env={**os.environ, **as_srun(rank, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = ended(running)
+    assert first == second and first.startswith("2 {'dp': 4, 'fsdp': 4} ")
+
+
+def test_the_commands_of_the_page_start_two_processes(tmp_path):
+    (commands,) = blocks_of(PAGE, "bash")
+    commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
+    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("process "))
+    assert lines == ["process 0 sees 8 devices", "process 1 sees 8 devices"], done.stderr[-3000:]
+
+
+def test_waiting_for_a_process_that_never_comes_is_bounded():
+    """Process 1 without process 0 raises; process 0 without process 1 is ended by JAX's runtime."""
+    begun = time.monotonic()
+    alone = [start("join", rank, 2, free_port()) for rank in range(2)]
+    try:
+        (_, aborted), (told, _) = [process.communicate(timeout=LIMIT_S) for process in alone]
+    finally:
+        for process in alone:
+            process.kill()
+            process.wait()
+    join = json.loads(told.splitlines()[-1])["join"]
+    assert re.match(
+        r"TimeoutError: process 1 of 2 found nothing that listens at 127.0.0.1:\d+ within 3 s", join["result"]
+    )
+    assert 3 <= join["seconds"] < 5
+    assert alone[0].returncode == -6 and "Deadline Exceeded" in aborted
+    assert time.monotonic() - begun < 40  # imports of a busy machine included
+
+
+# ------------------------------------------------------------------------------------------------------------- agreeing
+
+
+def test_processes_that_agree_go_on_at_once(two):
+    for process in two:
+        assert process["same"]["result"] is None and process["same again"]["result"] is None
+        assert process["same again"]["seconds"] < 0.5
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "seed",
+            r"ValueError: the seed and configuration differs .*\n  'seed' is 18 on process 0, but 17 on process 1$",
+        ),
+        ("array", r"'data' is int64\[1000\] \(0, 1, .*\), sha256 \w+ on process 0, but .*, sha256 \w+ on process 1$"),
+        ("absent", r"'dropout' is absent on process 0, but 0.1 on process 1$"),
+        ("code", r"'code/model.py' is 'sha256 \w+' on process 0, but 'sha256 \w+' on process 1$"),
+        ("jax.config", r"'jax_default_prng_impl' is threefry2x32 on process 0, but rbg on process 1$"),
+        ("XLA_FLAGS", r"'XLA_FLAGS --xla_cpu_enable_fast_math' is absent on process 0, but true on process 1$"),
+        ("order", r"'compared' is seed on process 0, but plan on process 1$"),
+    ],
+)
+def test_every_process_raises_what_differs_and_where(two, name, message):
+    first, second = raised(two, name, message)
+    assert first.splitlines()[1:] == second.splitlines()[1:]
+    assert first.count("\n") == 1  # guard: only what differs is named
+
+
+def test_the_process_that_differs_is_named_among_four(four):
+    assert len(set(raised(four, "seed", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2$"))) == 1
+    (told,) = set(raised(four, "two differ", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2\n"))
+    assert re.search(r"'lr' is 0.1 on processes 0, 1, 2, but 0.2 on process 3$", told)
+
+
+def test_a_process_that_does_not_come_is_named(two):
+    raised(two, "late", r"^TimeoutError: plan: process 1 did not come to compare it within 0.5 s")
+
+
+# ------------------------------------------------------------------------------------------------ restoring, together
+
+
+@pytest.fixture(scope="module")
+def restoring():
+    return run("restores", 2)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("extra leaf", r"^ValueError: process 1: step 2 in .* does not fit the abstract state: it has no 'b'"),
+        ("no leaf", r"^ValueError: process 1: the state has no leaves"),
+        ("text", r"^TypeError: process 1: 'n' is str; a checkpoint holds numbers"),
+        ("other step", r"^ValueError: processes do .*: restore step 1 on process 0, but restore step 2 on process 1\."),
+        ("other method", r"but look for the newest step on process 1\. Let all do the same in order\.$"),
+    ],
+)
+def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
+    assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: it can be read
+    assert len(set(raised(restoring, name, message))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("latest_step without it", "look for the newest step"),
+        ("restore without it", "read step 2"),
+        ("save without it", "save step 3"),
+    ],
+)
+def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
+    message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"
+    raised(restoring, name, message)
+    assert [process["fits again"]["result"] for process in restoring] == [2, 2]
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+    layers: list = field(default_factory=lambda: [1, 2])
+    act: object = nn.gelu
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Rows:
+    x: object
+
+
+class Kind(Enum):
+    A = 1
+
+
+def test_every_leaf_of_a_configuration_has_its_path():
+    value = {
+        "config": Config(),
+        "options": SimpleNamespace(path=Path("a/b"), kind=Kind.A, none=None),
+        "dtype": jnp.bfloat16,
+        "spec": P("dp"),
+        "empty": {},
+        "key": jax.random.key(0),
+        "lr": functools.partial(optax.cosine_decay_schedule, 0.1, decay_steps=5),
+        "boxed": nn.Partitioned(np.float32(2), ("fsdp",)),
+        "shape": jax.ShapeDtypeStruct((2, 3), jnp.float32),
+        "bytes": b"abc",
+        3: {"b", "a"},
+    }
+    got = entries_of(value)
+    want = {
+        "config/lr": "0.1",
+        "config/layers/1": "2",
+        "options/none": "None",
+        "dtype": "jax.numpy.bfloat16",
+        "empty": "empty dict",
+        "lr/args/0": "0.1",
+        "lr/decay_steps": "5",
+        "boxed/names/0": "'fsdp'",
+        "3/0": "'a'",
+    }
+    assert want.items() <= got.items()
+    assert got["config/act"].endswith(".gelu") and got["key"].startswith("key<fry>[] (0, 0), sha256")
+    assert entries_of(value) == got  # nothing in it depends on where things lie in memory
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("jax_enable_x64", True),
+        ("jax_default_matmul_precision", "float32"),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_threefry_partitionable", False),
+        ("jax_debug_nans", True),
+        ("jax_random_seed_offset", 1),
+    ],
+)
+def test_what_changes_values_or_programs_is_compared(option, value):
+    before, old = jax_settings(), getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        changed = {name: text for name, text in jax_settings().items() if before.get(name) != text}
+    finally:
+        jax.config.update(option, old)
+    assert changed == {option: str(value)} and jax_settings() == before
+
+
+def test_flags_are_compared_but_for_what_a_process_has_for_itself(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b --xla_dump_to=/tmp/0 --xla_gpu_cuda_data_dir=/cuda --xla_a=2")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_c=true --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    found = {name: text for name, text in jax_settings().items() if " " in name or "NVIDIA" in name}
+    assert found == {
+        "XLA_FLAGS --xla_a": "2",
+        "XLA_FLAGS --xla_b": "true",
+        "LIBTPU_INIT_ARGS --xla_tpu_c": "true",
+        "NVIDIA_TF32_OVERRIDE": "0",
+    }
+
+
+def test_the_options_that_are_compared_exist():
+    assert len(COMPARED_OPTIONS & jax.config.values.keys()) > len(COMPARED_OPTIONS) - 5  # some are of one release only
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x + 1, lambda x: x.astype(np.int64), lambda x: x[::-1], lambda x: x[None], lambda x: x % 99]
+)
+def test_arrays_that_differ_in_anything_differ(change):
+    x = np.arange(100, dtype=np.int32)
+    assert entries_of(change(x)) != entries_of(x) == entries_of(x.copy())
+    assert entries_of("long " * 99) != entries_of("long " * 98 + "else ")
+
+
+def test_packages_are_compared_file_by_file():
+    files = entries_of({"code": xlstm_jax})
+    assert {"code/distributed/processes/agreement.py", "code/__init__.py"} <= set(files)
+    assert len(set(files.values())) > 10
+
+
+def test_what_has_no_text_of_its_own_is_refused():
+    with pytest.raises(
+        TypeError, match=r"'a/0' is <object object at 0x.*: a object has no text that is the same in two"
+    ):
+        assert_same_everywhere({"a": [object()]})
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_rows_of_processes_arrive_in_order(two):
+    want = [[100 * p + 2 * i, 100 * p + 2 * i + 1] for p in range(2) for i in range(4)]
+    for rank, process in enumerate(two):
+        assert process["rows"]["all"] == want
+        assert process["rows"]["here"] == [want[4 * rank : 4 * rank + 2], want[4 * rank + 2 : 4 * rank + 4]]
+        assert process["scalar"] == 7
+
+
+def test_batches_of_the_same_shape_cost_no_agreement(two):
+    for process in two:
+        assert process["again"] == [True] * 3
+        assert min(process[f"again {i}"]["seconds"] for i in range(3)) < 0.5
+
+
+def test_meshes_do_not_disturb_each_other(two):
+    """Batches that go to two meshes in turn are compared once on each."""
+    for process in two:
+        rows = process["rows"]["all"]
+        assert process["other mesh 0"]["result"] == process["other mesh 1"]["result"] == rows
+        assert process["first mesh 0"]["result"] == process["first mesh 1"]["result"] == rows
+        assert process["comparisons"] == {"first round": 1, "second round": 0}
+
+
+def test_padding_has_weight_zero(two):
+    row = [[[100 * p + 2 * i, 100 * p + 2 * i + 1] for i in range(4)] for p in range(2)]
+    none = [0, 0]
+    for process in two:
+        assert process["padded"] == [*row[0][:3], none, *row[1][:3], none]
+        assert process["weight"] == [1, 1, 1, 0, 1, 1, 1, 0]
+        assert process["uneven"] == [none] * 4 + [*row[1][:3], none]
+        assert process["uneven weight"] == [0, 0, 0, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "does not divide",
+            r"^ValueError: 2 does not divide the 3 rows .* process (0|1), whose .* Hand in 2 or 4 rows",
+        ),
+        ("different rows", r"batch .* differs .*'rows for each process' is 2 on process 0, but 8 on process 1$"),
+        ("different dtype", r"batch .* differs .*'x' is float32 .* on process 0, but int32 .* on process 1$"),
+        ("different scalar", r"batch .* differs .*'n' is 0 on process 0, but 1 on process 1$"),
+        (
+            "shared, but different",
+            r"with the same shards over \('fsdp',\) differs .*'x' is .* on process 0, but ",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit_together_are_refused_everywhere(two, name, message):
+    raised(two, name, f"(?s){message}")
+
+
+def test_a_new_shape_on_one_process_alone_ends_its_wait(two):
+    result = two[0]["new shape here alone"]
+    assert re.match(r"TimeoutError: batch of a new shape: process 1 did not come .* within 1 s", result["result"])
+
+
+def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two, four):
+    for process in two:
+        assert process["shared"]["all"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert process["shared"]["here"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    for process in four:
+        assert process["rows"]["all"] == [[0], [1], [10], [11]]
+    message = r"(?s)with the same shards over \('dp',\) .*'x' is .* on process 2, but .* on process 3$"
+    raised(four[2:], "shared, but different", message)
+    assert "Error" not in str([four[rank]["shared, but different"]["result"] for rank in (0, 1)])  # theirs are the same
+
+
+def test_in_one_process_the_batch_is_laid_out_over_its_devices():
+    batch = {"x": np.arange(24.0, dtype=np.float32).reshape(8, 3), "y": jnp.arange(8, dtype=jnp.bfloat16), "n": 3}
+    got = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
+    for name in batch:
+        np.testing.assert_array_equal(got[name], batch[name])
+    assert got["x"].sharding.spec == P(("dp", "fsdp")) and got["n"].sharding.is_fully_replicated
+    assert got["y"].dtype == jnp.bfloat16
+    assert {shard.data.shape for shard in got["x"].addressable_shards} == {(1, 3)}
+    padded, weight = shard_batch({"x": batch["x"][:5]}, mesh_of(2, 4), "dp", pad=True)
+    assert padded["x"].shape == (6, 3) and weight.tolist() == [1, 1, 1, 1, 1, 0] and weight.dtype == np.float32
+    np.testing.assert_array_equal(padded["x"][5], np.zeros(3))
+    assert shard_batch({"x": batch["x"]}, mesh_of(2, 4), "dp", pad=True)[1].sum() == 8
+
+
+@pytest.mark.parametrize(
+    "batch, options, error, message",
+    [
+        (
+            {"x": np.ones((10, 2))},
+            {},
+            ValueError,
+            r"8 does not divide the 10 rows .* process 0, .* Hand in 8 or 16 rows",
+        ),
+        ({"x": np.ones((3, 2))}, {}, ValueError, r"8 does not divide the 3 rows .* Hand in 8 rows, or pass pad=True"),
+        ({"x": np.ones((0, 2))}, {}, ValueError, r"8 does not divide the 0 rows"),
+        (
+            {"x": np.ones(8), "m": {"y": np.ones(7)}},
+            {},
+            ValueError,
+            r"batch\['x'\] of shape \(8,\) has 8 rows, .*\['m/y'\]",
+        ),
+        (
+            {"x": np.ones(8)},
+            {"pad": 12},
+            ValueError,
+            r"pad=12 rows for 8 rows .*: at least as many, and a multiple of 8",
+        ),
+        ({"x": np.ones(16)}, {"pad": 8}, ValueError, r"pad=8 rows for 16 rows"),
+        ({"n": 3}, {}, ValueError, r"no leaf with rows"),
+        (
+            {"x": np.ones(8), "y": [1, 2, 3, 4, 5, 6, 7, 8]},
+            {},
+            TypeError,
+            r"batch\['y'\] is a list of 8 Python numbers, .* Pass np\.asarray\(batch\['y'\]\)",
+        ),
+        ((np.ones(8), [[1.0, 2.0]] * 8), {}, TypeError, r"batch\[1\]\[0\] is a list of 2 Python numbers"),
+        (Config(), {}, TypeError, r"^batch is a Config, a dataclass that JAX does not know; .* pass vars\(batch\)"),
+        (
+            {"c": [Config()]},
+            {},
+            TypeError,
+            r"^batch\['c'\]\[0\] is a Config, a dataclass .*register_dataclass above Con",
+        ),
+        ({"x": np.ones(8), "id": "abc"}, {}, TypeError, r"batch\['id'\] has the dtype <U3, not of numbers"),
+        ({"x": np.array(["a"] * 8)}, {}, TypeError, r"batch\['x'\] has the dtype <U1, not of numbers"),
+        (
+            {"k": jax.random.split(jax.random.key(0), 8)},
+            {},
+            TypeError,
+            r"batch\['k'\] has the dtype key<fry>, not of num",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"), **options)
+
+
+def test_a_batch_may_be_of_any_containers_that_jax_knows():
+    batch = (np.ones(8), [np.zeros((8, 2)), 0.5], {"betas": (0.9, 0.99)}, Rows(np.ones(8)))
+    sharded = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
+    assert jax.tree.structure(sharded) == jax.tree.structure(batch)
+
+
+def test_an_axis_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"batch_axes='data': the mesh has no axis 'data'"):
+        shard_batch({"x": np.ones(8)}, mesh_of(2, 4), "data")
+
+
+# --------------------------------------------------------------------------------------------------------------- meshes
+
+
+def test_the_first_axis_crosses_processes(two):
+    for process in two:
+        assert process["devices"] == [[0, 0], [1, 1]]
+        info = {"total_devices": 4, "axes": {"dp": 2, "fsdp": 2}, "processes": 2, "platform": "cpu"}
+        assert info.items() <= process["info"].items()
+        assert process["info"]["axes_across_processes"] == ["dp"]
+        assert process["info of one axis"]["axes_across_processes"] == ["data"]
+        assert re.match(r"ValueError: the first 2 of 4 devices leave process 1 with", process["too few"]["result"])
+
+
+def test_axes_cross_processes_only_as_far_as_they_must(four):
+    for process in four:
+        assert process["{'dp': 2, 'fsdp': 6}"] == [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]]
+        # Devices laid out row by row would send "dp" across processes too: [0, 0, 0, 1], [1, 1, 2, 2], ...
+        assert process["{'dp': 3, 'fsdp': 4}"] == [[0, 1, 2, 3]] * 3

@@ -1,0 +1,638 @@
+"""Faults in real processes end all of them in time; a bad step is skipped everywhere; copies that differ are named."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    LoopGuard,
+    NonFiniteError,
+    ReplicaError,
+    check_replicas,
+    create_train_state,
+    make_train_step,
+    skip_counts,
+    skip_nonfinite,
+)
+from xlstm_jax.distributed.data_parallel.boxes import Sharded
+from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.resilience import watchdog
+from xlstm_jax.distributed.resilience.loop_guard import _failure_of
+from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S
+
+ROOT = Path(__file__).parents[2]
+STEP_TIMEOUT_S, FAULT_STEP = 3.0, 5  # of tests/resilience_process.py
+START_TIMEOUT_S = 120
+FAST_S = 2.0
+
+# ------------------------------------------------------------------------------------------------- faults, for real
+
+
+class Process:
+    """A process of ``tests.resilience_process``, whose lines and end are noted as they come."""
+
+    def __init__(self, folder, mode, rank, processes, port):
+        command = [sys.executable, "-m", "tests.resilience_process", mode, str(rank), str(processes), str(port)]
+        self.stderr = folder / f"{mode}-{rank}.err"
+        with self.stderr.open("w") as errors:
+            self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.lines, self.gone_at = [], None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        with self.popen.stdout:
+            self.lines.extend(line.strip() for line in self.popen.stdout)
+        self.popen.wait()
+        self.gone_at = time.time()
+
+    def wait_for(self, start):
+        """The first line that begins so."""
+        deadline = time.time() + START_TIMEOUT_S
+        while time.time() < deadline and self.popen.poll() is None:
+            for line in list(self.lines):
+                if line.startswith(start):
+                    return line
+            time.sleep(0.005)
+        raise AssertionError(f"no line {start!r} in {self.lines}: {self.errors()[-3000:]}")
+
+    def line(self, start):
+        return next(line for line in self.lines if line.startswith(start))
+
+    def end(self):
+        self._reader.join(START_TIMEOUT_S)
+        assert self.gone_at, f"still alive: {self.lines}, {self.errors()[-3000:]}"
+        return self.popen.returncode
+
+    def errors(self):
+        return self.stderr.read_text()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the processes of a run; what is left of them at the end of the test is killed."""
+    started = []
+
+    def start(mode, processes=2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started.extend(Process(tmp_path, mode, rank, processes, port) for rank in range(processes))
+        return started
+
+    yield start
+    for process in started:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def seconds_from(fault, processes):
+    return max(process.gone_at for process in processes) - fault
+
+
+def time_of_fault(process):
+    return float(process.line("FAULT").split()[1])
+
+
+def test_a_stuck_peer_ends_both_processes_with_the_stacks_of_their_threads(start):
+    healthy, stuck = start("stuck")
+    # Whose clock runs out first ends the other's connection, too; most often both see their own.
+    codes = {stuck.end(), healthy.end()}
+    assert EXIT_HUNG in codes and codes <= {EXIT_HUNG, EXIT_FAILED, -signal.SIGABRT}
+    assert seconds_from(time_of_fault(stuck), [healthy, stuck]) < STEP_TIMEOUT_S + 2
+    hung = stuck if stuck.popen.returncode == EXIT_HUNG else healthy
+    assert re.search(
+        rf"process [01] of 2: .*step [{FAULT_STEP}{FAULT_STEP + 1}] has taken 3\.\d s, more than its 3 s", hung.errors()
+    )
+    assert "resilience_process.py" in hung.errors() and "most recent call first" in hung.errors()
+
+
+def test_a_c_call_that_holds_the_interpreter_is_ended_too(start):
+    (process,) = start("stuck in C", processes=1)
+    assert process.end() == 1  # of Python's faulthandler, which can do no better
+    assert STEP_TIMEOUT_S < seconds_from(time_of_fault(process), [process]) < STEP_TIMEOUT_S + 2
+    assert "in go_wrong" in process.errors()
+
+
+@pytest.mark.parametrize("mode, code", [("stuck, full pipe", EXIT_HUNG), ("stuck in C, full pipe", 1)])
+def test_a_full_pipe_that_nobody_reads_keeps_no_stuck_process_alive(start, mode, code):
+    (process,) = start(mode, processes=1)
+    assert process.end() == code
+    # Some seconds are for the stacks, which a reader would have been given time to take.
+    assert STEP_TIMEOUT_S < seconds_from(time_of_fault(process), [process]) < STEP_TIMEOUT_S + 10
+
+
+def test_a_paused_section_may_take_longer_than_a_step(start):
+    (process,) = start("paused", processes=1)
+    assert process.end() == 0, process.errors()[-3000:]
+    assert process.line("PAUSED")
+
+
+@pytest.mark.parametrize(
+    "mode, code, text", [("exception", EXIT_FAILED, "the data are gone"), ("sys.exit", 7, "Exit: 7")]
+)
+def test_an_exception_in_one_process_ends_both_at_once(start, mode, code, text):
+    peer, failing = start(mode)
+    assert failing.end() == code and text in failing.errors()
+    assert peer.end() in (EXIT_FAILED, -signal.SIGABRT), peer.errors()[-3000:]
+    assert seconds_from(time_of_fault(failing), [peer, failing]) < FAST_S
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_takes_its_peer_along(start, victim):
+    processes = start("none")
+    for process in processes:
+        process.wait_for(f"STEP {FAULT_STEP}")
+    fault = time.time()
+    processes[victim].popen.send_signal(signal.SIGKILL)
+    assert processes[victim].end() == -signal.SIGKILL
+    assert processes[1 - victim].end() in (EXIT_FAILED, -signal.SIGABRT)
+    assert seconds_from(fault, processes) < FAST_S
+
+
+@pytest.mark.parametrize("told, number, code", [(0, signal.SIGTERM, 0), (1, signal.SIGINT, 130)])
+def test_a_signal_to_one_process_stops_both_at_the_same_step(start, told, number, code):
+    processes = start("none")
+    for process in processes:
+        process.wait_for(f"STEP {FAULT_STEP}")
+    processes[told].popen.send_signal(number)
+    ends = [process.end() for process in processes]
+    assert ends == [0 if process is not processes[told] else code for process in processes], processes[told].errors()
+    stopped = [process.line("SAVES").split()[1:] for process in processes]
+    assert stopped[0] == stopped[1] and stopped[0][0] == stopped[0][1]
+
+
+@pytest.mark.parametrize("mode", ["none", "distributed"])
+def test_sigterm_to_a_single_process_stops_it_after_the_step(start, mode):
+    (process,) = start(mode, processes=1)
+    process.wait_for(f"STEP {FAULT_STEP}")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0, process.errors()[-3000:]
+    assert int(process.line("STOPPED").split()[1]) >= FAULT_STEP
+
+
+def test_sigterm_kills_a_process_without_the_guard(start):
+    (process,) = start("unguarded", processes=1)
+    process.wait_for("STEP")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == -signal.SIGTERM
+
+
+def test_too_many_bad_steps_end_all_processes_with_one_message(start):
+    processes = start("nonfinite")
+    codes = [process.end() for process in processes]
+    assert EXIT_FAILED in codes and set(codes) <= {EXIT_FAILED, -signal.SIGABRT}
+    text = "step 8: the loss or a gradient was not finite in 3 steps in a row (4 in all), more than"
+    assert any(text in process.errors() and "those of step 5" in process.errors() for process in processes)
+    assert not any("STEP 9" in process.lines for process in processes)
+
+
+def test_replicas_of_another_process_are_compared_and_all_processes_hear_of_it(start):
+    processes = start("replicas")
+    assert [process.end() for process in processes] == [0, 0], processes[0].errors()[-3000:]
+    first, second = (process.line("ERROR") for process in processes)
+    assert first == second
+    assert "1 of 2 leaves" in first and "'layer/bias', float32[6]" in first and "of process 1. Usual" in first
+
+
+# ------------------------------------------------------------------------------------------------------- the guard
+
+
+def test_with_one_process_an_exception_propagates_and_the_old_handler_is_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="the data are gone"), LoopGuard():
+        assert signal.getsignal(signal.SIGTERM) != before
+        raise OSError("the data are gone")
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def interrupted_loop(guard, asks=True, again=False):
+    """Ctrl-C in step 3; the steps at which the loop saves, and those that it has begun."""
+    saved, begun = [], []
+    for step in range(1, 9):
+        begun.append(step)
+        for _ in range((step == 3) * (1 + again)):
+            signal.raise_signal(signal.SIGINT)
+        guard.step_done(step, {"loss": 1.0})
+        if asks and guard.should_stop(step):
+            saved.append(step)
+            break
+    return saved, begun
+
+
+def test_ctrl_c_saves_after_the_step_and_ends_with_one_line_and_code_130(capfd):
+    with pytest.raises(SystemExit, match=r"^130$"), LoopGuard() as guard:
+        saved, begun = interrupted_loop(guard)
+    assert saved == [3] and begun == [1, 2, 3]
+    assert re.fullmatch(r"\nCtrl-C: this run saves and ends after its step, [^\n]*130[^\n]*\n", capfd.readouterr().err)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("options", [{"asks": False}, {"again": True}], ids=["nobody asks", "twice"])
+def test_ctrl_c_that_the_loop_does_not_hear_interrupts(options):
+    with pytest.raises(KeyboardInterrupt, match=r"^$|has not called should_stop"), LoopGuard() as guard:
+        interrupted_loop(guard, **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    """A run in the background (nohup) ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with LoopGuard() as guard:
+            saved, begun = interrupted_loop(guard)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert not saved and begun[-1] == 8
+
+
+def counted(in_a_row, total):
+    numbers = {"skipped_in_a_row": in_a_row, "skipped_steps": total}
+    return {"loss": jnp.float32(jnp.nan)} | {name: jnp.int32(number) for name, number in numbers.items()}
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_more_skipped_steps_in_a_row_than_the_limit_raise_one_step_later(limit):
+    with LoopGuard(max_skipped_in_a_row=limit) as guard:
+        for step in range(1, limit + 2):
+            guard.step_done(step, counted(step, 7))
+        text = rf"step {limit + 1}: .* in {limit + 1} steps in a row \(7 in all\), .*=limit|={limit}; .* of step 0\."
+        with pytest.raises(NonFiniteError, match=text):
+            guard.step_done(limit + 2, counted(0, 7))
+        guard.step_done(limit + 3, counted(limit, 7))  # guard: as many as the limit are not too many
+
+
+def test_the_last_step_is_looked_at_as_the_block_ends():
+    with (
+        pytest.raises(NonFiniteError, match=r"step 1: .* in 1 steps in a row"),
+        LoopGuard(max_skipped_in_a_row=0) as guard,
+    ):
+        guard.step_done(1, counted(1, 1))
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf, jnp.float32(jnp.nan)], ids=str)
+def test_a_loss_that_is_not_finite_raises_where_nothing_was_skipped(loss):
+    with LoopGuard() as guard:
+        guard.step_done(1, {"loss": 1.0})
+        guard.step_done(2, {"loss": loss, "accuracy": np.nan})
+        with pytest.raises(NonFiniteError, match=r"loss of step 2 is (nan|inf), and its update was applied"):
+            guard.step_done(3, {"loss": 1.0})
+
+
+def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), x).sum())
+    x = jnp.ones((1000, 1000))
+    began = time.perf_counter()
+    slow(x).block_until_ready()
+    began = time.perf_counter()
+    slow(x).block_until_ready()
+    takes = time.perf_counter() - began
+    with LoopGuard() as guard:
+        began = time.perf_counter()
+        guard.step_done(1, {"loss": slow(x)})
+        not_waited = time.perf_counter() - began
+        guard.step_done(2, {"loss": 0.0})
+        waited = time.perf_counter() - began
+    assert not_waited < takes / 4 and waited > takes / 2
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"step_timeout_s": 0}, "step_timeout_s=0: a number of seconds"),
+        ({"first_step_timeout_s": float("nan")}, "first_step_timeout_s=nan"),
+        ({"step_timeout_s": 1e10}, r"step_timeout_s=1e\+10 s is longer than the 9.22.*e\+09 s that a timer can take"),
+        ({"max_skipped_in_a_row": -1}, "max_skipped_in_a_row=-1"),
+    ],
+    ids=str,
+)
+def test_limits_that_are_none_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        LoopGuard(**options)
+
+
+def test_the_longest_limit_is_one_that_the_timer_takes():
+    with LoopGuard(step_timeout_s=MAX_TIMEOUT_S, first_step_timeout_s=MAX_TIMEOUT_S) as guard:
+        guard.step_done(1)
+        time.sleep(2 * LOOK_EVERY_S)
+        assert any(thread.name == "watchdog" for thread in threading.enumerate())  # it has set the timer
+
+
+class Loss:
+    """What the watchdog reads of a loss: one shard, whose computation has failed, or that is donated as it looks."""
+
+    def __init__(self, donated):
+        self.is_deleted = lambda: donated == "loss"
+        data = SimpleNamespace(
+            is_ready=lambda: True, block_until_ready=self.fail, is_deleted=lambda: donated == "shard"
+        )
+        self.shards = [SimpleNamespace(data=data, device=jax.devices()[0])]
+
+    def fail(self):
+        raise RuntimeError("Gloo: connection closed")
+
+    @property
+    def addressable_shards(self):
+        return self.fail() if self.is_deleted() else self.shards
+
+
+def test_a_donated_loss_is_no_failure_of_a_device():
+    assert _failure_of(Loss(donated="loss")) is None and _failure_of(Loss(donated="shard")) is None
+    assert _failure_of(Loss(donated=None)) == "device 0 failed (Gloo: connection closed)"
+    assert _failure_of(jnp.ones(())) is None
+
+
+def test_a_failure_ends_the_process_only_if_it_is_still_there_at_the_next_look(monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.01)
+    ended, looks = [], []
+
+    def find_failure():
+        looks.append("look")
+        return "device 0 failed" if len(looks) in (3, 5, 7, 8) else None
+
+    def end(self, reason, code):
+        ended.append((len(looks), reason, code))
+        self._stopped.set()
+
+    monkeypatch.setattr(watchdog.Watchdog, "_end", end)
+    dog = watchdog.Watchdog("process 0 of 2", find_failure)
+    dog.start()
+    dog.watch("step 4", 60)
+    dog._thread.join(20)
+    dog.stop()
+    assert ended == [(8, "device 0 failed, and step 4 did not end", EXIT_FAILED)]
+
+
+def test_a_loss_that_was_donated_before_it_was_looked_at_is_named():
+    loss = jnp.float32(1)
+    with LoopGuard() as guard:
+        guard.step_done(7, {"loss": loss})
+        jax.jit(lambda x: x + 1, donate_argnums=0)(loss)
+        assert loss.is_deleted()
+        with pytest.raises(ValueError, match="the loss of step 7 was donated before it could be looked at"):
+            guard.step_done(8, {"loss": 1.0})
+
+
+def test_wrong_calls_say_what_is_right():
+    guard = LoopGuard(step_timeout_s=None)
+    with pytest.raises(ValueError, match="step_done of a LoopGuard outside of its block"):
+        guard.step_done(1)
+    with guard:
+        guard.step_done(1)
+        with pytest.raises(ValueError, match=r"no 'loss', their names are \['Loss'\]"):
+            guard.step_done(2, {"Loss": 1.0})
+        with pytest.raises(ValueError, match="timeout_s=-1"), guard.paused(-1):
+            pass
+        assert not guard.should_stop(2)
+    with pytest.raises(ValueError, match="make one for each loop"), guard:
+        pass
+
+
+def test_a_thread_that_cannot_hear_sigterm_is_refused():
+    found = []
+
+    def enter():
+        try:
+            with LoopGuard():
+                pass
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert re.search("outside of the main thread", found[0])
+
+
+# ------------------------------------------------------------------------------------------------- non-finite steps
+
+
+class Mlp(nn.Module):
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.gelu(self.wrap(nn.Dense)(16)(x))
+        return self.wrap(nn.Dense)(4)(x)
+
+
+def loss_fn(params, apply_fn, batch, rng=None):
+    """sqrt(root * out^2) is |out| where root is 1; where it is 0 the value is finite, and the gradient NaN."""
+    del rng
+    out = apply_fn({"params": params}, batch["x"])
+    root = jnp.sqrt(batch["root"][:, None] * out**2)
+    return jnp.mean((out - 1) ** 2 + root / 10) + jax.lax.stop_gradient(batch["extra"].mean())
+
+
+POISON = {"x": np.nan, "root": 0.0, "extra": np.inf}  # both; the gradient alone; the loss alone
+KINDS = [None, "x", None, "root", "extra", None]
+SKIPPED = [0, 1, 1, 2, 3, 3]
+IN_A_ROW = [0, 1, 0, 1, 2, 0]
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05))
+
+
+def batches():
+    """16 examples, of which the last, on one device alone, is bad in some steps."""
+    for step, kind in enumerate(KINDS):
+        x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
+        batch = {"x": x, "root": np.ones(16, np.float32), "extra": np.zeros(16, np.float32)}
+        if kind:
+            batch[kind][-1] = POISON[kind]
+        yield kind, batch
+
+
+def bits(tree):
+    """Copies of all leaves, as bytes; of a key, its words."""
+    leaves = jax.tree.leaves(tree)
+    return [np.asarray(jax.random.key_data(x) if is_prng_key(x) else x).tobytes() for x in leaves]
+
+
+def start_of(tx, mesh):
+    return create_train_state(Mlp(fsdp), tx, mesh, jax.random.key(0), jnp.zeros((16, 8)), batch_axes=AXES)
+
+
+def trained(step, state, skip=()):
+    """The state after the steps whose kind is not in ``skip``, and the metrics of each."""
+    before, metrics = jax.tree.map(lambda leaf: leaf.sharding, state), []
+    for kind, batch in batches():
+        if kind not in skip:
+            state, row = step(state, batch, jax.random.key(1))
+            metrics.append(jax.device_get(row))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == before and step._cache_size() == 1
+    return state, metrics
+
+
+@cache
+def trained_on_one_device():
+    model, plain_params = Mlp(), Mlp().init(jax.random.key(0), jnp.zeros((16, 8)))["params"]
+    opt_state, gradient = TX.init(plain_params), jax.jit(jax.grad(lambda p, b: loss_fn(p, model.apply, b)))
+    for kind, batch in batches():
+        if kind is None:
+            grads = gradient(plain_params, batch)
+            updates, opt_state = TX.update(grads, opt_state, plain_params)
+            plain_params = optax.apply_updates(plain_params, updates)
+    return plain_params
+
+
+@pytest.mark.parametrize("dp, fsdp_size, check_vma", [(1, 8, False), (2, 4, True)])
+def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, check_vma):
+    mesh, tx = mesh_of(dp, fsdp_size), skip_nonfinite(TX)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
+    start = start_of(tx, mesh)
+    state, metrics = trained(step, jax.tree.map(jnp.copy, start))
+    # In every bit that of the same program; to rounding that of optax on one device, which XLA compiles otherwise.
+    want, _ = trained(step, start, skip=tuple(POISON))
+    assert bits((state.params, state.opt_state.inner_state)) == bits((want.params, want.opt_state.inner_state))
+    assert_same_params(state.params, trained_on_one_device())
+    assert [int(row["skipped_steps"]) for row in metrics] == SKIPPED
+    assert [int(row["skipped_in_a_row"]) for row in metrics] == IN_A_ROW
+    moment = state.opt_state.inner_state[1][0].mu["Dense_0"]["kernel"]
+    assert moment.sharding.spec == P(None, "fsdp")  # split like its parameter, though one level further down
+    assert int(state.step) == len(KINDS)
+    check_replicas(state)
+
+
+def test_the_decision_is_one_small_all_reduce_for_the_whole_tree():
+    def all_reduces(tx):
+        state, (_, batch) = start_of(tx, mesh_of(2, 4)), next(batches())
+        step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
+        return len(
+            re.findall(r" all-reduce(-start)?\(", step.lower(state, batch, jax.random.key(1)).compile().as_text())
+        )
+
+    assert 0 < all_reduces(optax.adamw(0.05)) == all_reduces(skip_nonfinite(optax.adamw(0.05))) - 1
+
+
+@pytest.mark.parametrize("kind", POISON)
+def test_without_it_one_bad_example_is_the_end(kind):
+    mesh = mesh_of(2, 4)
+    others = tuple(POISON.keys() - {kind})
+    state, metrics = trained(make_train_step(loss_fn, mesh, AXES), start_of(TX, mesh), skip=others)
+    ends = [not np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params)]
+    assert all(ends) if kind != "extra" else not np.isfinite([row["loss"] for row in metrics]).all()
+
+
+def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
+    params = {"w": jnp.array([-0.0, 0.0, jnp.inf, 3.0]), "half": jnp.array([-0.0, 1.0], jnp.bfloat16)}
+    tx = skip_nonfinite(optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.adam(0.1)))
+
+    @jax.jit
+    def step(params, state, loss):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    _, state = step(params, tx.init(params), 1.0)
+    after, skipped = step(params, state, jnp.nan)
+    assert bits(after) == bits(params) and bits(skipped.inner_state) == bits(state.inner_state)
+    assert bits(step(params, state, 1.0)[0]) != bits(params)  # guard: a good one does
+    assert (int(skipped.skipped_steps), int(skipped.skipped_in_a_row)) == (1, 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
+    def local(grad, params, tx):
+        updates, state = tx.update(grad, tx.init(params), params)
+        return params + updates, (skip_counts(state) or {"skipped_steps": jnp.zeros((), jnp.int32)})["skipped_steps"]
+
+    grad = jnp.ones(16).at[3].set(jnp.nan if check_vma else jnp.inf)
+
+    def run(tx):
+        step = on_mesh(lambda *args: local(*args, tx), mesh_of(2, 4), check_vma, P(AXES), (P(AXES), P()))
+        return step(grad, jnp.ones(16))
+
+    new, skipped = run(skip_nonfinite(optax.sgd(0.5)))
+    assert int(skipped) == 1 and (np.asarray(new) == 1).all()
+    if not check_vma:  # guard: optax's own lets the other devices go on
+        went_on, _ = run(optax.apply_if_finite(optax.sgd(0.5), 3))
+        assert (np.asarray(went_on) == 0.5).sum() == 14
+
+
+def test_counters_are_found_anywhere_but_only_once():
+    params = {"w": jnp.ones(3), "skipped_steps": jnp.ones(2)}
+    inside = optax.chain(optax.scale(1.0), skip_nonfinite(optax.adam(0.1)))
+    assert {name: int(value) for name, value in skip_counts(inside.init(params)).items()} == {
+        "skipped_steps": 0,
+        "skipped_in_a_row": 0,
+    }
+    assert skip_counts(optax.adam(0.1).init(params)) == {}
+    with pytest.raises(ValueError, match="stands in this optimizer 2 times"):
+        skip_counts(optax.chain(skip_nonfinite(optax.sgd(0.1)), skip_nonfinite(optax.adam(0.1))).init(params))
+
+
+# ---------------------------------------------------------------------------------------------------------- replicas
+
+
+def with_one_bad_copy(values, spec, device, spoil):
+    """A global array of which one device holds something else than its sharding says."""
+    sharding = NamedSharding(mesh_of(2, 4), spec)
+    good = jax.device_put(jnp.asarray(values), sharding)
+    shards = [
+        jax.device_put(spoil(shard.data) if shard.device.id == device else shard.data, shard.device)
+        for shard in good.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(good.shape, sharding, shards)
+
+
+def first_entry(value):
+    """Spoils the first entry."""
+    return lambda data: data.at[(0,) * data.ndim].set(value)
+
+
+BAD = {
+    "one entry": (np.arange(8.0), P(), first_entry(9.0)),
+    "the sign of zero": (np.zeros(8), P(), first_entry(-0.0)),
+    "bfloat16": (jnp.ones(8, jnp.bfloat16), P(), first_entry(1.0078125)),
+    "bool": (np.ones((8, 2), bool), P(), first_entry(False)),
+    "int8": (np.ones((8, 2), np.int8), P(), first_entry(2)),
+    "exchanged rows": (np.arange(8.0), P(), lambda data: data[::-1]),
+    "a slice that two devices hold": (np.arange(16.0).reshape(4, 4), P(None, "fsdp"), first_entry(99.0)),
+    "a scalar": (np.float32(1), P(), lambda data: data + 1),
+    "a key": (jax.random.key(0), P(), lambda key: jax.random.fold_in(key, 1)),
+}
+
+
+@pytest.mark.parametrize("values, spec, spoil", BAD.values(), ids=BAD)
+def test_a_copy_that_differs_is_named_with_its_device(values, spec, spoil):
+    good = with_one_bad_copy(values, spec, None, spoil)
+    bad = with_one_bad_copy(values, spec, 6, spoil)
+    tree = {"fine": good, "layer": {"bias": Sharded(bad, (None,) * bad.ndim)}}
+    with pytest.raises(
+        ReplicaError, match=r"1 of 2 leaves .*'layer/bias', .* device (2 of process 0 and another on device )?6 of pro"
+    ):
+        check_replicas(tree)
+    check_replicas({"fine": good})  # guard: it is the copy that is wrong
+
+
+def test_what_is_held_once_or_equal_is_fine():
+    nan = jnp.array([jnp.nan, 1.0])
+    mesh = mesh_of(2, 4)
+    split = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P(AXES)))
+    check_replicas({"nan": jax.device_put(nan, NamedSharding(mesh, P())), "split": split, "numpy": np.ones(3), "n": 1})
+    check_replicas({})
+
+
+def test_a_value_that_devices_computed_for_themselves_is_found():
+    mesh = mesh_of(2, 4)
+    own = on_mesh(lambda x: {"mean": x.mean(), "sum": jax.lax.psum(x.sum(), AXES)}, mesh, False, P(AXES), P())
+    with pytest.raises(
+        ReplicaError, match=r"1 of 2 leaves are declared equal .*'mean', float32\[\].*8 different values in all"
+    ):
+        check_replicas(own(jnp.arange(8.0)))

@@ -1,0 +1,1 @@
+"""Steps, states, losses, evaluation, and what checks them."""

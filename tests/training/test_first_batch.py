@@ -1,0 +1,53 @@
+"""Real processes compare, once, what must be the same in all: the key of the parameters, and the first batch."""
+
+import pytest
+
+from tests.processes.test_processes import raised, run
+
+
+@pytest.fixture(scope="module")
+def training():
+    return run("train", 2)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run("train", 4)
+
+
+def test_processes_that_initialise_with_different_keys_all_raise(training, four):
+    raised(
+        training,
+        "seeds",
+        r"the key of the initial parameters differs .*\n  'rng' is key<fry>.* on process 0, but .* 1$",
+    )
+    raised(four, "seeds", r"'rng' is .* on process 0, but .* on process 1, but .* on process 2, but .* on process 3$")
+
+
+def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training, four):
+    for process in training:
+        for fine in ("own rows", "ones", "raw"):
+            assert process[fine]["result"] == []
+        (told,) = process["equal rows"]["result"]
+        assert told.startswith("processes 0, 1 hand in equal rows as different parts of the first batch")
+    for process in four:
+        assert process["own rows"]["result"] == []  # equal in processes 0 and 1, which hold the same rows
+        (told,) = process["equal rows"]["result"]
+        assert told.startswith("processes 0, 1, 2, 3 hand in equal rows")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("scalar", r"'scale' is float32\[\] \(0.0\), sha256 \w+ on process 0, but float32\[\] \(1.0\)"),
+        ("raw, other values", r"'x' is float32\[12, 3\] \(0.0, .* on process 0, but float32\[12, 3\] \(1.0, "),
+        ("raw, other shape", r"'x' is float32\[12, 3\] .* on process 0, but float32\[10, 3\]"),
+        ("raw, other dtype", r"'x' is float64\[12, 3\] .* on process 0, but int64\[12, 3\]"),
+    ],
+)
+def test_a_first_batch_that_differs_is_refused_by_all(training, name, message):
+    raised(training, name, rf"^ValueError: the first batch of a step differs between processes:\n  {message}")
+
+
+def test_unlike_copies_in_the_first_batch_are_refused_by_all(four):
+    raised(four, "unlike copies", r"processes 0, 1 hold the same rows of the first batch of a step, as copies")

@@ -1,0 +1,91 @@
+"""Training steps lower to the same text as before: a change of the library's structure changes no program.
+
+Of each text a digest is kept, by the releases of the packages that have a part in it; on others there is nothing to
+compare with. To see what has changed, write the texts on two commits and compare them; where that is what was meant,
+keep the new digests, on both ends of JAX:
+
+    python -m tests.training.test_lowered_text runs/before
+    python -m tests.training.test_lowered_text runs/after
+    diff -r runs/before runs/after
+"""
+
+import hashlib
+import json
+import sys
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+
+from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of, weighted_loss
+from xlstm_jax.distributed import Replicas, create_train_state, make_train_step
+from xlstm_jax.distributed.metrics import WeightedMean
+
+KEPT = Path(__file__).parents[1] / "lowered_texts.json"
+RELEASES = ", ".join(f"{package} {metadata.version(package)}" for package in ("jax", "flax", "optax"))
+
+
+def observed_loss(params, apply_fn, batch, rng):
+    total, weight = weighted_loss(params, apply_fn, batch, rng)
+    return total / weight, {"values": total / weight, "weight": weight}
+
+
+CASES = {
+    # every wrapper over two axes in stages, gathers and scatters in bfloat16, the scan's layers gathered again
+    "scan": (
+        partial(Model, fsdp(axis_name=AXES, gather_dtype="bfloat16", grad_scatter_dtype="bfloat16"), remat=True),
+        mean_loss,
+        {},
+    ),
+    # copies of the shards, padding, the library's own policy; minibatches that gather and scatter once; weights
+    "replicas": (
+        partial(Model, fsdp(replicas=Replicas("dp"), uneven="pad", reshard_after_forward=True), scan=False),
+        weighted_loss,
+        {"num_minibatches": 2, "accumulation": "reduce_once", "weighted": True, "check_vma": False},
+    ),
+    "metric": (partial(Model, fsdp()), observed_loss, {"metric": WeightedMean()}),
+}
+
+
+@cache
+def lowered(case):
+    """The StableHLO text of the step, which names no file and no function of the library."""
+    make_model, loss_fn, options = CASES[case]
+    mesh, batch = mesh_of(2, 4), data()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
+    state = create_train_state(make_model(), tx, mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
+    step = make_train_step(loss_fn, mesh, batch_axes=AXES, **options)
+    last = [options["metric"].empty(AXES, mesh)] if "metric" in options else []
+    return step.lower(state, batch, jax.random.key(1), *last).as_text()
+
+
+def digest(case):
+    return hashlib.sha256(lowered(case).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_step_lowers_to_the_kept_text(case):
+    kept = json.loads(KEPT.read_text())
+    if RELEASES not in kept:
+        pytest.skip(f"texts are kept of {'; '.join(kept)}, and this is {RELEASES}")
+    assert digest(case) == kept[RELEASES][case], "another program; this file's docstring says how to see it"
+
+
+def test_options_change_the_text():
+    """Guard: the digests tell programs apart."""
+    assert len({digest(case) for case in CASES}) == len(CASES)
+
+
+if __name__ == "__main__":
+    import conftest  # simulates the devices
+
+    del conftest
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CASES:
+        (folder / f"{name}.mlir").write_text(lowered(name))
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    KEPT.write_text(json.dumps(kept | {RELEASES: {name: digest(name) for name in CASES}}, indent=2) + "\n")
