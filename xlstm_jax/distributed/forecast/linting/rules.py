@@ -141,10 +141,7 @@ def _wide_gathers(step: Step) -> Iterator[Found]:
         if wide:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
-            extra = sum(
-                gather.wire_bytes_per_step * (1 - row.gather_itemsize / float_bytes_of(gather.dtype))
-                for row, gather in wide
-            )
+            asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
             yield Found(
                 name,
                 f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
