@@ -168,9 +168,9 @@ class Fit:
             | {"least_step_seconds": _least(trial.forecast)}
             for trial in self.trials
         ]
-        found = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
+        data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         code = code_of(self.best.options) if self.best else None
-        return json.dumps(found | {"why_offload": self.why_offload, "code": code}, indent=2)
+        return json.dumps(data | {"why_offload": self.why_offload, "code": code}, indent=2)
 
 
 def _least(forecast: Forecast | None) -> float | None:

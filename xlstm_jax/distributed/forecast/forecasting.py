@@ -342,7 +342,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    found = Forecast(
+    untimed = Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
@@ -363,27 +363,27 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
         shared_flops=shared_flops(program, flops),
     )
-    return _with_times(found, program, moved, links_of(compiled, chip)) if chip and moved else found
+    return _with_times(untimed, program, moved, links_of(compiled, chip)) if chip and moved else untimed
 
 
-def _with_times(found: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
+def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
     """The forecast with all that follows from the published figures of its chip."""
     chip = links.chip
-    if found.platform == "gpu":
-        found = dataclasses.replace(
-            found,
-            collectives=timed(program, found.collectives, links),
+    if forecast.platform == "gpu":
+        forecast = dataclasses.replace(
+            forecast,
+            collectives=timed(program, forecast.collectives, links),
             kernel_seconds=kernel_seconds(program, chip),
             expected_kernel_seconds=kernel_seconds(program, chip.reached),
         )
     else:
-        found = dataclasses.replace(found, pallas_seconds=pallas_seconds(program, found.flops, chip))
+        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, forecast.flops, chip))
     return dataclasses.replace(
-        found,
-        roofline=roofline_of(links, found.flops, moved, found.collectives, found.tokens),
-        exposed_seconds=sum(exposed_seconds(links, collective) for collective in found.collectives),
+        forecast,
+        roofline=roofline_of(links, forecast.flops, moved, forecast.collectives, forecast.tokens),
+        exposed_seconds=sum(exposed_seconds(links, collective) for collective in forecast.collectives),
         host=host_traffic(program, chip),
-        packed=packed_traffic(program, found.collectives, links),
+        packed=packed_traffic(program, forecast.collectives, links),
     )
 
 
@@ -431,11 +431,11 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 
 
 def roofline_of(
-    links: Links, flops: Flops, moved: HbmBytes, found: tuple[Collective, ...], tokens: int | None
+    links: Links, flops: Flops, moved: HbmBytes, collectives: tuple[Collective, ...], tokens: int | None
 ) -> Roofline:
     """Three bounds of the step's time."""
     sent: dict[tuple[str, ...], float] = defaultdict(float)
-    for collective in found:
+    for collective in collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
     per_device = tokens and tokens / math.prod(links.axis_sizes.values())
     return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)

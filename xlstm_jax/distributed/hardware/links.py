@@ -116,14 +116,14 @@ class Links:
         """
         assert self.topology is not None  # a TPU
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
-        found = {}
+        bandwidths = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
             line = np.unique(coords[:, dim])
             if len(line) > 1:
                 stride = int(np.diff(line).min())
                 closed = wraps and len(line) * stride == size
-                found[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
-        return found
+                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
+        return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
         """Bytes/s of a GPU: NVLink inside a host; between hosts the adapters of those of its group in its host."""

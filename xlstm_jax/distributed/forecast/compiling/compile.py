@@ -147,16 +147,16 @@ class StepCall:
         own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _argument_leaves(self)]
         by_jit = zip(self.argument_names, _in_shardings(self.traced), strict=False)
         meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
-        found: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
+        by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
         for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
-            found.setdefault(tuple(mesh.shape.items()), (path, mesh))
-        if len(found) > 1:
-            (one, (path, _)), (two, (other, _)), *_ = found.items()
+            by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
+        if len(by_shape) > 1:
+            (one, (path, _)), (two, (other, _)), *_ = by_shape.items()
             raise ValueError(
                 f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one "
                 "mesh."
             )
-        return next((mesh for _, mesh in found.values()), None)
+        return next((mesh for _, mesh in by_shape.values()), None)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -119,17 +119,17 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
     for eqn in _live(jaxpr):
         primitive = eqn.primitive.name
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
-        found: Counts = {}
+        inside: Counts = {}
         if primitive in FORMULAS:
-            found = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
+            inside = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
             branches = [_flops_of(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
-            found = max(branches, key=lambda branch: sum(branch.values()))
+            inside = max(branches, key=lambda branch: sum(branch.values()))
         else:
-            found = _flops_inside(eqn, name, seen)
-        for key, flops in found.items():
+            inside = _flops_inside(eqn, name, seen)
+        for key, flops in inside.items():
             counted[key] += flops
     return counted
 

@@ -77,14 +77,14 @@ def host_buffers(program: Program) -> frozenset[str]:
 
     A name is that of the instruction and the element of its result: "fusion.3{1}".
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for computation, _, instruction in scheduled(program):
         moved = moved_by(program, computation, instruction, HOST)
         if moved[IN]:
-            found |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
+            names |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
         if moved[OUT]:
-            found |= {_buffer_name(computation.by_name[name]) for name in instruction.operands}
-    return frozenset(found)
+            names |= {_buffer_name(computation.by_name[name]) for name in instruction.operands}
+    return frozenset(names)
 
 
 def _buffer_name(value: Instruction) -> str:

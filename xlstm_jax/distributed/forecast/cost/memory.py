@@ -207,28 +207,28 @@ def operation_names(program: Program) -> dict[str, str]:
     The compiler names nothing that it adds by itself: casts out of a loop, and copies between HBM and VMEM. An argument
     is named too, so a copy of a weight is called ``state.params['head']['kernel']``.
     """
-    found = {}
+    names_by_instruction = {}
     for computation, _ in program.executed():
         for instruction in computation.instructions:
             before = upstream(program, Value(computation, instruction.name))
             names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
-            found[instruction.name] = instruction.op_name or next(filter(None, names), "")
-    return found
+            names_by_instruction[instruction.name] = instruction.op_name or next(filter(None, names), "")
+    return names_by_instruction
 
 
 # ---------------------------------------------------------------------------------------------------------- the texts
 
 
 def _allocations(text: str) -> list[_Allocation]:
-    found: list[tuple[re.Match[str], list[re.Match[str]]]] = []
+    described: list[tuple[re.Match[str], list[re.Match[str]]]] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
-            found.append((header, []))
+            described.append((header, []))
         elif value := _VALUE.match(line):
-            found[-1][1].append(value)
-    if not found:
+            described[-1][1].append(value)
+    if not described:
         raise ValueError(f"This is no buffer assignment of XLA: no line begins an allocation: {text[:80]!r}.")
-    return [_allocation(header, lines) for header, lines in found]
+    return [_allocation(header, lines) for header, lines in described]
 
 
 def _allocation(header: re.Match[str], lines: list[re.Match[str]]) -> _Allocation:
@@ -246,8 +246,8 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     for line in text.splitlines():
         if step := _STEP.match(line):
             schedule[int(step[1])] = step[2]
-        elif found := _RANGE.match(line):
-            ranges[found[1] + found[2]] = (int(found[3]), int(found[4]))
+        elif span := _RANGE.match(line):
+            ranges[span[1] + span[2]] = (int(span[3]), int(span[4]))
     if not schedule or not ranges:
         raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
     last = max(*schedule, *(stop for _, stop in ranges.values()))
@@ -277,12 +277,12 @@ def _temporaries(
 
 
 def _arguments(allocations: Sequence[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
-    found = []
+    arguments = []
     for allocation in (a for a in allocations if a.kind == "argument"):
         value = allocation.lines[0]  # the parameter itself; others are written over it later
         name, shape = operations.get(value[1], _Operation()).name, _LAYOUT.sub("", value[6])
-        found.append(Argument(name, shape, allocation.bytes, allocation.donated))
-    return tuple(sorted(found, key=lambda argument: -argument.bytes))
+        arguments.append(Argument(name, shape, allocation.bytes, allocation.donated))
+    return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
 
 
 # -------------------------------------------------------------------------------------------------- the use over time
@@ -312,7 +312,7 @@ def _temporaries_at(point: int, values: Sequence[_Value], operations: _Operation
     by_range = defaultdict(list)
     for value in values:
         by_range[value.start, value.stop].append(value)
-    live = {span: history for span, found in by_range.items() if (history := _history(found, point))}
+    live = {span: history for span, sharing in by_range.items() if (history := _history(sharing, point))}
     taken: list[tuple[int, int]] = []
     temporaries = []
     for span in sorted(live, key=lambda span: (span[0] - span[1], span)):

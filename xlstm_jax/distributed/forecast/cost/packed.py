@@ -99,7 +99,7 @@ def _format_of(program: Program, site: Site, position: int, array: Value) -> str
         return None
     result = Value(site.within, site.inner.name, (position,) if len(site.inner.operands) > 1 else ())
     near = itertools.chain(upstream(program, array), downstream(program, result))
-    names = itertools.chain([array.instruction.op_name], (found.instruction.op_name for found in near))
+    names = itertools.chain([array.instruction.op_name], (other.instruction.op_name for other in near))
     return next((PACK_SCOPES[scope[0]] for name in names if (scope := _SCOPE.search(name))), None)
 
 

@@ -91,13 +91,13 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
         for names, shape in zip(labels.groups(), (left, kernel, out), strict=True)
     )
     window = _window(instruction)
-    found = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
+    flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
     for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
         one = {name: values[place] for name, values in window.items()}
         low, high = map(int, one.get("pad", "0_0").split("_"))
         stride, dilation, apart = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-        found *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
-    return found
+        flops *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
+    return flops
 
 
 def _window(instruction: Instruction) -> dict[str, list[str]]:
@@ -146,13 +146,13 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
     The compiler estimates no cycles for them. FLOP are those of the jaxpr, so it is one roofline of all together.
     """
-    found = [
+    moved = [
         trips * sum(moved_by(program, computation, instruction))
         for computation, trips, instruction in scheduled(program)
         if target_of(instruction) == PALLAS_ON_TPU and instruction.estimated_cycles is None
     ]
     products = sum(count / peak_rate(chip, dtype) for dtype, count in flops.in_kernels.items())
-    return max(products, sum(found) / chip.hbm_bandwidth) if found else None
+    return max(products, sum(moved) / chip.hbm_bandwidth) if moved else None
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:

@@ -31,35 +31,35 @@ def timed(program: Program, collectives: Iterable[Collective], links: Links) -> 
       collectives: as ``find_collectives`` gives them.
       links: between the devices of the mesh.
     """
-    found = list(zip(sites(program), collectives, strict=True))
+    pairs = list(zip(sites(program), collectives, strict=True))
     by_computation = defaultdict(list)
-    for number, (site, _) in enumerate(found):
+    for number, (site, _) in enumerate(pairs):
         by_computation[site.computation.name].append(number)
     least, expected = Kernels(program, links.chip), Kernels(program, links.chip.reached)
     known: dict[int, Collective] = {}
     for numbers in by_computation.values():
-        known |= zip(numbers, _timed_in(least, expected, [found[i] for i in numbers], links), strict=True)
-    return tuple(known[number] for number in range(len(found)))
+        known |= zip(numbers, _timed_in(least, expected, [pairs[i] for i in numbers], links), strict=True)
+    return tuple(known[number] for number in range(len(pairs)))
 
 
 def _timed_in(
-    least: Kernels, expected: Kernels, found: Sequence[tuple[Site, Collective]], links: Links
+    least: Kernels, expected: Kernels, pairs: Sequence[tuple[Site, Collective]], links: Links
 ) -> list[Collective]:
     """The collectives of one computation."""
-    computation = found[0][0].computation
+    computation = pairs[0][0].computation
     times = [expected.seconds_of(computation, instruction) for instruction in computation.instructions]
     run = [seconds.total for seconds in times]
     at_peak = [least.seconds_of(computation, instruction).total for instruction in computation.instructions]
     until = list(accumulate(times, initial=Seconds()))
-    alone = [_alone(links, collective) for _, collective in found]
-    real = [_transfer(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
-    ideal = [_transfer(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
+    alone = [_alone(links, collective) for _, collective in pairs]
+    real = [_transfer(site, timing, timing.seconds) for (site, _), timing in zip(pairs, alone, strict=True)]
+    ideal = [_transfer(site, timing, timing.bandwidth_s) for (site, _), timing in zip(pairs, alone, strict=True)]
     timings = [
         dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
         for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(at_peak, ideal), strict=True)
     ]
     beside = [until[transfer.end] - until[transfer.start] for transfer in real]
-    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
+    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(pairs, beside, timings, strict=True)]
 
 
 def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Collective:

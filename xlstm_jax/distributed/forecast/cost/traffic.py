@@ -259,7 +259,7 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
 
 
 def _name_near(program: Program, value: Value) -> str:
-    names = (found.instruction.op_name for found in (value, *upstream(program, value)))
+    names = (other.instruction.op_name for other in (value, *upstream(program, value)))
     return next((name for name in names if "/" in name), "")
 
 
@@ -306,7 +306,7 @@ def _modules_served(program: Program, site: Site, names: tuple[str, ...], gather
         else _first_module(itertools.chain([value], upstream(program, value)))
         for position, value in enumerate(values)
     ]
-    return tuple(found or path for found, path in zip(near, own, strict=True))
+    return tuple(nearest or path for nearest, path in zip(near, own, strict=True))
 
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
@@ -326,10 +326,10 @@ def _cuts(program: Program, array: Value) -> Iterator[tuple[Value, Value]]:
     queue, seen = [array], {array.key}
     while queue and len(seen) < MAX_VISITED:
         value = queue.pop()
-        found = [use for use in uses(program, value) if use.key not in seen]
-        seen.update(use.key for use in found)
-        yield from ((value, use) for use in found if use.instruction.opcode == "dynamic-slice")
-        queue += [use for use in found if use.instruction.opcode in _SAME_VALUES]
+        new = [use for use in uses(program, value) if use.key not in seen]
+        seen.update(use.key for use in new)
+        yield from ((value, use) for use in new if use.instruction.opcode == "dynamic-slice")
+        queue += [use for use in new if use.instruction.opcode in _SAME_VALUES]
 
 
 def _scheduled_in(program: Program, computation: Computation) -> str:

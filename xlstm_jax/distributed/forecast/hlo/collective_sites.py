@@ -72,14 +72,14 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 
 def _sites_in_fusion(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    found = list(_collectives_in(program, at))
-    role = _role_in_chain(program, at) if found else None
+    collectives = list(_collectives_in(program, at))
+    role = _role_in_chain(program, at) if collectives else None
     if role == "start":
-        within, inner = found[0]
+        within, inner = collectives[0]
         during = _during_chain(program, computation, at, _chain(inner))
         yield Site(computation, trips, at, inner.opcode, inner, within, during)
     if role is None:
-        for within, inner in found:
+        for within, inner in collectives:
             scatters = inner.opcode == "all-reduce" and _is_sliced(within, inner)
             yield Site(computation, trips, at, "reduce-scatter" if scatters else inner.opcode, inner, within, None)
 

@@ -64,11 +64,11 @@ class Computation:
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """By name: who reads it, and as which operand."""
-        found = defaultdict(list)
+        readers = defaultdict(list)
         for instruction in self.instructions:
             for position, name in enumerate(instruction.operands):
-                found[name].append((instruction, position))
-        return found
+                readers[name].append((instruction, position))
+        return readers
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ class Program:
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         """By the name of a computation: who calls it, as a fusion or a reducer too."""
-        found = defaultdict(list)
+        callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
                 for name in {name for names in instruction.called.values() for name in names}:
-                    found[name].append((computation, instruction))
-        return found
+                    callers[name].append((computation, instruction))
+        return callers
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
@@ -237,11 +237,13 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
         while "#" in name:
             name, _, index = name.rpartition("#")
             wanted[name].add(int(index))
-    queue, found = deque(instructions), []
+    queue, complete = deque(instructions), []
     while queue:
-        found.append(queue.popleft())
-        queue.extendleft(element(found[-1], index) for index in sorted(wanted.pop(found[-1].name, ()), reverse=True))
-    return tuple(found)
+        complete.append(queue.popleft())
+        queue.extendleft(
+            element(complete[-1], index) for index in sorted(wanted.pop(complete[-1].name, ()), reverse=True)
+        )
+    return tuple(complete)
 
 
 # -------------------------------------------------------------------------------------------------- the trips of a loop

@@ -96,8 +96,8 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
     wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
     if unknown := [name for name in wanted if name not in RULES]:
         raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
-    if found := [finding for finding in findings if finding.rule in wanted]:
-        raise LintError(found)
+    if refused := [finding for finding in findings if finding.rule in wanted]:
+        raise LintError(refused)
 
 
 lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
@@ -105,7 +105,10 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 def table(findings: Sequence[Finding]) -> RenderableType:
     """The findings as a table for ``rich``."""
-    rows = [[found.rule, found.where, f"{found.text} {found.cure}", format_bytes(found.bytes)] for found in findings]
+    rows = [
+        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
+        for finding in findings
+    ]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
 

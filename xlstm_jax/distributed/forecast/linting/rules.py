@@ -80,8 +80,8 @@ class Rule:
 
     def findings(self, step: Step) -> list[Finding]:
         """What the rule finds, the largest first."""
-        found = [Finding(self.name, f.where, f.text, f.cure or self.cure, round(f.bytes)) for f in self.find(step)]
-        return sorted(found, key=lambda finding: -finding.bytes)
+        findings = [Finding(self.name, f.where, f.text, f.cure or self.cure, round(f.bytes)) for f in self.find(step)]
+        return sorted(findings, key=lambda finding: -finding.bytes)
 
 
 # -------------------------------------------------------------------------------------------------------------- gathers

@@ -57,20 +57,20 @@ class Step:
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
         """By the path of a leaf the collectives that gather it; one that gathers it twice is in the list twice."""
-        found = defaultdict(list)
+        by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
-                found[path].append(collective)
-        return dict(found)
+                by_path[path].append(collective)
+        return dict(by_path)
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
         """The parameters that are gathered, by name; those that differ in the number of their module alone together."""
-        found = defaultdict(list)
+        alike = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
-                found[path_pattern(path), row.use_shape].append(row)
-        return [(shared_name(rows), rows) for rows in found.values()]
+                alike[path_pattern(path), row.use_shape].append(row)
+        return [(shared_name(rows), rows) for rows in alike.values()]
 
     @property
     def on_cpu(self) -> bool:

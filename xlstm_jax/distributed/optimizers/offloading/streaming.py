@@ -77,10 +77,10 @@ class Op(NamedTuple):
         primitive, scope = self.eqn.primitive, str(self.eqn.source_info.name_stack)
         with self.eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
             if rows and primitive.name == SPREAD:
-                found = jax.lax.broadcast(operands[0], (rows, *self.result.shape[1:]))
+                results = jax.lax.broadcast(operands[0], (rows, *self.result.shape[1:]))
             else:
-                found = primitive.bind(*operands, **primitive.get_bind_params(self.eqn.params))
-        return dict(zip(self.results, found if primitive.multiple_results else [found], strict=True))
+                results = primitive.bind(*operands, **primitive.get_bind_params(self.eqn.params))
+        return dict(zip(self.results, results if primitive.multiple_results else [results], strict=True))
 
 
 @dataclass
@@ -183,8 +183,8 @@ def streamed(
 
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
         there = dict(zip((moment.place for moment in moments), fetched, strict=True))
-        found = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        flat, out_tree = jax.tree.flatten(found)
+        updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        flat, out_tree = jax.tree.flatten(updated)
         structure.append(out_tree)
         return flat
 
@@ -261,8 +261,8 @@ class _Streaming:
                 self._run_in_rows(k, group, rows)
             else:
                 self._run_whole(k, group)
-        found = enumerate(self.program.outputs)
-        return [self.stored[i] if i in self.number else self._value(x) for i, x in found]
+        outputs = enumerate(self.program.outputs)
+        return [self.stored[i] if i in self.number else self._value(x) for i, x in outputs]
 
     def _value(self, x: Operand) -> Any:
         return self.values[x] if isinstance(x, Number) else x.val
@@ -276,9 +276,9 @@ class _Streaming:
 
     def _store(self, k: int) -> None:
         """Sends the moments to the host that phase ``k`` has computed."""
-        found = [i for i in self.number if self._phase_of(self.program.outputs[i]) == k]
-        self.stored |= {i: jax.device_put(self._value(self.program.outputs[i]), jax.memory.Space.Host) for i in found}
-        self.before = found
+        places = [i for i in self.number if self._phase_of(self.program.outputs[i]) == k]
+        self.stored |= {i: jax.device_put(self._value(self.program.outputs[i]), jax.memory.Space.Host) for i in places}
+        self.before = places
 
     def _after_those_before(self, arrays: list[Any]) -> list[Any]:
         """The arrays, which are used once the moments of the phase before are on the host."""
@@ -317,13 +317,13 @@ class _Streaming:
         The sum that is the next parameter is written over the parameter, which the step has taken over.
         """
         makers = {x: op for op in self.ops[k] for x in op.results}
-        found: dict[Number, Number | None] = {}
+        buffers: dict[Number, Number | None] = {}
         for x in self._escaping(k):
             form = (shape, makers[x].result.dtype)
             near = [y for y in _upstream(x, makers) if y in self.values]
             fitting = [y for y in near if (self.values[y].shape, self.values[y].dtype) == form]
-            found[x] = next((y for y in fitting if y not in found.values()), None)
-        return found
+            buffers[x] = next((y for y in fitting if y not in buffers.values()), None)
+        return buffers
 
     def _run_in_rows(self, k: int, group: Sequence[_Moment], rows: int) -> None:
         shape, ops = group[0].value.shape, self.ops[k]
