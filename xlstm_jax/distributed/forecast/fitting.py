@@ -1,19 +1,19 @@
 """What fits, and what of it is fastest: a search over the options of a sharded step, by forecast; and how to apply it.
 
   1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
-  2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
-  3. each other mesh: with the options of the fastest that fits; where nothing fits yet, with those of 1 that took
-     least, and then minibatches as in 2
-  4. where nothing fits on any mesh: 3 for all meshes with the optimizer's state in the memory of the host
+  2. where nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
+  3. each other mesh: with the options of the fastest trial that fits; where nothing fits yet, with the options of 1
+     that took the least memory, and then minibatches as in 2
+  4. where nothing fits on any mesh: step 3 for all meshes, with the optimizer's state in the memory of the host
   5. another threshold, with the options of the fastest that fits
 
 Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
-the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
-what is best here need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3 once
-something fits, as none of them waits for what another says; how many run at once does not change what is tried. Offload
-comes last, as its transfers are no part of any other step: it is found only where nothing fits without it. Options
-that fail (they do not divide the batch, the compiler refuses the step, the user's code raises) are a row of the result
-that says why; of the very first, or of all of 1, that is an error.
+the step. A forecast takes seconds to a minute, so the search varies one option after the other and does not try all
+combinations: its best need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3
+once something fits, as none of them depends on another; how many run at once does not change what is tried. Offload
+comes last, as it costs transfers that no other step has: it is tried only where nothing fits without it. Options that
+fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row that says why;
+if the very first options fail, or all of 1, the search raises.
 """
 
 import contextlib
@@ -48,6 +48,12 @@ OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
 MAX_PROBLEM = 200  # characters of it in a table
+OFFLOADED_STATE = """\
+state = create_train_state(
+    model, tx, mesh, rng, inputs,
+    batch_axes={axes},
+    offload=Offload(),
+)"""
 
 BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract arguments
 
@@ -165,17 +171,13 @@ class Fit:
             dataclasses.asdict(trial.options)
             | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
             | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
-            | {"least_step_seconds": _least(trial.forecast)}
+            | {"least_step_seconds": times.least if times else None}
             for trial in self.trials
+            for times in [trial.forecast.step_time if trial.forecast else None]
         ]
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         code = code_of(self.best.options) if self.best else None
         return json.dumps(data | {"why_offload": self.why_offload, "code": code}, indent=2)
-
-
-def _least(forecast: Forecast | None) -> float | None:
-    times = forecast.step_time if forecast else None
-    return times.least if times else None
 
 
 def _row(trial: Trial) -> list[str]:
@@ -420,22 +422,12 @@ def code_of(options: Options) -> str:
             ")",
             *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
-            *(_offloaded(options) if options.offload != NO_OFFLOAD else []),
+            *(OFFLOADED_STATE.format(axes=tuple(options.mesh)).splitlines() if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
             f"    loss_fn, mesh, {tuple(options.mesh)}, num_minibatches={options.num_minibatches}",
             ")",
         ]
     )
-
-
-def _offloaded(options: Options) -> list[str]:
-    return [
-        "state = create_train_state(",
-        "    model, tx, mesh, rng, inputs,",
-        f"    batch_axes={tuple(options.mesh)},",
-        "    offload=Offload(),",
-        ")",
-    ]
 
 
 def command_of(options: Options, factory: str, topology: str, settings: Mapping[str, Any]) -> str:

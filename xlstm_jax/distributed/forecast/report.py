@@ -1,6 +1,6 @@
 """A forecast for people: tables by rich, a picture by matplotlib, which is optional.
 
-A ``forecast`` is a ``Forecast`` everywhere here; its own file imports this one.
+``forecast`` is a ``Forecast`` everywhere here; the file of that class imports this file, so its name cannot stand here.
 """
 
 from collections import defaultdict

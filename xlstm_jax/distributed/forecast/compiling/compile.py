@@ -181,7 +181,9 @@ class StepCall:
         infos = zip(jax.tree.leaves(self.traced.args_info), _in_shardings(self.traced), strict=False)
         by_jit = [sharding for info, sharding in infos if info.shape]
         for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
-            if not (_is_key(leaf) or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
+            raw_key = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
+            is_key = raw_key or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            if not (is_key or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
                 return path
         return None
 
@@ -200,12 +202,6 @@ def _in_shardings(traced: Traced) -> tuple[Any, ...]:
 def _is_sharded(sharding: Any) -> bool:
     """Whether a sharding names a mesh, or several devices."""
     return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
-
-
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a PRNG key, or several; a raw one is two or four integers."""
-    raw = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
-    return raw or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 # ---------------------------------------------------------------------------------------------------------- compiling

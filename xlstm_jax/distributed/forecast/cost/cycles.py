@@ -131,7 +131,11 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
     operands = [computation.by_name[name] for name in instruction.operands]
     results = _results(instruction, operands)
     if callee := _callee(program, instruction):
-        read = sum(_read_inside(program, callee, number, operand, space) for number, operand in enumerate(operands))
+        read = 0
+        for number, operand in enumerate(operands):
+            whole = _in(space, operand.shapes)
+            needed = _needed(program, callee, callee.parameters[number]) if whole else 0
+            read += whole if needed is None else min(whole, needed)
         return read, _written_by(program, callee, instruction, results, space)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in _SLICES:
@@ -162,12 +166,6 @@ def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Sha
 def _callee(program: Program, instruction: Instruction) -> Computation | None:
     role = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}.get(instruction.opcode)
     return program.computations[instruction.called[role][0]] if role else None
-
-
-def _read_inside(program: Program, callee: Computation, number: int, operand: Instruction, space: int) -> int:
-    whole = _in(space, operand.shapes)
-    needed = _needed(program, callee, callee.parameters[number]) if whole else 0
-    return whole if needed is None else min(whole, needed)
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> int | None:

@@ -67,18 +67,15 @@ class Kernels:
         return self._known[name]
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Seconds:
-        products = self._product_seconds(computation, instruction)
-        memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
-        seconds = max(products, memory)
-        return Seconds(seconds, seconds if products else 0.0)
-
-    def _product_seconds(self, computation: Computation, instruction: Instruction) -> float:
-        """The time of the matrix products in an instruction at their peak rates."""
-        return sum(
+        """The roofline of a kernel: its matrix products at their peak rates, its bytes at HBM's bandwidth."""
+        products = sum(
             flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
             for within, inner in self.program.with_fused(computation, instruction)
             if (flops := product_flops(within, inner))
         )
+        memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
+        seconds = max(products, memory)
+        return Seconds(seconds, seconds if products else 0.0)
 
 
 def _called(instruction: Instruction) -> list[str]:

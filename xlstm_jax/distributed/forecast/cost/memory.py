@@ -88,8 +88,7 @@ class Memory:
       temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
       arguments: largest first.
       timeline: use over the schedule, the peak among its points.
-      resident_peak_bytes: the bytes in use at the peak, were what comes from the host and leaves for it not there; None
-        where that is not known.
+      resident_peak_bytes: the most bytes in use, without the buffers of host transfers; None where that is not known.
     """
 
     argument_bytes: int
@@ -128,7 +127,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whose it is."""
+    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whether it holds
+    what comes from the host or leaves for it."""
 
     name: str
     shape: str
@@ -173,7 +173,7 @@ def read_memory(
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
       live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
       op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
-      host_buffers: the values that come from the host or leave for it, by their names in ``live_range``.
+      host_buffers: names in ``live_range`` of the values that come from the host or leave for it.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
       ValueError: a text does not have the known form, or the two are not of one program.

@@ -48,7 +48,7 @@ def _timed_in(
     """The collectives of one computation."""
     computation = pairs[0][0].computation
     times = [expected.seconds_of(computation, instruction) for instruction in computation.instructions]
-    run = [seconds.total for seconds in times]
+    runs = [seconds.total for seconds in times]
     at_peak = [least.seconds_of(computation, instruction).total for instruction in computation.instructions]
     until = list(accumulate(times, initial=Seconds()))
     alone = [_alone(links, collective) for _, collective in pairs]
@@ -56,15 +56,17 @@ def _timed_in(
     ideal = [_transfer(site, timing, timing.bandwidth_s) for (site, _), timing in zip(pairs, alone, strict=True)]
     timings = [
         dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
-        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(at_peak, ideal), strict=True)
+        for timing, waited_s, by_bandwidth_s in zip(alone, waits(runs, real), waits(at_peak, ideal), strict=True)
     ]
     beside = [until[transfer.end] - until[transfer.start] for transfer in real]
-    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(pairs, beside, timings, strict=True)]
-
-
-def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Collective:
-    overlapped = dataclasses.replace(collective.overlapped, seconds=beside.total, product_seconds=beside.products)
-    return dataclasses.replace(collective, overlapped=overlapped, timing=timing)
+    return [
+        dataclasses.replace(
+            collective,
+            overlapped=dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products),
+            timing=timing,
+        )
+        for (_, collective), run, timing in zip(pairs, beside, timings, strict=True)
+    ]
 
 
 def _alone(links: Links, collective: Collective) -> Timing:

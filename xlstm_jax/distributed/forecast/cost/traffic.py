@@ -191,7 +191,8 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = _gathered_leaves(program, site) if gathers else ()
+    leaves = tuple(_leaf(program, value) for value in _operands(site)) if gathers else ()
+    leaves = leaves if all(leaves) else ()
     return Collective(
         name=site.scheduled.name,
         kind=site.kind,
@@ -221,7 +222,7 @@ def _sent_shapes(site: Site) -> list[Shape]:
 
 def _direction_of(site: Site, name: str, gathers: bool) -> str:
     direction = module_path(name)[1] if name else OTHER
-    # The name of a gather that has lost its own is a neighbour's; in the backward pass it serves to compute again.
+    # A gather that has lost its own name has a neighbour's; in the backward pass it serves to compute forward again.
     return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
 
 
@@ -254,13 +255,9 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
         return site.own_names
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
-    near = own or [name for value in _operands(site) if (name := _name_near(program, value))]
-    return (near[0] if near else "",)
-
-
-def _name_near(program: Program, value: Value) -> str:
-    names = (other.instruction.op_name for other in (value, *upstream(program, value)))
-    return next((name for name in names if "/" in name), "")
+    near = (other for value in _operands(site) for other in (value, *upstream(program, value)))
+    names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
+    return (next(names, ""),)
 
 
 def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str, ...]) -> str | None:
@@ -292,8 +289,8 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
 def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
     """A module for each array: that of its own name, or of what computes it, or of what reads it where it is gathered.
 
-    A gather carries the name of the module around the one that it serves, as the parameters are gathered before that
-    one's scope is entered; so its own name is only the last resort.
+    Parameters are gathered before the scope of their module is entered, so a gather carries the name of the module
+    around it. That name is therefore the last resort.
     """
     values = _operands(site)
     names = names if len(names) == len(values) else names[:1] * len(values)
@@ -353,11 +350,6 @@ def _first_module(values: Iterable[Value]) -> str:
     names = (value.instruction.op_name for value in values)
     paths = (module_path(name)[0] for name in names if name and not _is_in_own_scope(name))
     return next((path for path in paths if path), "")
-
-
-def _gathered_leaves(program: Program, site: Site) -> tuple[str, ...]:
-    leaves = tuple(_leaf(program, value) for value in _operands(site))
-    return leaves if all(leaves) else ()
 
 
 def _leaf(program: Program, value: Value) -> str:

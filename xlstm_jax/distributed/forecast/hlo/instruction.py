@@ -57,10 +57,6 @@ class Shape:
     nbytes: int
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(_shape(*match.groups()) for match in _ARRAY.finditer(text))
-
-
 def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     sizes = integers(dims)
     space, narrow = _SPACE.search(layout or ""), _ELEMENT_BITS.search(layout or "")
@@ -82,7 +78,7 @@ class Instruction:
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result; those of a tuple, nested or not, in order."""
-        return _shapes(self.type_text)
+        return tuple(_shape(*match.groups()) for match in _ARRAY.finditer(self.type_text))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:

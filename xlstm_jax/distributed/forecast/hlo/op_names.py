@@ -73,7 +73,9 @@ def module_path(op_name: str) -> tuple[str, str]:
     if ARGUMENT.search(op_name):
         return "", OTHER
     scopes, transforms = _scopes(op_name.split(";")[0])
-    path = "/".join(_below_root(_module_names(scopes)))
+    names = _module_names(scopes)
+    root = next((i for i, name in enumerate(names) if CLASS.match(name)), -1)
+    path = "/".join(names[root + 1 :])
     return path, _direction(set(scopes), transforms, bool(path) and op_name.startswith(("jit(", "pjit(")))
 
 
@@ -155,11 +157,6 @@ def _is_control_flow(before: str, scope: str, after: str) -> bool:
     if before == "while" and LOOP_PARTS.match(scope):
         return True
     return bool(BRANCH.match(scope)) if before == "cond" else scope == "cond" and bool(BRANCH.match(after))
-
-
-def _below_root(path: list[str]) -> list[str]:
-    root = next((i for i, name in enumerate(path) if CLASS.match(name)), None)
-    return path if root is None else path[root + 1 :]
 
 
 def _direction(scopes: set[str], transforms: set[str], in_module: bool) -> str:

@@ -222,7 +222,7 @@ def _computations(body: str) -> Iterator[Computation]:
             instructions = [instruction for text in lines if (instruction := parse_instruction(text))]
             yield Computation(name, _with_elements(instructions), is_entry, end[1] or MAIN_THREAD)
             name = None
-        elif lines and line[:1].strip():  # what a kernel of Pallas says of itself has line breaks
+        elif lines and line[:1].strip():  # the description of a Pallas kernel has line breaks
             lines[-1] += line
         else:
             lines.append(line)

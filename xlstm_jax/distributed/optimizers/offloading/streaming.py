@@ -9,11 +9,11 @@ device's memory as without offload. So the update is traced once, as it is, and 
 The fetch of a group waits for the group before it (``optimization_barrier``): while group k is updated, k + 1 travels
 in and k - 1 out, so that the device holds two groups, and the new values of one. (XLA's schedule for TPUs begins many
 transfers of 1 MiB at once all the same: see docs/offload.md.) Whatever the transform is, the equations are the
-same, and so is every value. One that couples moments of several parameters (Muon's rounds, a norm of the updates) has
-its coupled part in the phase of the last of them.
+same, and so is every value. A transform that couples moments of several parameters (Muon's rounds, a norm of the
+updates) runs its coupled part in the phase of the last of these parameters.
 
-A leaf larger than a group, layers that ``nn.scan`` has stacked, say, is a loop over its leading dim, if that is whole
-and if what happens to the leaf is arithmetic on single elements; else it is brought in whole.
+A leaf larger than a group, such as layers that ``nn.scan`` has stacked, is updated in a loop over its leading dim, if
+no axis splits that dim and the update is arithmetic on single elements; else the leaf comes in whole.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
     @property
     def numbers(self) -> list[Number]:
-        return [x for x in self.operands if _is_number(x)]
+        return [x for x in self.operands if isinstance(x, Number)]
 
     @property
     def result(self) -> Any:
@@ -73,7 +73,7 @@ class Op(NamedTuple):
 
     def run(self, values: Mapping[Number, Any], rows: int | None = None) -> dict[Number, Any]:
         """The results by their numbers; of an elementwise one also where ``values`` are so many rows of each."""
-        operands = [values[x] if _is_number(x) else x.val for x in self.operands]
+        operands = [values[x] if isinstance(x, Number) else x.val for x in self.operands]
         primitive, scope = self.eqn.primitive, str(self.eqn.source_info.name_stack)
         with self.eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
             if rows and primitive.name == SPREAD:
@@ -126,16 +126,17 @@ class TracedUpdate:
     def phases(self, arrival: Mapping[Number, int]) -> tuple[dict[Number, int], dict[int, list[Op]]]:
         """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
 
-        That is once the last input has arrived that it needs; or later, if it is arithmetic on an array that one later
-        phase alone needs, as a clipped gradient is: until then nothing has to hold it.
+        An operation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one
+        later phase needs, such as a clipped gradient: until then no memory holds the result.
         """
         phase, by_op = dict.fromkeys(self.given, 0) | dict(arrival), [0] * len(self.ops)
         for i, op in enumerate(self.ops):
             by_op[i] = max((phase[x] for x in op.numbers), default=0)
             phase |= dict.fromkeys(op.results, by_op[i])
         users: dict[Number, set[int]] = defaultdict(set)
-        for x in filter(_is_number, self.outputs):
-            users[x].add(BY_CALLER)
+        for x in self.outputs:
+            if isinstance(x, Number):
+                users[x].add(BY_CALLER)
         for i, op in reversed(list(enumerate(self.ops))):
             needed = set[int]().union(*(users[x] for x in op.results))
             if op.is_elementwise() and len(needed) == 1 and BY_CALLER not in needed:
@@ -147,10 +148,6 @@ class TracedUpdate:
         for k, op in zip(by_op, self.ops, strict=True):
             ops[k].append(op)
         return phase, ops
-
-
-def _is_number(x: Operand) -> bool:
-    return isinstance(x, Number)
 
 
 def _read(numbers: Mapping[Any, Operand], x: Any) -> Operand:
@@ -169,9 +166,9 @@ def streamed(
       update: takes a state on the device and returns the next one, of the same structure, and anything else.
       opt_state: a state of which some leaves lie on the host; without any it is updated as it is.
       shardings: of all its leaves.
-      owners: for each leaf the parameter, say, that it belongs to: what has one owner comes together.
+      owners: for each leaf the name of the parameter that it belongs to; leaves of one owner come together.
     Returns:
-      What ``update`` returns, the leaves of the state where they were.
+      What ``update`` returns; leaves that were on the host are there again.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state)
@@ -194,7 +191,7 @@ def streamed(
 
 
 class _Moment(NamedTuple):
-    """A leaf on the host: its place in the state, the array, where it lies, and whose it is."""
+    """A leaf on the host: its place in the state, the array, its sharding, and the parameter that it belongs to."""
 
     place: int
     value: Any
@@ -233,14 +230,14 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
 
 def _upstream(x: Number, makers: Mapping[Number, Op]) -> list[Number]:
     """What a value is computed from, the nearest first."""
-    found = [x]
-    for y in found:  # which grows meanwhile
-        found += [z for z in (makers[y].numbers if y in makers else ()) if z not in found]
-    return found
+    queue = [x]
+    for y in queue:  # goes on to what it appends
+        queue += [z for z in (makers[y].numbers if y in makers else ()) if z not in queue]
+    return queue
 
 
 class _Streaming:
-    """A program on its way: the values that are there, and which moments were written back last."""
+    """A program that is being run: the values so far, and which moments were written back last."""
 
     def __init__(self, program: TracedUpdate, moments: Sequence[_Moment]):
         self.program, self.groups = program, _grouped(moments)
@@ -249,7 +246,7 @@ class _Streaming:
         self.phase, self.ops = program.phases(arrival)
         self.values: dict[Number, Any] = dict(program.given)
         self.stored: dict[int, Any] = {}
-        self.before: list[int] = []  # what the phase before has stored
+        self.before: list[int] = []  # what the phase before this one has stored
 
     def outputs(self) -> list[Any]:
         """Runs it; returns what the update returns, moments on the host."""
@@ -312,9 +309,9 @@ class _Streaming:
         return [x for op in self.ops[k] for x in op.results if x in used]
 
     def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Number, Number | None]:
-        """For each value that a phase hands out an operand of it of the same form, over which it is written.
+        """For each value that leaves a phase, an operand of the same shape and dtype that it may overwrite; or None.
 
-        The sum that is the next parameter is written over the parameter, which the step has taken over.
+        The next value of a parameter overwrites the parameter, whose buffer was donated to the step.
         """
         makers = {x: op for op in self.ops[k] for x in op.results}
         buffers: dict[Number, Number | None] = {}
