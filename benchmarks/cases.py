@@ -48,7 +48,7 @@ from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting import default_meshes, gpu_meshes
-from xlstm_jax.distributed.hardware.slices import Topology
+from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 

@@ -30,7 +30,7 @@ from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import VARIED, load_factory, settings_of
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import Forecast, Range, Workload, fitting
-from xlstm_jax.distributed.forecast.compiling import child_process
+from xlstm_jax.distributed.forecast.compiling import compile_process
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.plan.planning import plan_sharding
@@ -479,7 +479,7 @@ def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_p
     _, compiled, err = command(line)
     assert f"what was compiled is kept in {tmp_path / 'kept'}; --no-cache keeps nothing." in err
     # There is no compiler now, for those that have none to ask; the next is a process of its own.
-    monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(compile_process.sys, "executable", "/bin/false")
     code, _, err = command("lint --topology v5e:2x2")
     assert code != 2 and f"the program had been compiled before and came from {tmp_path / 'kept'}; --no-cache" in err
     words = [SCRIPT, *shlex.split(f"{line} --factory tiny_training:training")]

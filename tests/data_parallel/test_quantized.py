@@ -50,8 +50,8 @@ from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, sent_
 from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
 from xlstm_jax.distributed.forecast.forecasting import links_of
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.report import _packed

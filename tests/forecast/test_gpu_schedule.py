@@ -10,10 +10,10 @@ from types import MappingProxyType
 import pytest
 
 from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.products import product_flops
 from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.distributed.hardware.chips import Efficiency

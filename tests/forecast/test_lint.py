@@ -29,9 +29,10 @@ from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, re
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError, table
+from xlstm_jax.distributed.forecast.linting.lint import lint, raise_if
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
-from xlstm_jax.distributed.forecast.linting.step import Finding, Step
+from xlstm_jax.distributed.forecast.linting.step import Step
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
 SIZES = {"dp": 2, "fsdp": 4}

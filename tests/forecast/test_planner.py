@@ -23,7 +23,7 @@ from xlstm_jax.distributed import Offload, shard_module_params
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import INTER_HOST_AXES
 from xlstm_jax.distributed.forecast import Range, Workload, fitting
 from xlstm_jax.distributed.forecast.compiling import several
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.fitting import (
@@ -39,7 +39,7 @@ from xlstm_jax.distributed.forecast.fitting import (
     fit,
     meshes_of,
 )
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
 
 BUDGET = 45 * 2**20

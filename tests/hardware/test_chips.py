@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 from xlstm_jax.distributed.hardware.links import Links
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]

@@ -28,10 +28,11 @@ from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, fit, meshes_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import lint, table
+from xlstm_jax.distributed.forecast.linting.findings import table
+from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan

@@ -32,14 +32,14 @@ from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, HOST_AXIS
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
 from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
 

@@ -23,9 +23,10 @@ from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
@@ -34,13 +35,12 @@ from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_tra
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline, step_bounds
 from xlstm_jax.distributed.forecast.cost.schedule import axes_of, kernel_seconds, timed
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fraction
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.wording import plain_text, read_json
 
 FORMAT, DERIVED = 1, "step_time"

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.memory import Moment
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, format_axes, format_bytes, how_to_install, joined, rich_table
 

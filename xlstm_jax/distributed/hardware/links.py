@@ -22,7 +22,7 @@ import numpy as np
 
 from xlstm_jax.distributed.hardware import nccl
 from xlstm_jax.distributed.hardware.chips import Chip
-from xlstm_jax.distributed.hardware.slices import Topology
+from xlstm_jax.distributed.hardware.topologies import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
 

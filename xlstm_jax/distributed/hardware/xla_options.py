@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
-from xlstm_jax.distributed.hardware.slices import every_slice, in_order, slice_shape
+from xlstm_jax.distributed.hardware.topologies import every_slice, in_order, slice_shape
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.boxes import leaf_value
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
-from xlstm_jax.distributed.forecast.compiling.child_process import (
+from xlstm_jax.distributed.forecast.compiling.compile_process import (
     RESULT,
     CompileError,
     CompileRequest,
@@ -43,7 +43,7 @@ from xlstm_jax.distributed.forecast.compiling.child_process import (
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.distributed.hardware.cudnn import ALLOWED, answered_for
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
 
 COMPILE_TIMEOUT_S = 1800.0

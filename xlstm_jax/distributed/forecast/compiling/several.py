@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xlstm_jax.distributed.forecast.compiling.child_process import POLL_S, Pending
+from xlstm_jax.distributed.forecast.compiling.compile_process import POLL_S, Pending
 
 CHILD_BYTES = 2 * 2**30  # of a step of some 0.2 billion parameters with scanned layers, 0.7 GiB
 CORES_OF_ONE = 2

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from xlstm_jax.distributed.data_parallel.gathering.packing import sent_itemsize
 from xlstm_jax.distributed.data_parallel.gathering.quantized import PACK_SCOPES
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.cycles import scheduled
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.schedule import axes_of
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, upstream
 from xlstm_jax.distributed.forecast.hlo.program import Program

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels, Seconds
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip

@@ -1,4 +1,4 @@
-"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf; and what they find."""
+"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf."""
 
 import math
 from collections import defaultdict
@@ -6,38 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_fraction, path_pattern
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that costs more than it must.
-
-    Attributes:
-      rule: its name, as in ``RULES``.
-      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
-        compiler gives an operation.
-      text: what was found, with the numbers.
-      cure: what to change.
-      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
-
-    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
-    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
-    """
-
-    rule: str
-    where: str
-    text: str
-    cure: str
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.where}: {self.text} {self.cure}"
 
 
 @dataclass(frozen=True)
