@@ -70,22 +70,22 @@ class Forecast:
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: how long the schedule is expected to wait for collectives. TPUs: one after the other, each on its
-        own links; of an asynchronous one what its links take longer than what runs beside it. GPUs: by ``schedule``,
-        with latency and the rates that are reached. None where the roofline is.
+      exposed_seconds: how long the schedule is expected to wait for collectives. On TPUs the sum over collectives, each
+        alone on its links; an asynchronous collective counts by how much it outlasts what runs beside it. On GPUs by
+        ``schedule``, with latency and the rates that are reached. None where ``roofline`` is None.
       tokens: in the batch of all devices; None where ``forecast`` was not given it.
       unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
       kernel_seconds: on GPUs the sum of what each kernel takes at least, by its roofline; else None.
-      shared_flops: what a device does of the matrix products outside of ``shard_map``, in the compiled program; its
-        share of them is ``flops.shared``. None in forecasts of version 0.1.
-      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
+      shared_flops: FLOP of matrix products outside of ``shard_map`` that each device does in the compiled program; an
+        even share of them would be ``flops.shared``. None in forecasts of version 0.1.
+      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and for devices
         without figures.
-      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and of devices without
+      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and for devices without
         figures.
-      expected_kernel_seconds: on GPUs the same by the rates that kernels reach, ``Chip.efficiency``; else None.
+      expected_kernel_seconds: on GPUs the sum of what each kernel takes at the rates of ``Chip.efficiency``; else None.
       pallas_seconds: on TPUs what kernels of Pallas take by their roofline; None where there are none.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is available; None where it is not known how much is, or how much is taken."""
+        """Whether ``total_bytes`` are available; None where either number is unknown."""
         if self.available_bytes is None or self.platform == "cpu":
             return None
         return self.total_bytes <= self.available_bytes
@@ -143,23 +143,23 @@ class Forecast:
 
     @property
     def asynchronous_fraction(self) -> float:
-        """How much of these bytes travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
+        """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
         hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
     def on_gpus(self) -> bool:
-        """Whether it is of GPUs with published figures, whose collectives have a ``timing``."""
+        """Whether the devices are GPUs with published figures; their collectives have a ``timing``."""
         return self.kernel_seconds is not None
 
     @property
     def hidden_fraction(self) -> float | None:
-        """How much of the bytes is expected to travel beside matrix products that take as long; None but for GPUs."""
+        """The part of ``wire_bytes`` beside matrix products that are expected to take as long; GPUs only, else None."""
         return self._fraction(lambda collective: collective.is_hidden)
 
     @property
     def beside_products_fraction(self) -> float | None:
-        """How much of the bytes travels beside any matrix product, however short; None but for GPUs."""
+        """The part of ``wire_bytes`` beside any matrix product, however short; GPUs only, else None."""
         return self._fraction(lambda collective: bool(collective.overlapped.product_seconds))
 
     def _fraction(self, chosen: Callable[[Collective], bool]) -> float | None:
@@ -170,12 +170,12 @@ class Forecast:
 
     @property
     def nic_bytes(self) -> float | None:
-        """What the network adapter of each GPU carries to other hosts in a step; None but for GPUs."""
+        """What the network adapter of each GPU carries to other hosts in a step; GPUs only, else None."""
         return sum(c.count * c.timing.nic_bytes for c in self.collectives if c.timing) if self.on_gpus else None
 
     @property
     def nvlink_bytes(self) -> float | None:
-        """What each GPU sends within its host in a step; None but for GPUs."""
+        """What each GPU sends within its host in a step; GPUs only, else None."""
         return None if self.nic_bytes is None else self.wire_bytes - self.nic_bytes
 
     @property
@@ -200,7 +200,7 @@ class Forecast:
 
     @property
     def cycle_seconds(self) -> float | None:
-        """The compiler's cycles at the chip's clock, and ``pallas_seconds``: the time of all but communication."""
+        """The time of all but communication: the compiler's cycles at the chip's clock, and ``pallas_seconds``."""
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles.total / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
@@ -213,7 +213,7 @@ class Forecast:
         expected: what runs takes the compiler's estimate of cycles (TPUs), or each kernel by the rates that are reached
           (GPUs), but no less than the rooflines; GPUs' collectives take what NCCL does.
 
-        No step is shorter than its links take. None where the roofline is.
+        No step is shorter than ``roofline.wire_s``. None where ``roofline`` is None.
         """
         waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
         if self.roofline is None or waits[0] is None or waits[1] is None:
@@ -226,7 +226,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """The expected of ``step_time``, by which variants of a step are compared."""
+        """The expected value of ``step_time``, by which variants of a step are compared."""
         return self.step_time.expected if self.step_time else None
 
     def __str__(self) -> str:
@@ -438,13 +438,13 @@ def roofline_of(
     for collective in collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
     per_device = tokens and tokens / math.prod(links.axis_sizes.values())
-    return step_bounds(flops.by_dtype(), moved.total, sent, links.chip, links, tokens_per_device=per_device)
+    return step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=per_device)
 
 
 def shared_flops(program: Program, flops: Flops) -> float:
     """What a device does of the matrix products outside of ``shard_map``.
 
-    Those that the compiler has left without a name are what the step does beyond the products inside.
+    Products to which the compiler has left no name count as far as the step does more than the named ones.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
     nameless = executed_flops(program, lambda i: not i.op_name)
@@ -455,7 +455,7 @@ def shared_flops(program: Program, flops: Flops) -> float:
 def exposed_seconds(links: Links, collective: Collective) -> float:
     """How long the schedule waits for a collective in a step.
 
-    Where the compiler gives no cycles for what runs beside an asynchronous one of a TPU, it is taken to be hidden.
+    An asynchronous collective of a TPU counts as hidden where the compiler gives no cycles for what runs beside it.
     """
     if collective.timing is not None:
         return collective.count * collective.timing.waited_s

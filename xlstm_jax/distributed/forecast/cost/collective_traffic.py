@@ -65,12 +65,12 @@ class Timing:
     """The time of one execution of a collective of GPUs.
 
     Attributes:
-      networks: that it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
+      networks: which it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
       nic_bytes: that the network adapter of each GPU carries.
       bandwidth_s: of its bytes alone, at the links' published rates: the least.
       latency_s: before its bytes count, in the way that NCCL chooses, see ``hardware.nccl``.
-      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` at its end, with all that
-        was under way before it, and kernels at the rates that they reach.
+      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` when its result is needed,
+        after the collectives that were under way before it, with kernels at the rates that they reach.
       waited_by_bandwidth_s: the same by published rates alone: no latency, and each kernel at its roofline.
       bytes_s: of its bytes, as fast as NCCL sends them.
       choice: of NCCL, as "Ring LL128".
@@ -106,18 +106,18 @@ class Collective:
       kind: what is executed: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
       stands_for: what was asked for, where an all-reduce does the work of a "reduce-scatter" or an "all-gather".
       count: executions per step; those in a loop of unknown length count once per execution of the loop.
-      dtype: of communication; "mixed" where arrays of different dtypes travel together.
+      dtype: in which it travels; "mixed" where arrays of different dtypes travel together.
       payload_bytes: of one execution, the whole array; of several arrays that travel together, their sum.
-      wire_bytes: sent by each device in one execution.
-      group_size: the devices that take part in one exchange; of a permute those that it connects.
+      wire_bytes: that each device sends in one execution.
+      group_size: how many devices take part in one exchange; for a permute, how many it connects.
       axes: of the mesh that it runs over; None if its groups follow no set of axes.
-      op_name: the name that JAX gave it, or where the compiler dropped it, that of the nearest operation with one.
-      modules: that it serves, one for each array that travels.
+      op_name: the name that JAX gave it; where the compiler dropped that, the name of the nearest named operation.
+      modules: modules that it serves, one for each array that travels.
       leaves: paths of the parameters that are gathered, one for each array; empty where they are not known.
       slices: how many pieces a loop cuts out of what was gathered before it, one in each trip; 1 without such a loop.
       direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
       asynchronous: whether the schedule goes on while it is under way.
-      overlapped: what is scheduled meanwhile.
+      overlapped: what is scheduled while it is under way.
       timing: on GPUs how long it takes, and how long the schedule waits for it; else None.
     """
 

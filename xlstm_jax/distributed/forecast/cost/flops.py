@@ -7,7 +7,7 @@
 Only matrix products and convolutions count, also those inside of Pallas kernels and of cuDNN's attention: the peak
 rates of chips are theirs. Of a kernel of Pallas every point of the grid counts, also one that a mask lets it skip.
 Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
-output needs, such as the value of a loss of which only the gradient is taken.
+output needs, such as the value of a loss when only its gradient is used.
 
 Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
 evenly over the devices, as it is where every operand is sharded over the whole mesh.
@@ -52,8 +52,8 @@ class Flops:
       unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
         trip.
       opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
-      shared: of the total what stands outside of ``shard_map``: the compiler shares it among devices, if it can.
-      in_kernels: of the total what is inside of kernels of Pallas, by dtype.
+      shared: the part of the total outside of ``shard_map``: the compiler shares it among devices, if it can.
+      in_kernels: the part of the total inside of kernels of Pallas, by dtype.
     """
 
     work: tuple[Work, ...]

@@ -55,7 +55,7 @@ def _walk(program: Program, value: Value, step: Callable[[Program, Value], list[
 def origin(program: Program, value: Value) -> Value:
     """The parameter of the program, or the operation, that a value stems from, through operations on one array.
 
-    Of an update written into a larger array it is the update's origin; of what a loop carries, that before the loop.
+    For an update written into a larger array this is the update's origin; for what a loop carries, the value before it.
     """
     while (before := sources(program, value)) and (len(before) == 1 or _has_main_source(program, value)):
         value = before[0]
@@ -74,7 +74,7 @@ def _has_main_source(program: Program, value: Value) -> bool:
 
 
 def sources(program: Program, value: Value) -> list[Value]:
-    """One step upstream, the main source first."""
+    """What a value is directly made from, the main source first."""
     computation, instruction, element = value.computation, value.instruction, value.element
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "parameter":
@@ -111,7 +111,7 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
 
 
 def uses(program: Program, value: Value) -> list[Value]:
-    """One step downstream."""
+    """What is directly made from a value."""
     users = _out_of_its_computation(program, value) if value.instruction.is_root else []
     for user, position in value.computation.users.get(value.name, ()):
         users += _used_by(program, value, user, position)

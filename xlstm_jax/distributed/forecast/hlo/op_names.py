@@ -9,8 +9,8 @@ JAX names every operation by the scopes it was traced in, Linen adds one scope p
 
 ``module_path`` gives what a parameter's path would show, "blocks/up", and the direction. The rest of the name differs
 between releases: one writes "closed_call" where the next writes "eval_jaxpr". What a loop does around its modules
-(storing activations, gathering weights) has the name of none of them; ``module_paths`` sees the names of the whole
-program, and gives it to the module that all of the loop belongs to.
+(storing activations, gathering weights) has no module in its name; ``module_paths`` sees the names of the whole
+program, and assigns such an operation to the module that all of the loop belongs to.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def module_path(op_name: str) -> tuple[str, str]:
 
 
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """``module_path`` of all names of a program, where loops lend their module.
+    """``module_path`` of all names of a program; operations in a loop may take the module of the loop.
 
     An operation without a module, in the body of a loop (``nn.scan``) whose other operations all lie in "blocks" or
     below, serves "blocks".

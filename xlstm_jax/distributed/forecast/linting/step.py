@@ -30,7 +30,7 @@ class Step:
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """By the path of a leaf the collectives that gather it; one that gathers it twice is in the list twice."""
+        """By the path of a leaf, the collectives that gather it; one that gathers it twice is in the list twice."""
         by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
@@ -56,12 +56,12 @@ class Step:
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def uses_at_once(self, gather: Collective) -> float:
-        """How many uses of its leaves one execution of a gather serves; below 1 for one stage of several."""
+        """How many uses of its leaves one execution of a gather serves; below 1 if it is one of several stages."""
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
 
     def layers_at_once(self, gather: Collective) -> int:
-        """Of how many layers one execution brings the weights: by the plan, or by a loop that reads them in slices."""
+        """How many layers' weights one execution brings: by the plan, or by a loop that reads them in slices."""
         return max(round(self.uses_at_once(gather)), gather.slices)
 
     @property
