@@ -26,7 +26,7 @@ from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
@@ -139,12 +139,12 @@ class Forecast:
     @property
     def wire_bytes(self) -> float:
         """What each device sends in a step."""
-        return sum(collective.wire_bytes_per_step for collective in self.collectives)
+        return sum_wire_bytes(self.collectives)
 
     @property
     def asynchronous_fraction(self) -> float:
         """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
-        hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
+        hidden = sum_wire_bytes(c for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
@@ -165,8 +165,7 @@ class Forecast:
     def _fraction(self, chosen: Callable[[Collective], bool]) -> float | None:
         if not self.on_gpus:
             return None
-        sent = sum(collective.wire_bytes_per_step for collective in self.collectives if chosen(collective))
-        return sent / self.wire_bytes if self.wire_bytes else 0.0
+        return sum_wire_bytes(filter(chosen, self.collectives)) / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
     def nic_bytes(self) -> float | None:

@@ -154,6 +154,16 @@ class Collective:
         return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.seconds, MIN_S)
 
 
+def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
+    """What each device sends for all of them in a step."""
+    return sum(collective.wire_bytes_per_step for collective in collectives)
+
+
+def executions(collectives: Iterable[Collective]) -> int:
+    """How often they run in a step, all together."""
+    return sum(collective.count for collective in collectives)
+
+
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective that a program executes.
 

@@ -13,16 +13,14 @@ from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import HOST_AXIS, padded_size
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.forecast.linting.findings import Finding
 from xlstm_jax.distributed.forecast.linting.step import (
     Step,
-    executions,
     shared_name,
     size_of,
-    sum_wire_bytes,
 )
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK

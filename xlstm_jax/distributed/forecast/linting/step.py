@@ -97,13 +97,3 @@ def size_of(collective: Collective) -> float:
     """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
     width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
-
-
-def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
-    """What each device sends for all of them in a step."""
-    return sum(collective.wire_bytes_per_step for collective in collectives)
-
-
-def executions(collectives: Iterable[Collective]) -> int:
-    """How often they run in a step, all together."""
-    return sum(collective.count for collective in collectives)
