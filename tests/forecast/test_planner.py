@@ -40,7 +40,7 @@ from xlstm_jax.distributed.forecast.fitting import (
     meshes_of,
 )
 from xlstm_jax.distributed.hardware.topologies import parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
 
 BUDGET = 45 * 2**20
 

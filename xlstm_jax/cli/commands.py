@@ -33,7 +33,7 @@ from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices

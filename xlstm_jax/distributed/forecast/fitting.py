@@ -40,7 +40,7 @@ from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"

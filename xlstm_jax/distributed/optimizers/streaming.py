@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.fronts.remat import ARITHMETIC
-from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
+from xlstm_jax.distributed.optimizers.offload import is_on_host
 
 ELEMENTWISE = frozenset(f"{ARITHMETIC} convert_element_type copy sharding_constraint".split())
 SPREAD = "broadcast_in_dim"  # a scalar to an array, as jnp.where does it
