@@ -22,9 +22,9 @@ from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
 from xlstm_jax.distributed.data_parallel.decisions.shard_choice import INTER_HOST_AXES
 from xlstm_jax.distributed.forecast import Range, Workload, fitting
-from xlstm_jax.distributed.forecast.compiling import several
+from xlstm_jax.distributed.forecast.compiling import side_by_side as several
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
-from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast.compiling.side_by_side import CHILD_BYTES, room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic
 from xlstm_jax.distributed.forecast.fitting import (
     MAX_MINIBATCHES,

@@ -35,7 +35,7 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_M
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast.compiling.side_by_side import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
