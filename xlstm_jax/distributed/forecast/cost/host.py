@@ -1,8 +1,8 @@
 """What travels between the memory of the host and the device in a step, and how long the schedule waits for it.
 
 A link has two ways, each of which carries one transfer after the other at the published rate. What is started
-asynchronously travels beside what the schedule has until it is done, as far as the compiler estimates cycles for that
-(TPUs); a GPU's kernel that reads the host's memory by itself waits for every byte.
+asynchronously travels while the schedule runs what stands before its end, for as long as the compiler estimates in
+cycles (TPUs); a GPU's kernel that reads the host's memory by itself waits for every byte.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ WAYS = "to the device", "to the host"  # of the link
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What one device of a step has on its host.
+    """What a step stores in the memory of the host and transfers, for one device.
 
     Attributes:
-      stored_bytes: of its arguments, those that lie there.
+      stored_bytes: the part of the step's arguments that lies in the memory of the host.
       to_device_bytes, to_host_bytes: what travels in a step.
-      seconds: what that takes, one way after the other.
-      waited_s: how long the schedule waits for it.
+      seconds: that the transfers take, one after the other.
+      waited_s: how long the schedule waits for them.
     """
 
     stored_bytes: int
@@ -43,7 +43,7 @@ class HostTraffic:
 
     @property
     def hidden_fraction(self) -> float:
-        """How much of ``seconds`` nothing waits for, as the two ways or the device are busy meanwhile: 0 to 1."""
+        """The part of ``seconds`` that nothing waits for, as both ways carry at once or the device computes: 0 to 1."""
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0
 
 

@@ -92,7 +92,7 @@ def _times_bfloat16(program: Program, site: Site) -> float | None:
 
 
 def _format_of(program: Program, site: Site, position: int, array: Value) -> str | None:
-    """In which format an array is packed, by the scope of what packs it; of one stored so, of what unpacks it."""
+    """The format of a packed array, by the scope that packs it, or unpacks it if it is stored packed; else None."""
     if not any(shape.dtype == PACKED_DTYPE for shape in array.instruction.shapes):
         return None
     result = Value(site.within, site.inner.name, (position,) if len(site.inner.operands) > 1 else ())

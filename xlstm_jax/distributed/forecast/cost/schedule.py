@@ -7,9 +7,8 @@ A loop's body begins with free networks. What a loop waits for counts in its bod
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Timing
@@ -31,15 +30,10 @@ def timed(program: Program, collectives: Iterable[Collective], links: Links) -> 
       collectives: as ``find_collectives`` gives them.
       links: between the devices of the mesh.
     """
-    pairs = list(zip(sites(program), collectives, strict=True))
-    by_computation = defaultdict(list)
-    for number, (site, _) in enumerate(pairs):
-        by_computation[site.computation.name].append(number)
     least, expected = Kernels(program, links.chip), Kernels(program, links.chip.reached)
-    known: dict[int, Collective] = {}
-    for numbers in by_computation.values():
-        known |= zip(numbers, _timed_in(least, expected, [pairs[i] for i in numbers], links), strict=True)
-    return tuple(known[number] for number in range(len(pairs)))
+    # The sites of a computation come one after the other.
+    groups = groupby(zip(sites(program), collectives, strict=True), key=lambda pair: pair[0].computation.name)
+    return tuple(found for _, pairs in groups for found in _timed_in(least, expected, list(pairs), links))
 
 
 def _timed_in(
