@@ -101,7 +101,7 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
 
 
-def schedules(program: Program) -> Iterator[tuple[Computation, int]]:
+def main_schedules(program: Program) -> Iterator[tuple[Computation, int]]:
     """What the main thread runs, and how often; what runs beside it counts where it is started."""
     for computation, trips in program.executed():
         if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
@@ -109,8 +109,8 @@ def schedules(program: Program) -> Iterator[tuple[Computation, int]]:
 
 
 def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """The instructions of ``schedules``."""
-    for computation, trips in schedules(program):
+    """The instructions of ``main_schedules``."""
+    for computation, trips in main_schedules(program):
         for instruction in computation.instructions:
             yield computation, trips, instruction
 

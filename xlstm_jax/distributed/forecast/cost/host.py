@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
-from xlstm_jax.distributed.forecast.cost.cycles import moved_by, scheduled, schedules
+from xlstm_jax.distributed.forecast.cost.cycles import main_schedules, moved_by, scheduled
 from xlstm_jax.distributed.forecast.hlo.collective_sites import end_of
 from xlstm_jax.distributed.forecast.hlo.instruction import HOST, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
@@ -52,7 +52,7 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
     arguments = program.entry.parameters.values()
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
     moved, waited_s = [0, 0], 0.0
-    for computation, trips in schedules(program):
+    for computation, trips in main_schedules(program):
         run = [(i.estimated_cycles or 0) / (chip.clock_hz or 1.0) for i in computation.instructions]
         transfers = list(_transfers(program, computation, chip))
         waited_s += trips * sum(waits(run, [transfer for *_, transfer in transfers]))

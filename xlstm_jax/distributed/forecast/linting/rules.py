@@ -49,7 +49,7 @@ _PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
 OPTIMIZER = "the optimizer"
 
 
-class Found(NamedTuple):
+class Defect(NamedTuple):
     """What a rule has found: the place, the sentence, the bytes, and the cure where it is not the rule's own."""
 
     where: str
@@ -74,7 +74,7 @@ class Rule:
     looks_for: str
     costs: str
     cure: str
-    find: Callable[[Step], Iterator[Found]]
+    find: Callable[[Step], Iterator[Defect]]
 
     def findings(self, step: Step) -> list[Finding]:
         """What the rule finds, the largest first."""
@@ -93,13 +93,13 @@ class _Repeat(NamedTuple):
     wasted: float
 
 
-def _repeated_gathers(step: Step) -> Iterator[Found]:
+def _repeated_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
             executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
             planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
-            yield Found(
+            yield Defect(
                 name,
                 f"is gathered {executed} times in a step, where {planned} uses need {needed}: at most one gather in "
                 f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
@@ -133,14 +133,14 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     )
 
 
-def _wide_gathers(step: Step) -> Iterator[Found]:
+def _wide_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
         wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
         if wide:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
-            yield Found(
+            yield Defect(
                 name,
                 f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
                 f"device and step instead of {format_bytes(asked)}.",
@@ -156,7 +156,7 @@ def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
     return bool(asked) and float_bytes_of(gather.dtype) > row.gather_itemsize
 
 
-def _hoisted_gathers(step: Step) -> Iterator[Found]:
+def _hoisted_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
         gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
@@ -167,7 +167,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Found]:
         whole = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
         per_layer = round(whole / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
-            yield Found(
+            yield Defect(
                 name,
                 f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
                 f"the loop, where a layer needs {format_bytes(per_layer)}.",
@@ -178,7 +178,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Found]:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _kept_gathered(step: Step) -> Iterator[Found]:
+def _kept_gathered(step: Step) -> Iterator[Defect]:
     if step.keep_gathered:
         return
     for name, rows in step.groups:
@@ -188,7 +188,7 @@ def _kept_gathered(step: Step) -> Iterator[Found]:
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
-            yield Found(
+            yield Defect(
                 name,
                 f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
                 f"live from one to the other: {format_bytes(kept)} per device.",
@@ -215,7 +215,7 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     return min(most // step.num_minibatches or 1, row.layers) if most else 0
 
 
-def _replicated_leaves(step: Step) -> Iterator[Found]:
+def _replicated_leaves(step: Step) -> Iterator[Defect]:
     alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
@@ -224,7 +224,7 @@ def _replicated_leaves(step: Step) -> Iterator[Found]:
             alike[path_pattern(row.path), row.shape].append(row)
     for rows in alike.values():
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
-        yield Found(
+        yield Defect(
             shared_name(rows),
             f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
             f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
@@ -252,7 +252,7 @@ def _replication_cure(row: LeafPlan) -> str:
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-def _all_reduces_of_shards(step: Step) -> Iterator[Found]:
+def _all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
@@ -262,9 +262,9 @@ def _all_reduces_of_shards(step: Step) -> Iterator[Found]:
             yield _whole_gradient(collective, rows)
 
 
-def _stand_in(step: Step, where: str, members: list[Collective]) -> Found:
+def _stand_in(step: Step, where: str, members: list[Collective]) -> Defect:
     first, sent = members[0], sum_wire_bytes(members)
-    return Found(
+    return Defect(
         where,
         f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
         f"{executions(members)} times in a step: {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the "
@@ -304,10 +304,10 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     return whole
 
 
-def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Found:
+def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
     fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
-    return Found(
+    return Defect(
         listed(row.path for row in rows).replace("'", ""),
         f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
         f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
@@ -318,7 +318,7 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Found:
     )
 
 
-def _exposed_collectives(step: Step) -> Iterator[Found]:
+def _exposed_collectives(step: Step) -> Iterator[Defect]:
     if step.on_cpu:
         return  # nothing is asynchronous there
     if step.forecast.on_gpus:
@@ -332,11 +332,11 @@ def _exposed_collectives(step: Step) -> Iterator[Found]:
             yield _exposed(step, where, members)
 
 
-def _exposed(step: Step, where: str, members: list[Collective]) -> Found:
+def _exposed(step: Step, where: str, members: list[Collective]) -> Defect:
     kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
     share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
     seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
-    return Found(
+    return Defect(
         where,
         f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
         f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
@@ -358,13 +358,13 @@ def _overlap_cure(chip: Chip | None, kind: str) -> str:
 # ----------------------------------------------------------------------------------- GPUs, by the times of the forecast
 
 
-def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Found]:
+def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Defect]:
     """Collectives for whose bytes a step waits, as one at a time is under way by default."""
     seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
     takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
     if seconds >= MIN_WAITED_FRACTION * step.seconds:
         sent = sum_wire_bytes(members)
-        yield Found(
+        yield Defect(
             where,
             f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its "
             f"bytes take: {executions(members)} times in a step, {format_bytes(sent)} per GPU, "
@@ -375,7 +375,7 @@ def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Found
         )
 
 
-def _small_collectives(step: Step) -> Iterator[Found]:
+def _small_collectives(step: Step) -> Iterator[Defect]:
     """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
     small = defaultdict(list)
     for collective in step.forecast.collectives:
@@ -387,11 +387,11 @@ def _small_collectives(step: Step) -> Iterator[Found]:
             yield _small(axes, members, seconds)
 
 
-def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Found:
+def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Defect:
     timings, sent = [c.timing for c in members if c.timing], sum_wire_bytes(members)
     latency_s = max(timing.latency_s for timing in timings)
     flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for timing in timings)
-    return Found(
+    return Defect(
         listed(axes or ("unknown axes",)).replace("'", ""),
         f"{executions(members)} collectives take longer to come around than their bytes do, up to "
         f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
@@ -401,7 +401,7 @@ def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: flo
     )
 
 
-def _hosts_last(step: Step) -> Iterator[Found]:
+def _hosts_last(step: Step) -> Iterator[Defect]:
     """Leaves that are gathered in a host first and cross to other hosts whole."""
     for name, rows in step.groups:
         wasted = 0.0
@@ -413,7 +413,7 @@ def _hosts_last(step: Step) -> Iterator[Found]:
                 share = 1 / len(across.leaves)
                 wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
         if wasted:
-            yield Found(
+            yield Defect(
                 name,
                 "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
                 f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
@@ -427,12 +427,12 @@ def _hosts_last(step: Step) -> Iterator[Found]:
 # compiler does not share, every device does.
 
 
-def _shared_matrix_products(step: Step) -> Iterator[Found]:
+def _shared_matrix_products(step: Step) -> Iterator[Defect]:
     """Collectives that serve matrix products outside of ``shard_map``."""
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
     if sent >= MIN_SHARED_BYTES:
-        yield Found(
+        yield Defect(
             OPTIMIZER,
             f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
             f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
@@ -441,13 +441,13 @@ def _shared_matrix_products(step: Step) -> Iterator[Found]:
         )
 
 
-def _repeated_products(step: Step) -> Iterator[Found]:
+def _repeated_products(step: Step) -> Iterator[Defect]:
     """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
     forecast = step.forecast
     share, done = forecast.flops.shared, forecast.shared_flops or 0.0
     if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
         return
-    yield Found(
+    yield Defect(
         OPTIMIZER,
         f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
         f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
@@ -458,7 +458,7 @@ def _repeated_products(step: Step) -> Iterator[Found]:
     )
 
 
-def _needless_offload(step: Step) -> Iterator[Found]:
+def _needless_offload(step: Step) -> Iterator[Defect]:
     """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
 
     What a step would take without offload is known in part. Its moments would lie on the device all the time:
@@ -476,7 +476,7 @@ def _needless_offload(step: Step) -> Iterator[Found]:
     without = step.forecast.total_bytes + host.stored_bytes
     if available and without <= available:
         if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
-            yield Found(
+            yield Defect(
                 OPTIMIZER,
                 f"{stored} of its state lie on the host, though with them on the device the step would take "
                 f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
@@ -487,7 +487,7 @@ def _needless_offload(step: Step) -> Iterator[Found]:
         saved = host.stored_bytes - (memory.peak_live_bytes - memory.resident_peak_bytes)
         if saved < MIN_SAVED_FRACTION * host.stored_bytes:
             saved = max(0, saved)
-            yield Found(
+            yield Defect(
                 OPTIMIZER,
                 f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
                 f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
