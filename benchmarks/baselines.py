@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import abstract_batch
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.forecast import Workload
@@ -121,7 +121,7 @@ def plain_state(workload: Workload, mesh: Any) -> tuple[PyTree, PyTree]:
     whole = jax.eval_shape(plain_init(workload, mesh, specs), _abstract_key())
 
     def placed(leaf, spec):
-        return rebox(leaf, _abstract(leaf_value(leaf), NamedSharding(mesh, spec)))
+        return rebox(leaf, _abstract(leaf_of(leaf).value, NamedSharding(mesh, spec)))
 
     return map_leaves(placed, whole, specs), specs
 
@@ -137,8 +137,8 @@ def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _mean_of_copies(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
-    over = tuple(axis for axis in axes if axis not in leaf_axes(leaf))
-    return lax.pmean(leaf_value(leaf), over) if over else leaf_value(leaf)
+    over = tuple(axis for axis in axes if axis not in leaf_of(leaf).axes)
+    return lax.pmean(leaf_of(leaf).value, over) if over else leaf_of(leaf).value
 
 
 def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int, gather_dtype: Any) -> type[nn.Module]:
@@ -150,7 +150,7 @@ def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int, ga
 
 def _split_leaf(leaf: Any, axis: str, min_weight_size: int) -> Any:
     parts = lax.axis_size(axis)
-    dim = None if leaf_axes(leaf) else split_dim(leaf.shape, parts, min_weight_size)
+    dim = None if leaf_of(leaf).axes else split_dim(leaf.shape, parts, min_weight_size)
     if dim is None:
         return leaf
     size = leaf.shape[dim] // parts
@@ -159,7 +159,7 @@ def _split_leaf(leaf: Any, axis: str, min_weight_size: int) -> Any:
 
 
 def _gather_leaf(leaf: Any, axis: str, dtype: Any) -> Any:
-    if axis not in leaf_axes(leaf):
+    if axis not in leaf_of(leaf).axes:
         return leaf
     return _gather(leaf.value, leaf.names.index(axis), axis, dtype)
 

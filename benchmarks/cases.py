@@ -39,13 +39,13 @@ from benchmarks.models import BLOCKS, LanguageModel
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_names, leaf_value, rebox
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import shardings
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting import default_meshes, gpu_meshes
 from xlstm_jax.distributed.hardware.topologies import Topology
@@ -212,11 +212,11 @@ def _in_one_order(state: TrainState, mesh: Any) -> TrainState:
     def reorder(leaf):
         if not is_box(leaf):
             return leaf
-        ordered = [axes_entry(tuple(a for a in mesh.axis_names if a in entry_axes(e))) for e in leaf_names(leaf)]
+        ordered = [axes_entry(tuple(a for a in mesh.axis_names if a in entry_axes(e))) for e in leaf_of(leaf).names]
         return leaf.replace(names=tuple(ordered))
 
     def placed(leaf, place):
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
 
     params = map_leaves(reorder, state.params)

@@ -21,7 +21,7 @@ from benchmarks.cases import REPLICA_AXIS, Case, device_shape, mesh_axes, mesh_o
 from benchmarks.large_models import Size, language_model
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import Replicas
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import Workload
 
@@ -127,11 +127,11 @@ def state_of(abstract: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
     """The abstract state with these parameters and zeros for the rest, which is what AdamW begins with."""
 
     def placed(leaf, value):
-        like = leaf_value(leaf)
+        like = leaf_of(leaf).value
         return rebox(leaf, jax.device_put(np.asarray(value, like.dtype), like.sharding))
 
     def zeros(leaf):
-        return placed(leaf, np.zeros(leaf_value(leaf).shape))
+        return placed(leaf, np.zeros(leaf_of(leaf).value.shape))
 
     values = iter([params[path] for path, _ in leaves_with_path(abstract.params)])
     return abstract.replace(

@@ -26,7 +26,7 @@ from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import record, saved_sums
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tests.damage import same
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 X = jnp.ones((16, 8))

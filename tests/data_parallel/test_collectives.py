@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import Model, data, fsdp, mean_loss, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, init_sharded, partition_specs, unbox, value_and_grad
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY, BATCH = jax.random.key(0), data()

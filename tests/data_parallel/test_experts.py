@@ -28,6 +28,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
 EXPERTS, DIM, HIDDEN = 4, 6, 8
 AXES = ("dp", "fsdp", "ep")
@@ -244,10 +245,10 @@ def test_experts_of_nnx_are_told_apart_too(threshold, mesh):
 
 
 def test_guard_without_the_division_experts_have_gradients_of_twice_the_size(mesh, params, monkeypatch):
-    from xlstm_jax.distributed.data_parallel import boxes
+    from xlstm_jax.distributed.data_parallel import gather
 
     state = state_of(wrapped(), mesh)
-    monkeypatch.setattr(boxes, "model_axes", lambda leaf: ())
+    monkeypatch.setattr(gather, "leaf_of", lambda leaf: leaf_of(leaf).replace(model_axes=()))
     state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=False)(state, X, jax.random.key(2))
     want = jax.grad(loss_fn)(params, PLAIN.apply, X, None)
     np.testing.assert_allclose(unbox(state.opt_state)["up"], 2 * want["up"], rtol=1e-4, atol=1e-6)

@@ -35,7 +35,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 BATCH = data()
@@ -77,7 +77,7 @@ class MadeInSetup(nn.Module):
 def test_a_function_that_makes_modules_makes_wrapped_ones_of_the_same_names(net):
     variables = initialised(net(fsdp(make_layer)))
     assert_same_params(variables, net(make_layer).init(jax.random.key(0), X))
-    split = [path for path, leaf in leaves_with_path(variables) if any(leaf_names(leaf))]
+    split = [path for path, leaf in leaves_with_path(variables) if any(leaf_of(leaf).names)]
     assert len(split) >= len(variables["params"])  # the kernel of each layer, at least
 
 
@@ -131,7 +131,7 @@ class Configured(nn.Module):
 def test_what_a_decorator_put_around_init_is_kept(make):
     variables = initialised(make())
     assert_same_params(variables, Configured(features=16).init(jax.random.key(0), X))
-    assert any(leaf_names(variables["params"]["dense"]["kernel"]))
+    assert any(leaf_of(variables["params"]["dense"]["kernel"]).names)
 
 
 class Flagged(nn.Module):
@@ -186,7 +186,7 @@ def test_a_norm_of_parameters_around_a_wrapped_layer_is_refused_at_init_and_righ
     assert jax.tree.structure(around.init(jax.random.key(0), X)) == jax.tree.structure(want)  # on no mesh it is plain
     variables = initialised(fsdp(Reparametrised)(kind))
     assert jax.tree.structure(unbox(variables)) == jax.tree.structure(want)
-    assert any(leaf_names(variables["params"]["Dense_0"]["kernel"]))
+    assert any(leaf_of(variables["params"]["Dense_0"]["kernel"]).names)
 
 
 # ------------------------------------------------------------------------------- parameters that a loss does not train

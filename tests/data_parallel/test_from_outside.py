@@ -32,7 +32,7 @@ from xlstm_jax.distributed import (
     shard_module_params,
     shard_modules,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 
 KEY = jax.random.key(0)
@@ -168,7 +168,7 @@ def test_three_steps_are_those_of_one_device(name, check_vma):
     start, want = three_steps_on_one_device(model)
     state = create_train_state(sharded, TX, mesh, KEY, TOKENS, batch_axes=AXES)
     assert chosen <= units(sharded, TOKENS)
-    split = [leaf for _, leaf in leaves_with_path(state.params) if leaf_axes(leaf)]
+    split = [leaf for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes]
     assert len(split) >= 2  # guard: there is something to gather
     assert_same_params(map_leaves(true_value, state.params), start, 3e-7)
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
@@ -392,7 +392,7 @@ def test_statistics_beside_parameters_and_two_methods_at_init():
     model = shard_modules(TwoWays(), nn.Dense, **SMALL)
     got = init_sharded(model, mesh_of(2, 4), KEY, x, batch_axes=AXES)
     assert_same_params(got, jax.jit(TwoWays().init)(KEY, x), 3e-7)
-    assert {path for path, leaf in leaves_with_path(got) if leaf_axes(leaf)} == {
+    assert {path for path, leaf in leaves_with_path(got) if leaf_of(leaf).axes} == {
         "params/first/kernel",
         "params/second/kernel",
     }

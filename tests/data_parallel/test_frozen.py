@@ -46,7 +46,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.forecast import Workload, forecast
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 
@@ -100,11 +101,11 @@ def run(step, state, batch=BATCH, steps=STEPS):
 
 def on_host(params):
     """Whole values, without boxes and padding."""
-    return trees.map_leaves(lambda leaf: np.asarray(boxes.true_value(leaf)), params)
+    return trees.map_leaves(lambda leaf: np.asarray(true_value(leaf)), params)
 
 
 def frozen_paths(tree):
-    return [path for path, leaf in trees.leaves_with_path(tree) if not boxes.is_trainable(leaf)]
+    return [path for path, leaf in trees.leaves_with_path(tree) if not leaf_of(leaf).trainable]
 
 
 class Ahead(nn.Module):
@@ -136,7 +137,7 @@ def test_the_rest_is_trained_as_one_device_trains_it(case):
     # 3 divides neither 8 nor 16: the one case that pads does so.
     mesh, batch = (mesh_of(2, 3), data(24)) if "padded" in case else (MESH, BATCH)
     state = create_train_state(make_model(), ADAM, mesh, KEY, X, batch_axes=AXES, **FROZEN)
-    assert any(map(boxes.is_padded, dict(trees.leaves_with_path(state.params)).values())) == ("padded" in case)
+    assert any(leaf_of(leaf).is_padded for _, leaf in trees.leaves_with_path(state.params)) == ("padded" in case)
     start = on_host(state.params)
     want_losses, want = trained_on_one_device(Model(), start, ADAM, batch=batch)
     losses, state = run(make_train_step(mean_loss, mesh, AXES, **options), state, batch)
@@ -144,10 +145,10 @@ def test_the_rest_is_trained_as_one_device_trains_it(case):
     assert_same_params(on_host(state.params), want)
     before = dict(trees.leaves_with_path(start))
     for path, leaf in trees.leaves_with_path(state.params):
-        same = np.array_equal(np.asarray(boxes.true_value(leaf)), before[path])
-        assert boxes.is_trainable(leaf) == is_trained(path) == (not same), path
-        assert boxes.leaf_value(leaf).dtype == ("float32" if is_trained(path) else "bfloat16")
-    moments = [path for path, leaf in trees.leaves_with_path(state.opt_state) if np.ndim(boxes.leaf_value(leaf))]
+        same = np.array_equal(np.asarray(true_value(leaf)), before[path])
+        assert leaf_of(leaf).trainable == is_trained(path) == (not same), path
+        assert leaf_of(leaf).value.dtype == ("float32" if is_trained(path) else "bfloat16")
+    moments = [path for path, leaf in trees.leaves_with_path(state.opt_state) if np.ndim(leaf_of(leaf).value)]
     assert moments and all(map(is_trained, moments))
 
 
@@ -282,7 +283,7 @@ def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
         counts.append(collectives(step.lower(state, BATCH, KEY)))
         flops.append(count_flops(step.trace(state, BATCH, KEY).jaxpr, 8).total)
     leaves = dict(trees.leaves_with_path(state.params))
-    split = {path for path, leaf in leaves.items() if boxes.leaf_axes(leaf)}
+    split = {path for path, leaf in leaves.items() if leaf_of(leaf).axes}
     everything, frozen = counts
     assert everything["reduce_scatter"] == len(split)
     assert frozen["reduce_scatter"] == len(list(filter(is_trained, split))) == 4
@@ -313,8 +314,8 @@ def test_a_gradient_by_hand_is_zero_and_costs_nothing():
         gradient = on_mesh(fn, MESH, check_vma, (specs, rows), specs)
         assert collectives(gradient.lower(params, BATCH))["reduce_scatter"] == 2
         for path, leaf in trees.leaves_with_path(gradient(params, BATCH)):
-            np.testing.assert_allclose(boxes.leaf_value(leaf), want[path] * is_trained(path), rtol=1e-4, atol=1e-6)
-            assert boxes.is_trainable(leaf) == is_trained(path)
+            np.testing.assert_allclose(leaf_of(leaf).value, want[path] * is_trained(path), rtol=1e-4, atol=1e-6)
+            assert leaf_of(leaf).trainable == is_trained(path)
 
 
 def test_an_optimizer_inside_shard_map_sees_and_decays_what_is_trained():
@@ -354,8 +355,8 @@ def test_wrappers_freeze_their_modules_and_all_within_them():
         state = create_train_state(model, ADAM, MESH, KEY, X, batch_axes=AXES, frozen_dtype="float16")
         leaves = dict(trees.leaves_with_path(state.params))
         assert {path.split("/")[0] for path in frozen_paths(state.params)} == {"base"}
-        assert len(frozen_paths(state.params)) == 4 and boxes.leaf_axes(leaves["base/layers_0/kernel"]) == ("fsdp",)
-        assert {boxes.leaf_value(leaves[path]).dtype.name for path in frozen_paths(state.params)} == {"float16"}
+        assert len(frozen_paths(state.params)) == 4 and leaf_of(leaves["base/layers_0/kernel"]).axes == ("fsdp",)
+        assert {leaf_of(leaves[path]).value.dtype.name for path in frozen_paths(state.params)} == {"float16"}
         plan = plan_sharding(model, dict(MESH.shape), X, tx=ADAM, frozen_dtype="float16")
         assert {row.path for row in plan.rows if not row.trainable} == set(frozen_paths(state.params))
     plain_model = Adapted(nn.Sequential([nn.Dense(16), nn.LayerNorm()]))
@@ -436,7 +437,7 @@ def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it(
         kept = (nbytes, nbytes, 2 * nbytes) if is_trained(path) else (nbytes // 2, 0, 0)
         assert (row.parameters.per_device, row.gradients.per_device, row.optimizer.per_device) == kept
         assert (row.trainable, row.names, row.uses) == (is_trained(path), before.names, before.uses)
-        assert row.dtype == boxes.leaf_value(leaf).dtype.name
+        assert row.dtype == leaf_of(leaf).value.dtype.name
     assert ShardingPlan.from_json(plan.to_json()) == plan and '"frozen"' not in everything.to_json()
     assert {change.path for change in everything.diff(plan)} == set(frozen_paths(state.params))
     assert "it is frozen, without gradient" in plan.explain("Dense_0/kernel")

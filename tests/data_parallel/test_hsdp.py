@@ -22,9 +22,9 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, box_dim, leaf_axes, leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, split_along
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()
@@ -80,7 +80,7 @@ def test_it_trains_as_one_device_does(dp, shards, check_vma, zero1):
     np.testing.assert_allclose(losses, want, rtol=2e-6)
     assert_same_params(state.params, reference.params, tolerance=1e-4)
     assert not np.allclose(losses[0], losses[-1], rtol=0.1)  # guard: something was learned
-    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(state.params))
+    assert any(leaf_of(leaf).axes for _, leaf in leaves_with_path(state.params))
 
 
 def test_the_copies_are_reduced_within_the_layers_backward_and_in_the_chosen_dtype():
@@ -135,7 +135,7 @@ def test_an_average_over_copies_is_known_again():
 
 def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
     plain, zero1 = (state_of(wrapped(shard_optimizer_state=on), mesh_of(4, 2)) for on in (False, True))
-    whole = sum(leaf_value(leaf).nbytes for _, leaf in leaves_with_path(plain.params) if not leaf_axes(leaf))
+    whole = sum(leaf_of(leaf).value.nbytes for _, leaf in leaves_with_path(plain.params) if not leaf_of(leaf).axes)
     moments = 2 * (bytes_per_device(plain.params) - whole)
     assert bytes_per_device(plain.opt_state) - bytes_per_device(zero1.opt_state) == moments * 3 // 4
     assert bytes_per_device(plain.params) == bytes_per_device(zero1.params)
@@ -143,8 +143,8 @@ def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
 
 def test_a_second_wrapper_leaves_the_copies_of_the_first():
     box = Sharded(jnp.ones((8, 8)), ("x", None), communication=Communication.of(None, None, Replicas(("dp", "y"))))
-    assert box_dim(box, box.value, 1, ("fsdp",), DEFAULT_COMMUNICATION, None).communication == box.communication
-    assert box_dim(box, box.value, 1, ("y",), DEFAULT_COMMUNICATION, None).communication.copied_axes == ("dp",)
+    assert split_along(box, box.value, 1, ("fsdp",), DEFAULT_COMMUNICATION, None).communication == box.communication
+    assert split_along(box, box.value, 1, ("y",), DEFAULT_COMMUNICATION, None).communication.copied_axes == ("dp",)
 
 
 def test_an_axis_splits_or_copies_and_must_be_there():
@@ -173,7 +173,7 @@ def penalty_by_values(params):
 
 def penalty_by_norm(params):
     # Of what is split: under check_vma=True whole leaves vary within a loss, and are refused.
-    return 0.1 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_axes(leaf)]) ** 2
+    return 0.1 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_of(leaf).axes]) ** 2
 
 
 @cache
@@ -227,7 +227,7 @@ def test_parts_along_the_axis_of_the_copies_are_no_copies(check_vma):
         model = fsdp(Experts, replicas=replicas)()
         state = create_train_state(model, optax.adam(1e-2), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
         state, _ = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)(state, BATCH, jax.random.key(0))
-        kernels.append(np.asarray(leaf_value(state.params["kernel"])))
+        kernels.append(np.asarray(leaf_of(state.params["kernel"]).value))
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert not np.allclose(kernels[0][0], kernels[0][1])  # guard: the experts differ
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import init_sharded, unbox
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import jitted_init
 

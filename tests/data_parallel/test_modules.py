@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, Block, Model, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
@@ -30,7 +30,7 @@ def check_parity(make, x=X, mesh=None, loss=None, check_vma=True, min_sharded=1,
     plain, wrapped = make(lambda target: target), make(fsdp())
     want = jax.jit(plain.init)(KEY, x)
     got = init_sharded(wrapped, mesh, KEY, x, batch_axes=AXES)
-    assert sum(bool(leaf_axes(leaf)) for _, leaf in leaves_with_path(got)) >= min_sharded
+    assert sum(bool(leaf_of(leaf).axes) for _, leaf in leaves_with_path(got)) >= min_sharded
     assert_same_params(got, want, tolerance=3e-7)
 
     want_loss, want_grads = jax.jit(jax.value_and_grad(lambda v: loss(plain, v, x)))(want)

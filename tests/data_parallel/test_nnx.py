@@ -55,7 +55,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import is_box, is_padded, leaf_names, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import forecast, lint
 
@@ -429,8 +429,8 @@ def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
         returned = checkpoint.restore_params(rename_leaves(of_linen.params, NAMES_OF_SCAN), 2)
     returned = rename_leaves(returned, back(NAMES_OF_SCAN))
     for (path, old), (_, new) in zip(leaves_with_path(of_linen.params), leaves_with_path(returned), strict=True):
-        assert leaf_names(old) == leaf_names(new), path
-        np.testing.assert_array_equal(leaf_value(old), leaf_value(new), err_msg=path)
+        assert leaf_of(old).names == leaf_of(new).names, path
+        np.testing.assert_array_equal(leaf_of(old).value, leaf_of(new).value, err_msg=path)
 
 
 def test_forecast_and_lint_know_the_leaves():
@@ -501,7 +501,7 @@ def test_a_wrapped_linen_module_as_an_nnx_module(where):
     make = partial(AroundLinen, fsdp(min_weight_size=16, uneven="pad"))
     mesh, model = mesh_of(2, 4), sharded(make, where, min_weight_size=16)
     params = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES)["params"]
-    assert is_padded(params["inner"]["layers_0"]["kernel"]) and is_box(params["inner"]["layers_2"]["kernel"])
+    assert leaf_of(params["inner"]["layers_0"]["kernel"]).is_padded and is_box(params["inner"]["layers_2"]["kernel"])
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
     assert plan.row("inner/layers_0/kernel").gathered_with == "inner/layers_0"
 

@@ -27,9 +27,9 @@ from xlstm_jax.distributed import (
     scan_layers,
     shard_modules,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_packed, leaf_axes, leaf_bytes, leaf_value, true_value
-from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 
 BATCH, KEY, STEPS = data(), jax.random.key(0), 4
 TX = optax.adam(1e-2)
@@ -110,7 +110,7 @@ def trained_on_one_device(params):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_adapters_train_as_on_one_device_above_the_unpacked_base(dtype):
     start, losses, state = trained(dtype)
-    paths = [path for path, leaf in leaves_with_path(state.params) if is_packed(leaf)]
+    paths = [path for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).is_packed]
     assert sorted(paths) == sorted(f"{part}/{name}/kernel" for part in ("ahead", "blocks") for name in ("down", "up"))
     params, want = trained_on_one_device(start)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
@@ -129,15 +129,16 @@ def test_adapters_above_int8_train_to_the_loss_above_bfloat16():
 def test_what_a_base_takes_is_the_same_on_any_mesh_and_what_the_plan_says(dtype):
     for mesh in (mesh_of(2, 4), mesh_of(1, 8)):
         state = jax.eval_shape(lambda mesh=mesh: state_on(mesh, dtype))
-        packed = {path: leaf for path, leaf in leaves_with_path(state.params) if is_packed(leaf)}
+        packed = {path: leaf for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).is_packed}
         values = 2 * 64 * 128  # of two layers
-        bits = 8 * leaf_bytes(packed["blocks/up/kernel"]) / values
+        bits = 8 * leaf_of(packed["blocks/up/kernel"]).stored_bytes / values
         assert bits == FORMATS[dtype].bits + 16 / 64 and packed["blocks/up/kernel"].value.dtype == jnp.uint8
         plan = plan_sharding(MODEL, dict(mesh.shape), BATCH["x"], **frozen(dtype))
         for path, leaf in packed.items():
             row, parts = plan.row(path), mesh.shape["fsdp"]
-            assert (row.parameters.total, row.parameters.per_device) == (leaf_bytes(leaf), leaf_bytes(leaf) // parts)
-            assert (row.dtype, row.gather_dtype, row.gathered_bytes) == (dtype, dtype, leaf_bytes(leaf) // 2)
+            stored = leaf_of(leaf).stored_bytes
+            assert (row.parameters.total, row.parameters.per_device) == (stored, stored // parts)
+            assert (row.dtype, row.gather_dtype, row.gathered_bytes) == (dtype, dtype, stored // 2)
             assert row.shape == (2, *((64, 128) if "up" in path else (128, 64)))
 
 
@@ -160,7 +161,7 @@ def test_checkpoints_move_between_meshes_as_they_are_and_exports_are_unpacked(tm
         like = abstract_train_state(MODEL, TX, mesh, KEY, BATCH["x"], batch_axes=AXES, **frozen("int8"))
         restored = checkpointer.restore(like)
     for (path, was), (_, now) in zip(leaves_with_path(state.params), leaves_with_path(restored.params), strict=True):
-        np.testing.assert_array_equal(leaf_value(was), leaf_value(now), err_msg=path)
+        np.testing.assert_array_equal(leaf_of(was).value, leaf_of(now).value, err_msg=path)
     assert bytes_per_device(restored.params) < bytes_per_device(state.params)
     export_safetensors(state.params, tmp_path / "exported")
     values = unpacked(state.params)
@@ -174,7 +175,7 @@ def test_frozen_again_in_another_dtype_it_is_unpacked_first():
     assert (packed.value.shape, packed.shape, packed.dtype) == ((4, 66), (4, 64), jnp.float32)
     assert freeze_params({"w": packed})["w"].value is packed.value
     again = freeze_params({"w": packed}, frozen_dtype="bfloat16")["w"]
-    assert not is_packed(again) and leaf_axes(again) == ("fsdp",)
+    assert not leaf_of(again).is_packed and leaf_of(again).axes == ("fsdp",)
     np.testing.assert_array_equal(again.value, packed.unbox().astype(jnp.bfloat16))
     assert np.abs(packed[1] - params["w"].value[1]).max() < 1 / 253  # half a code, of block maxima of at most 1
 

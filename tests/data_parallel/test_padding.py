@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     plan_sharding,
     shard_module_params,
 )
-from xlstm_jax.distributed.data_parallel.boxes import is_padded, leaf_value, true_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.state import abstract_train_state
 
@@ -100,8 +100,8 @@ def padding_of(tree):
     """The values of all padding, by path."""
     found = {}
     for path, leaf in leaves_with_path(tree):
-        if is_padded(leaf):
-            value = np.asarray(leaf_value(leaf))
+        if leaf_of(leaf).is_padded:
+            value = np.asarray(leaf_of(leaf).value)
             inside = np.zeros(value.shape, bool)
             inside[tuple(slice(n) for n in true_value(leaf).shape)] = True
             found[path] = value[~inside]
@@ -118,20 +118,20 @@ def test_it_trains_as_one_device_does(devices, check_vma, tx):
     want, want_metrics = trained(1, tx, wrap=plain)
     assert_same_params(true_tree(state.params), true_tree(want.params), tolerance=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], want_metrics["grad_norm"], rtol=1e-5)
-    assert all(is_padded(leaf) for _, leaf in leaves_with_path(state.params))  # guard: that is what was tested
+    assert all(leaf_of(leaf).is_padded for _, leaf in leaves_with_path(state.params))  # guard: that is what was tested
 
 
 def test_stored_evenly_with_zeros_that_stay_zero():
     state, _ = trained(8)
-    shapes = {path: leaf_value(leaf).shape for path, leaf in leaves_with_path(state.params)}
+    shapes = {path: leaf_of(leaf).value.shape for path, leaf in leaves_with_path(state.params)}
     assert shapes["first/kernel"] == (FEATURES, 8) and shapes["layers/dense/kernel"] == (3, WIDTH, 8)
     for tree in (state.params, state.opt_state):
         padding = padding_of(tree)
         assert padding and all(values.size and not values.any() for values in padding.values())
     for _, leaf in leaves_with_path(state.params):
-        assert leaf_value(leaf).addressable_shards[0].data.size == leaf_value(leaf).size // 8
+        assert leaf_of(leaf).value.addressable_shards[0].data.size == leaf_of(leaf).value.size // 8
     mu = next(leaf for path, leaf in leaves_with_path(state.opt_state) if path.endswith("mu/layers/dense/kernel"))
-    assert leaf_value(mu).addressable_shards[0].data.size == 3 * WIDTH
+    assert leaf_of(mu).value.addressable_shards[0].data.size == 3 * WIDTH
 
 
 def test_initial_values_are_those_of_the_plain_model():
@@ -168,7 +168,8 @@ def test_checkpoints_hold_the_true_shape_and_fit_any_number_of_devices(tmp_path)
             )
             state = checkpointer.restore(target)
         jax.tree.map(np.testing.assert_array_equal, true_tree((state.params, state.opt_state)), want)
-        widths = {leaf_value(leaf).shape[-1] for path, leaf in leaves_with_path(state.params) if "dense/kernel" in path}
+        kernels = (leaf_of(leaf) for path, leaf in leaves_with_path(state.params) if "dense/kernel" in path)
+        widths = {kernel.value.shape[-1] for kernel in kernels}
         assert widths == {-(-WIDTH // devices) * devices}
         assert not any(values.any() for values in padding_of((state.params, state.opt_state)).values())
     again, _ = program(8, "adamw", PADDED, True)[1](state, batch(), jax.random.key(0))

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import FLOAT32_ROUNDING, Model, assert_same_params, data, fsdp, mean_loss
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 
 MESHES = {
@@ -111,7 +111,7 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks,
     state = create_train_state(model, optimizer(), mesh, jax.random.key(0), BATCH["x"], batch_axes=tuple(shape))
     boxed = frozenset(path for path, leaf in leaves_with_path(state.params) if is_box(leaf))
     assert len(boxed) >= 5 and all(
-        leaf_axes(leaf) == ("fsdp",) for _, leaf in leaves_with_path(state.params) if is_box(leaf)
+        leaf_of(leaf).axes == ("fsdp",) for _, leaf in leaves_with_path(state.params) if is_box(leaf)
     )
 
     got = train(make_train_step(mean_loss, mesh, tuple(shape), check_vma=vma == "vma"), state)

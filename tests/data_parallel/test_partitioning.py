@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
 from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes, leaf_names
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -26,8 +25,10 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     TooSmall,
     reason_from_json,
 )
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, split_differentiable
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.optimizers.matrices.layout import Owned
 
 
 @pytest.mark.parametrize(
@@ -103,10 +104,28 @@ def test_boxes_are_put_back_around_bare_values():
 
 
 def test_names_of_any_length_fit_the_dims():
-    assert leaf_names(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))) == ("fsdp", None)
-    assert leaf_names(nn.Partitioned(jnp.ones(()), ("fsdp", None))) == ()
-    assert leaf_names(jnp.ones((2, 3))) == (None, None)
-    assert leaf_axes(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))) == ("dp", "fsdp", "tp")
+    assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))).names == ("fsdp", None)
+    assert leaf_of(nn.Partitioned(jnp.ones(()), ("fsdp", None))).names == ()
+    assert leaf_of(jnp.ones((2, 3))).names == (None, None)
+    assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))).axes == ("dp", "fsdp", "tp")
+
+
+def test_a_box_prints_what_differs_from_the_default():
+    box = Sharded(jnp.ones((4, 2), jnp.bfloat16), ("fsdp", None))
+    assert repr(box) == "Sharded(bfloat16[4, 2], ('fsdp', None))"
+    assert repr(box.replace(trainable=False)) == "Sharded(bfloat16[4, 2], ('fsdp', None), trainable=False)"
+    assert repr(Owned(jax.ShapeDtypeStruct((3,), "int8"), (None,))) == "Owned(int8[3], (None,))"
+    assert repr(box.replace(value=None)) == "Sharded(None, ('fsdp', None))"
+
+
+def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
+    value, names = jnp.ones((4, 2)), ("fsdp", None)
+    box = Sharded(value, names)
+    for other in (nn.Partitioned(value, names), nn.LogicallyPartitioned(value, names)):
+        assert jax.tree.structure(leaf_of(other)) == jax.tree.structure(box) and leaf_of(other).value is value
+    bare = leaf_of(value)
+    assert (bare.axes, bare.trainable, bare.is_padded, bare.true_shape) == ((), True, False, (4, 2))
+    assert leaf_of(box) is box  # it is not made anew
 
 
 def test_paths_read_like_names():

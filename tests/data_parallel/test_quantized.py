@@ -40,15 +40,12 @@ from xlstm_jax.distributed import (
     scan_layers,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_names, leaf_value, true_value
-from xlstm_jax.distributed.data_parallel.collectives import varying_axes
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
-    gather_array_with_mean_grads,
-    reduce_over_replicas,
-)
-from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, sent_bytes
-from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads, reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing, sent_bytes
+from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
@@ -216,11 +213,11 @@ def as_they_arrive(params, count, format_name):
         return packing.unpack(jnp.concatenate([packing.pack(shard) for shard in shards]))
 
     def arrived(path, leaf):
-        dims = [dim for dim, entry in enumerate(leaf_names(leaf)) if entry]
+        dims = [dim for dim, entry in enumerate(leaf_of(leaf).names) if entry]
         if not dims:
             return leaf
         layers = path.startswith("params/blocks")
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         whole = jnp.stack([one(v, dims[0] - 1) for v in value]) if layers else one(value, dims[0])
         return true_value(leaf.replace(value=whole))
 
@@ -333,7 +330,7 @@ def test_copies_train_without_drifting_apart(accumulation, check_vma):
     assert not np.allclose(losses, losses_without_a_mesh(), rtol=1e-5)  # guard: something was rounded
     for _, leaf in leaves_with_path(state.params):
         copies = defaultdict(list)
-        for shard in leaf_value(leaf).addressable_shards:
+        for shard in leaf_of(leaf).value.addressable_shards:
             copies[str(shard.index)].append(np.asarray(shard.data))
         assert all(len(same) > 1 and (copy == same[0]).all() for same in copies.values() for copy in same)
 

@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     shard_module_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel.boxes import true_value
+from xlstm_jax.distributed.data_parallel.leaf import true_value
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (16, 12))

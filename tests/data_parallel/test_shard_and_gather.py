@@ -16,9 +16,9 @@ from xlstm_jax.distributed import (
     shard_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, is_box
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])

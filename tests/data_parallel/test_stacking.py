@@ -33,8 +33,9 @@ from xlstm_jax.distributed import (
     unstack_params,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.linen import stacking
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 
 LOOP, SCAN = "block_{}", "blocks"
 TX = optax.adamw(1e-2)
@@ -62,7 +63,7 @@ def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     stacked = stack_params(jax.tree.map(jnp.copy, loop), LOOP, SCAN).replace(apply_fn=scan.apply_fn)
     assert described(stacked.params) == described(scan.params)
     assert described(stacked.opt_state) == described(scan.opt_state)
-    assert any(boxes.is_padded(leaf) for _, leaf in trees.leaves_with_path(scan.params))  # guard
+    assert any(leaf_of(leaf).is_padded for _, leaf in trees.leaves_with_path(scan.params))  # guard
 
     back = unstack_params(stacked, SCAN, LOOP)
     assert described(back.params) == described(loop.params)
@@ -89,7 +90,7 @@ def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path
     for got, want in [(state.params, target.params), (state.opt_state, target.opt_state)]:
         assert described(got) == described(want)
     assert state.apply_fn == model.apply
-    want = stack_params(trees.map_leaves(boxes.true_value, loop.params), LOOP, SCAN)
+    want = stack_params(trees.map_leaves(true_value, loop.params), LOOP, SCAN)
     assert_same_params(state.params, want, tolerance=0)
     assert_same_params(params, restored.params, tolerance=0)
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
-from xlstm_jax.distributed.data_parallel.collectives import _matrix_shape, reduce_scatter
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import balanced_orders
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.shard_choice import balanced_orders
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.collectives import _matrix_shape, reduce_scatter
 
 AXES = ("x", "y", "z")
 TREE = {
@@ -77,7 +77,7 @@ def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
 
     def there_and_back(tree):
         boxed = shard_params(tree, AXES, min_weight_size=8)
-        outermost.update(leaf_axes(leaf)[0] for _, leaf in leaves_with_path(boxed) if leaf_axes(leaf))
+        outermost.update(leaf_of(leaf).axes[0] for _, leaf in leaves_with_path(boxed) if leaf_of(leaf).axes)
         whole = gather_params(boxed, AXES, gather_dtype=dtype)
         return jax.tree.map(lambda x: x[None], whole), jax.tree.map(lambda x: x[None], unbox(boxed))
 
@@ -162,7 +162,7 @@ def test_one_collective_for_each_axis_innermost_first_and_back_outermost_first()
         return jax.grad(lambda boxed: jnp.sum(jnp.sin(gather_params(boxed, AXES)["a"])))(boxed)
 
     traced = jax.make_jaxpr(
-        jax.shard_map(lambda t: leaf_value(gradient(t)["a"])[None], mesh=mesh(), in_specs=P(), out_specs=P(AXES))
+        jax.shard_map(lambda t: leaf_of(gradient(t)["a"]).value[None], mesh=mesh(), in_specs=P(), out_specs=P(AXES))
     )(TREE)
     found = [(e.primitive.name, e.params["axis_name"]) for _, e in equations(traced) if "axis_name" in e.params]
     order = [(name, axis if isinstance(axis, str) else axis[0]) for name, axis in found]
@@ -194,4 +194,4 @@ def test_the_same_tree_is_split_the_same_way_inside_and_outside_of_shard_map():
     names = {path: leaf.names for path, leaf in leaves_with_path(outside)}
     plan = plan_sharding(model, dict.fromkeys(AXES, 2), x)
     assert names == seen == {f"params/{row.path}": row.names for row in plan.rows}
-    assert len({leaf_axes(leaf)[0] for _, leaf in leaves_with_path(outside)}) > 1  # guard: they do rotate
+    assert len({leaf_of(leaf).axes[0] for _, leaf in leaves_with_path(outside)}) > 1  # guard: they do rotate

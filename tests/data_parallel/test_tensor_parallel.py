@@ -27,9 +27,9 @@ from xlstm_jax.distributed import (
     partition_specs,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names
-from xlstm_jax.distributed.data_parallel.collectives import is_tracked, own_shard
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, own_shard
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
 KEPT = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, _, __=None: (g, g))
@@ -97,7 +97,7 @@ class OnEachDevice(nn.Module):
 
     def stacked(self, variables):
         def stack(path, leaf):
-            dim, names, value = self.dim_of(path), list(leaf_names(leaf)), self.masked(unbox(leaf))
+            dim, names, value = self.dim_of(path), list(leaf_of(leaf).names), self.masked(unbox(leaf))
             if dim is None:
                 return nn.Partitioned(value[None], ("tp", *names))
             names[dim] = "tp"
@@ -107,7 +107,7 @@ class OnEachDevice(nn.Module):
 
     def own(self, variables):
         def take(path, leaf):
-            dim, names, value = self.dim_of(path), list(leaf_names(leaf)), unbox(leaf)
+            dim, names, value = self.dim_of(path), list(leaf_of(leaf).names), unbox(leaf)
             if dim is None:
                 value, names = value[0], names[1:]
             else:
@@ -250,7 +250,7 @@ def test_gradients_and_three_steps_are_those_of_one_device(case, check_vma):
 
 
 def names_of(params):
-    return {path: leaf_names(leaf) for path, leaf in leaves_with_path(params)}
+    return {path: leaf_of(leaf).names for path, leaf in leaves_with_path(params)}
 
 
 def test_the_cases_split_leaves_over_both_axes_and_over_one():

@@ -15,7 +15,7 @@ import pytest
 from tests.support import AXES, assert_same_params, fsdp, mesh_of
 from tests.vision_models import ResNet, UNet
 from xlstm_jax.distributed import create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY, STEPS, ROWS = jax.random.key(0), 3, 16

@@ -11,7 +11,7 @@ from tests.faults.report import record
 from tests.support import AXES, fsdp, mesh_of
 from xlstm_jax.distributed import bytes_per_device, create_train_state, make_train_step, unbox
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 

@@ -25,7 +25,7 @@ from xlstm_jax.distributed import (
     shard_module_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value, rebox
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
@@ -258,7 +258,7 @@ def test_a_gradient_that_is_averaged_whole_though_its_leaf_is_split():
         return map_leaves(updated, params, grads)
 
     def updated(leaf, grad):
-        value, names = leaf_value(leaf), leaf_names(leaf)
+        value, names = leaf_of(leaf).value, leaf_of(leaf).names
         if "fsdp" not in names:
             return value - grad
         dim = names.index("fsdp")

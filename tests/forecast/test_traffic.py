@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives, ring_bytes
@@ -55,8 +55,8 @@ def rows(text, **wanted):
 def params_of(state):
     """(path, global shape, whether it is split, whether the layers' scan has stacked it)."""
     for path, leaf in leaves_with_path(state.params):
-        shape = leaf_value(leaf).shape
-        yield path, shape, is_box(leaf) and "fsdp" in leaf_axes(leaf), path.startswith("blocks/")
+        shape = leaf_of(leaf).value.shape
+        yield path, shape, is_box(leaf) and "fsdp" in leaf_of(leaf).axes, path.startswith("blocks/")
 
 
 # -------------------------------------------------------------------------------- exact counts, against closed formulas

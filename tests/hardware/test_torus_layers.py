@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from tests.support import fsdp, plain
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_value
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast
 
 TORI = {"v5e:4x4": {"x": 4, "y": 4}, "v5p:2x2x4": {"x": 2, "y": 2, "z": 4}}
@@ -111,7 +111,7 @@ def compiled(topology, names, **options):
 
     workload = Workload(Layers(tuple(names), wrap), optax.sgd(1e-3), x, loss)
     step, (state, *rest) = workload.build_step(axes)
-    leaves = [(path, leaf_value(leaf).size, is_box(leaf)) for path, leaf in leaves_with_path(state.params)]
+    leaves = [(path, leaf_of(leaf).value.size, is_box(leaf)) for path, leaf in leaves_with_path(state.params)]
     return forecast(step, state, *rest, topology=topology), leaves
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, Model, count_collectives, data, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics import (
     Compose,
     GlobalNorm,

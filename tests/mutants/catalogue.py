@@ -1,6 +1,6 @@
 """The mutations, read from the ``.txt`` files beside this one, one for each folder of the library.
 
-# gathering/gather_array                     the file of the library, of the folder that the .txt file is called by
+# wire/gather_array                          the file of the library, of the folder that the .txt file is called by
 a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
 - axis_size(axes), how                       a text that stands in the file exactly once; of several lines each has a -
 + 1, how                                     what stands in its place

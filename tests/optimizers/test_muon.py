@@ -39,7 +39,7 @@ from xlstm_jax.distributed import (
     skip_nonfinite,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.forecast import Workload, forecast
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops

@@ -22,7 +22,7 @@ from xlstm_jax.distributed import (
     shardings,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.training.state import sharded_opt_state
 

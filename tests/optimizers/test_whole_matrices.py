@@ -20,8 +20,8 @@ from xlstm_jax.distributed import (
     on_whole_matrices,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_value
-from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.trees import stored_values
 
 RATE, BETA, EPS = 0.02, 0.9, 1e-6
 
@@ -125,7 +125,7 @@ def test_shampoo_is_that_of_each_matrix_on_one_device():
 
 
 def whole(state):
-    return map_leaves(leaf_value, state.params)
+    return stored_values(state.params)
 
 
 def test_soap_trains_on_shards():

@@ -31,8 +31,8 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.boxes import leaf_names, leaf_value
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.reasons import (
     Indivisible,
     Largest,
     NoParameter,
@@ -213,8 +213,8 @@ def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
     assert [row.path for row in plan.rows if row.collection == "params"] == list(params)
     assert {row.path for row in plan.rows} == {*params, *others, *states}
     for path, leaf in (params | others).items():
-        row, value = plan.row(path), leaf_value(leaf)
-        assert (row.shape, row.dtype, row.names) == (value.shape, str(value.dtype), leaf_names(leaf)), path
+        row, value = plan.row(path), leaf_of(leaf).value
+        assert (row.shape, row.dtype, row.names) == (value.shape, str(value.dtype), leaf_of(leaf).names), path
         assert (row.parameters if path in params else row.other) == share(value), path
         assert row.parts == len({str(index) for index in value.sharding.devices_indices_map(value.shape).values()}), (
             path
@@ -253,7 +253,7 @@ def test_gradients_have_the_bytes_of_the_plan(name):
     grads = jax.jit(run)(variables, x)[1]["params"]
     plan = plan_of(name)
     for path, leaf in leaves_with_path(grads):
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         takes_one = path not in ("counts", "flags", "key")
         assert plan.row(path).gradients == (share(value) if takes_one else ByteCount()), path
 
@@ -325,7 +325,7 @@ def test_a_plain_model_is_planned_as_shard_params_would_split_it(shapes, axes, t
     def per_device():
         params = {f"leaf_{i}": jnp.ones(shape) for i, shape in enumerate(shapes)}
         for path, leaf in leaves_with_path(shard_params(params, axes, threshold)):
-            split[path] = (leaf_names(leaf), 4 * math.prod(leaf_value(leaf).shape))
+            split[path] = (leaf_of(leaf).names, 4 * math.prod(leaf_of(leaf).value.shape))
 
     jax.eval_shape(jax.shard_map(per_device, mesh=mesh_of(2, 4), in_specs=(), out_specs=P()))
     assert {row.path: (row.names, row.parameters.per_device) for row in plan.rows} == split
@@ -379,7 +379,7 @@ def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation()
     assert plan == plan_sharding(Jitted(), sizes, X)
     kernel, bias = plan.rows[1], plan.rows[0]
     assert (kernel.names, kernel.uses, bias.uses) == ((None, "fsdp"), 1, 1)
-    assert leaf_names(first["params"]["dense"]["kernel"]) == kernel.names
+    assert leaf_of(first["params"]["dense"]["kernel"]).names == kernel.names
     with jax.set_mesh(mesh):
         assert plan_sharding(Jitted(), sizes, X) == plan
 

@@ -12,7 +12,7 @@ import optax
 from tests.support import AXES, mesh_of
 from tests.third_party.catalogue import CASES, Case
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_modules, unbox
-from xlstm_jax.distributed.data_parallel.boxes import is_box
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 # Adam divides by the root of the second moment: without this a gradient that is rounding alone would be a whole step.

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, leaf_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.training.accumulation import ACCUMULATION
 from xlstm_jax.distributed.training.strategies import STRATEGIES
 
@@ -125,8 +125,8 @@ def test_what_does_not_fit_is_refused():
 
 def test_boxes_of_flax_are_gathered_by_the_modules_where_all_others_are_gathered_once():
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation="reduce_once")
-    foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if leaf_axes(leaf) else leaf, state.params)
-    assert any(leaf_axes(leaf) for _, leaf in leaves_with_path(foreign))
+    foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if is_box(leaf) else leaf, state.params)
+    assert any(leaf_of(leaf).axes for _, leaf in leaves_with_path(foreign))
     of_flax = jax.tree.map(jnp.copy, state.replace(params=foreign))
     (_, want), (_, found) = (step(given, BATCH, jax.random.key(0)) for given in (state, of_flax))
     assert float(found["grad_norm"]) == pytest.approx(float(want["grad_norm"]), rel=1e-5)

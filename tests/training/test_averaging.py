@@ -35,7 +35,7 @@ from xlstm_jax.distributed import (
     unbox,
     with_ema,
 )
-from xlstm_jax.distributed.data_parallel.boxes import Sharded, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 

@@ -37,7 +37,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast, lint
 from xlstm_jax.distributed.training.varying import differing_axes
 

@@ -24,7 +24,8 @@ from tests.support import (
     mesh_of,
 )
 from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step, shard_batch
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.metrics import Compose, Max, Sum, WeightedMean, make_log_step
 
 MESH, KEY = mesh_of(2, 4), jax.random.key(0)
@@ -66,7 +67,7 @@ def on_one_device(params, scan=True, rows=21):
 
 
 def whole(params):
-    return jax.device_get(trees.map_leaves(boxes.true_value, params))
+    return jax.device_get(trees.map_leaves(true_value, params))
 
 
 @pytest.mark.parametrize("scan, check_vma", [(True, True), (False, False)])
@@ -94,7 +95,7 @@ def lowered(step, state):
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_each_split_leaf_is_gathered_once_and_nothing_is_reduced(remat):
     state = state_of(scan=False, remat=remat)
-    split = sum(bool(boxes.leaf_axes(leaf)) for _, leaf in trees.leaves_with_path(state.params))
+    split = sum(bool(leaf_of(leaf).axes) for _, leaf in trees.leaves_with_path(state.params))
     text = lowered(eval_step(), state).as_text()
     assert text.count("stablehlo.all_gather") == count_collectives(text) == split > 3
 

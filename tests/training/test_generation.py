@@ -11,7 +11,8 @@ import pytest
 
 from tests.support import AXES, fsdp, mesh_of, plain
 from xlstm_jax.distributed import init_sharded, make_generate, unbox
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
@@ -139,7 +140,7 @@ def compiled(gather, layers=2):
 def test_weights_are_gathered_as_often_as_was_said(gather, times):
     """Also in the compiled program, where loops are counted: XLA moves out of a loop what it does not change."""
     found = find_collectives(parse(compiled(gather).as_text()), MESH.shape)
-    leaves = [leaf for _, leaf in trees.leaves_with_path(params_of(MESH)) if boxes.leaf_axes(leaf)]
+    leaves = [leaf for _, leaf in trees.leaves_with_path(params_of(MESH)) if leaf_of(leaf).axes]
     assert {collective.kind for collective in found} == {"all-gather"}
     gathered = sum(collective.count * collective.payload_bytes for collective in found)
     assert gathered == times * sum(leaf.value.nbytes for leaf in leaves)

@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
-from xlstm_jax.distributed.data_parallel.boxes import is_padded, leaf_value, rebox, true_shape, true_value, with_padding
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error
@@ -68,12 +68,13 @@ def _above(path: str) -> list[str]:
 
 def _unpadded(leaf: Any) -> Any:
     """The value in its true shape; if it is padded, whole on every device: the axes do not divide that shape."""
-    value = leaf_value(leaf)
-    if not is_padded(leaf):
+    found = leaf_of(leaf)
+    value = found.value
+    if not found.is_padded:
         return value
     whole = NamedSharding(value.sharding.mesh, PartitionSpec()) if isinstance(value.sharding, NamedSharding) else None
     if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(true_shape(leaf), value.dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(found.true_shape, value.dtype, sharding=whole)
     return jax.jit(true_value, out_shardings=whole)(leaf)
 
 
@@ -81,9 +82,9 @@ def boxed_like(target: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, with its padding."""
 
     def boxed(path: str, like: Any) -> Any:
-        if not is_padded(like):
+        if not leaf_of(like).is_padded:
             return rebox(like, leaves[path])
-        pad = jax.jit(partial(with_padding, like), out_shardings=leaf_value(like).sharding)
+        pad = jax.jit(partial(with_padding, like), out_shardings=leaf_of(like).value.sharding)
         return rebox(like, pad(leaves[path]))
 
     return map_leaves_with_path(boxed, target)

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.checkpoint.safetensors_header import (
     open_file,
     tensors_of,
 )
-from xlstm_jax.distributed.data_parallel.boxes import unpacked
+from xlstm_jax.distributed.data_parallel.leaf import unpacked
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.wording import listed

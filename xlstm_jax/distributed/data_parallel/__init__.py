@@ -31,12 +31,12 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_modu
 from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.fronts.remat import BLOCK_INPUT, remat_policy
 from xlstm_jax.distributed.data_parallel.fronts.renaming import rename_leaves
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params, sync_gradients
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 
 __all__ = [
     "BLOCK_INPUT",

@@ -5,7 +5,7 @@
   backward      gathered again where weights are not kept; no gradient, no reduce-scatter, no all-reduce
   optimizer     does not see it: no moments, no part in norms
 
-The box says it, and ``boxes.is_differentiable`` reads it; everything else follows from that.
+The box says it, and ``Sharded.is_differentiable`` reads it; everything else follows from that.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import cast_dtype, dtype_name, packed_format
-from xlstm_jax.distributed.data_parallel.gathering.packing import PackedAlong, dim_to_pack
-from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, rebox, unpacked
+from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong, dim_to_pack
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.wording import kind_of
 
 Trainable = Callable[[str], Any]
@@ -60,12 +61,12 @@ def freeze_params(
     dtype = _checked(frozen_dtype)
 
     def freeze(path: str, leaf: Any) -> Any:
-        leaf = boxes.frozen(leaf) if trainable is not None and not trainable(path) else leaf
-        return leaf if boxes.is_trainable(leaf) else stored(path, leaf, dtype)
+        leaf = frozen(leaf) if trainable is not None and not trainable(path) else leaf
+        return leaf if leaf_of(leaf).trainable else stored(path, leaf, dtype)
 
     found = trees.map_leaves_with_path(freeze, params)
     leaves = [leaf for _, leaf in trees.leaves_with_path(found)]
-    if dtype and leaves and all(map(boxes.is_trainable, leaves)):
+    if dtype and leaves and all(leaf_of(leaf).trainable for leaf in leaves):
         raise ValueError(
             f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Say which are by "
             "trainable=, a predicate of a leaf's path that is false for them, or leave frozen_dtype out."
@@ -87,17 +88,18 @@ def stored(path: str, leaf: Any, dtype: str | None) -> Any:
     """A frozen leaf as it is stored."""
     if dtype is None:
         return leaf
-    leaf = boxes.unpacked(leaf)
-    value = boxes.leaf_value(leaf)
-    if isinstance(leaf, boxes.Sharded) and packed_format(value, dtype):
+    leaf = unpacked(leaf)
+    value = leaf_of(leaf).value
+    if isinstance(leaf, Sharded) and packed_format(value, dtype):
         return _packed(leaf, dtype)
-    return boxes.rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
+    return rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
 
 
 def _packed(leaf: Any, format_name: str) -> Any:
     """A frozen leaf with its floats in blocks of bytes; itself where it is whole, padded, or blocks do not fill it."""
-    value, is_split = boxes.leaf_value(leaf), [bool(entry) for entry in boxes.leaf_names(leaf)]
-    dim = None if boxes.is_padded(leaf) else dim_to_pack(value.shape, is_split)
+    found = leaf_of(leaf)
+    value = found.value
+    dim = None if found.is_padded else dim_to_pack(value.shape, list(map(bool, found.names)))
     if dim is None:
         return leaf
     how = PackedAlong(format_name, dim, value.shape[dim], str(value.dtype))

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes, size_if_bound
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_names, leaf_value
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 
 HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
 
@@ -24,7 +24,7 @@ def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
     all-reduce turns a value that a spec declared varying back into one that is not.
     """
-    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_names(leaf)]
+    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_of(leaf).names]
     # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
     while axes and not axes[-1]:
         axes.pop()
@@ -33,8 +33,9 @@ def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 def stored_shape(leaf: Any) -> tuple[int, ...]:
     """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
-    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf_names(leaf)]
-    return tuple(map(operator.mul, leaf_value(leaf).shape, counts))
+    found = leaf_of(leaf)
+    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in found.names]
+    return tuple(map(operator.mul, found.value.shape, counts))
 
 
 def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -56,10 +57,11 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """
 
     def spec(path: str, leaf: Any) -> PartitionSpec:
-        unknown = [axis for axis in leaf_axes(leaf) if axis not in mesh.shape]
+        found = leaf_of(leaf)
+        unknown = [axis for axis in found.axes if axis not in mesh.shape]
         if unknown:
             raise ValueError(
-                f"'{path}' is boxed with names {leaf_names(leaf)}, but the mesh has the axes {tuple(mesh.shape)} "
+                f"'{path}' is boxed with names {found.names}, but the mesh has the axes {tuple(mesh.shape)} "
                 f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
                 "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
             )
@@ -89,4 +91,4 @@ def bytes_per_device(tree: PyTree) -> int:
         shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
         return math.prod(shape) * value_dtype(value).itemsize
 
-    return sum(nbytes(leaf_value(leaf)) for _, leaf in leaves_with_path(tree))
+    return sum(nbytes(leaf_of(leaf).value) for _, leaf in leaves_with_path(tree))

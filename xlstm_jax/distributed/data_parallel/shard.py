@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned
-from xlstm_jax.distributed.data_parallel.decisions.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
+from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
     UNEVEN,
     ShardChoice,
@@ -22,7 +22,9 @@ from xlstm_jax.distributed.data_parallel.decisions.shard_choice import (
     choose_shard_dim,
     padded_size,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import (
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     DEFAULT_COMMUNICATION,
     Communication,
     Replicas,
@@ -124,12 +126,12 @@ def box_params(
 
     def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
-        leaf = boxes.split_by_model(leaf, axis_sizes)
-        leaf = leaf if rule.trainable else boxes.frozen(leaf)
+        leaf = split_by_model(leaf, axis_sizes)
+        leaf = leaf if rule.trainable else frozen(leaf)
         if dim is None:
             return leaf
-        value, true_size = _padded(boxes.leaf_value(leaf), dim, count)
-        return boxes.box_dim(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
+        value, true_size = _padded(leaf_of(leaf).value, dim, count)
+        return split_along(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
 
     return trees.map_leaves_with_path(box, params)
 
@@ -141,16 +143,16 @@ def _decisions(
     leaves = dict(trees.leaves_with_path(params))
     choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
-    sizes = [boxes.leaf_bytes(leaves[path]) for path in split]
+    sizes = [leaf_of(leaves[path]).stored_bytes for path in split]
     order_of = dict(zip(split, balanced_orders(sizes, axis_sizes), strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
 
 def _choice(leaf: Any, axis_sizes: dict[str, int], rule: ShardRule) -> ShardChoice:
-    value = boxes.leaf_value(leaf)
-    if is_prng_key(value):
+    found = leaf_of(leaf)
+    if is_prng_key(found.value):
         return ShardChoice(None, PrngKeys())
-    return choose_shard_dim(np.shape(value), boxes.leaf_names(leaf), axis_sizes, rule.min_weight_size, rule.uneven)
+    return choose_shard_dim(np.shape(found.value), found.names, axis_sizes, rule.min_weight_size, rule.uneven)
 
 
 def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
@@ -172,12 +174,12 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
     """
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        value, choice = boxes.leaf_value(leaf), _choice(leaf, axis_sizes, rule)
+        value, choice = leaf_of(leaf).value, _choice(leaf, axis_sizes, rule)
         gathered, summed = (str(value_dtype(value)),) * 2
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, rule.communication.dtypes(value, path)))
             gathered = rule.communication.format_of(value) or gathered
-        names = boxes.leaf_names(boxed)
+        names = leaf_of(boxed).names
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
@@ -228,13 +230,14 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
     """A module's variables after it has split them: the boxes that are new say that this module gathers them."""
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
-        is_new = boxes.leaf_axes(leaf) != boxes.leaf_axes(old) or not boxes.unit_depth(old)
-        is_new = is_new and (boxes.gathered_axes(leaf) != () or not boxes.leaf_axes(leaf))
-        return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, boxes.Sharded) and is_new else leaf
+        found, was = leaf_of(leaf), leaf_of(old)
+        is_new = found.axes != was.axes or not was.unit_depth
+        is_new = is_new and (found.gathered_axes != () or not found.axes)
+        return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, Sharded) and is_new else leaf
 
     return trees.map_leaves_with_path(mark, variables, before)
 
 
 def is_gathered_here(path: str, leaf: Any) -> bool:
     """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
-    return not 0 < boxes.unit_depth(leaf) < names_below(path)
+    return not 0 < leaf_of(leaf).unit_depth < names_below(path)

@@ -9,18 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import (
-    is_box,
-    is_differentiable,
-    is_packed,
-    is_padded,
-    is_trainable,
-    leaf_value,
-    rebox,
-    true_shape,
-    true_value,
-    with_padding,
-)
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, true_value, with_padding
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -71,10 +60,10 @@ def unbox(tree: PyTree) -> PyTree:
     check_alive(tree, "unbox")
 
     def bare(leaf: Any) -> Any:
-        value = leaf_value(leaf)
-        if not is_padded(leaf) or is_packed(leaf):
-            return value
-        return jax.eval_shape(true_value, leaf) if isinstance(value, jax.ShapeDtypeStruct) else true_value(leaf)
+        found = leaf_of(leaf)
+        if not found.is_padded or found.is_packed:
+            return found.value
+        return jax.eval_shape(true_value, leaf) if isinstance(found.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
     return map_leaves(bare, tree)
 
@@ -82,7 +71,7 @@ def unbox(tree: PyTree) -> PyTree:
 def check_alive(tree: PyTree, reader: str) -> None:
     """Raises a ``ValueError`` where an array that ``reader`` is to read was donated, to a step most likely."""
     for path, leaf in leaves_with_path(tree):
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise ValueError(
                 f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state took over its "
@@ -93,12 +82,12 @@ def check_alive(tree: PyTree, reader: str) -> None:
 
 def stored_values(tree: PyTree) -> PyTree:
     """The tree without boxes, values untouched."""
-    return map_leaves(leaf_value, tree)
+    return map_leaves(lambda leaf: leaf_of(leaf).value, tree)
 
 
 def without_frozen(tree: PyTree) -> PyTree:
     """The tree with None for leaves that their boxes say are frozen."""
-    return map_leaves(lambda leaf: leaf if is_trainable(leaf) else None, tree)
+    return map_leaves(lambda leaf: leaf if leaf_of(leaf).trainable else None, tree)
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
@@ -109,7 +98,7 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
       and ``rest(leaf)`` in those of the other leaves, which by default stay as they are.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
-    takes = [is_differentiable(leaf) for leaf in leaves]
+    takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
     def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
         new = iter(new_leaves)
@@ -131,7 +120,8 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     """
 
     def boxed_like(box: Any, value: Any) -> Any:
-        is_bare = is_padded(box) and not is_packed(box) and np.shape(value) == true_shape(box)
+        found = leaf_of(box)
+        is_bare = found.is_padded and not found.is_packed and np.shape(value) == found.true_shape
         if is_bare and isinstance(value, jax.ShapeDtypeStruct):
             return rebox(box, jax.eval_shape(partial(with_padding, box), value))
         return rebox(box, with_padding(box, value) if is_bare else value)

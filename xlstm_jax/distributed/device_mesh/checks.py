@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.wording import shortened
 
 SHOWN_CHARS = 100  # of what was passed for a mesh, in an error

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
 from xlstm_jax.distributed.device_mesh.checks import auto_types, check_mesh, with_usual_names
 from xlstm_jax.distributed.device_mesh.sizes import filled_sizes, is_size

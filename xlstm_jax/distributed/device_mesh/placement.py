@@ -17,10 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, choose_shard_dim
-from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, choose_shard_dim
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
 
@@ -123,7 +125,7 @@ class DataParallel(nnx.Module):
         if reduce_type == "mean":
             return means
         live, put_back = trees.split_differentiable(means)
-        return put_back([boxes.rebox(x, boxes.leaf_value(x) * collectives.axis_size(axes)) for x in live])
+        return put_back([rebox(x, leaf_of(x).value * collectives.axis_size(axes)) for x in live])
 
     # As methods that are static already, they are their own twins.
     create_data_parallel_sharding_static = create_data_parallel_sharding

@@ -20,9 +20,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")

@@ -16,8 +16,9 @@ import optax
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.wording import kind_of
 
@@ -108,13 +109,13 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
     average = dict(trees.leaves_with_path(_average_in(opt_state)))
 
     def as_parameter(path: str, leaf: Any) -> Any:
-        value, mean = boxes.leaf_value(leaf), boxes.leaf_value(average.get(path, leaf))
+        value, mean = leaf_of(leaf).value, leaf_of(average.get(path, leaf)).value
         if np.shape(mean) != np.shape(value):
             raise ValueError(
                 f"ema_params: the average of '{path}' has the shape {np.shape(mean)}, and the parameter "
                 f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
             )
-        return boxes.rebox(leaf, _placed_like(mean, value))
+        return rebox(leaf, _placed_like(mean, value))
 
     return trees.map_leaves_with_path(as_parameter, params)
 

@@ -7,7 +7,9 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.wording import kind_of
 
 
@@ -40,17 +42,17 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
     """
     of_params = dict(trees.leaves_with_path(params))  # nothing where the optimizer was given no parameters
     for path, leaf in trees.leaves_with_path(grads):
-        if boxes.is_differentiable(leaf) and path in of_params:
-            split = collectives.varying_axes(boxes.leaf_value(of_params[path])).union(boxes.leaf_axes(leaf))
-            if stray := sorted(collectives.varying_axes(boxes.leaf_value(leaf)) - split):
+        if leaf_of(leaf).is_differentiable and path in of_params:
+            split = collectives.varying_axes(leaf_of(of_params[path]).value).union(leaf_of(leaf).axes)
+            if stray := sorted(collectives.varying_axes(leaf_of(leaf).value) - split):
                 raise ValueError(not_averaged(path, leaf, stray, caller))
 
 
 def not_averaged(path: str, leaf: Any, stray: list[str], caller: str) -> str:
     """The text of a leaf that differs between devices along other axes than its box names."""
-    declared = f"its box names {boxes.leaf_names(leaf)}" if boxes.is_box(leaf) else "it is in no box"
+    declared = f"its box names {leaf_of(leaf).names}" if is_box(leaf) else "it is in no box"
     return (
-        f"{caller}: '{path}' of shape {np.shape(boxes.leaf_value(leaf))} differs between devices along "
+        f"{caller}: '{path}' of shape {np.shape(leaf_of(leaf).value)} differs between devices along "
         f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
         f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all that the "
         "batch is split over, in one call (value_and_grad does it for you). If it is a shard, it must come in its box."

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 
 SKIPPED_STEPS = "skipped_steps"
@@ -103,7 +104,7 @@ def skip_counts(opt_state: PyTree) -> Metrics:
 
 def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
-    looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if boxes.is_differentiable(leaf)]
+    looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if leaf_of(leaf).is_differentiable]
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
     if axes := collectives.manual_axes():
         (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_max_norm, not_averaged
 
 AxesOfEach = tuple[tuple[str, ...], ...]
@@ -35,9 +37,9 @@ def global_norm(tree: PyTree) -> jax.Array:
     """
     by_axes: dict[frozenset[str], Any] = {}
     for path, leaf in trees.leaves_with_path(tree):
-        if boxes.is_differentiable(leaf):
+        if leaf_of(leaf).is_differentiable:
             axes = _axes_of_values(path, leaf)
-            value = boxes.leaf_value(leaf)
+            value = leaf_of(leaf).value
             squares = jnp.square(jnp.abs(value.astype(wide_dtype(value.dtype))))
             by_axes[axes] = by_axes.get(axes, 0) + jnp.sum(squares)
     sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
@@ -74,13 +76,13 @@ _differentiable_sum.defvjp(_sum_fwd, _sum_bwd)
 
 def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
     """The axes over which a leaf's values are spread here; none where its box is about a global array."""
-    axes, names = boxes.leaf_axes(leaf), boxes.leaf_names(leaf)
+    axes, names = leaf_of(leaf).axes, leaf_of(leaf).names
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
         axes = ()
     elif unbound:
         raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {names}"))
-    value = boxes.leaf_value(leaf)
+    value = leaf_of(leaf).value
     stray = sorted(collectives.varying_axes(value) - set(axes))
     if stray:
         penalty = " For a penalty on parameters within a loss, use optax.add_decayed_weights."

@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement, trees
+from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 
@@ -75,8 +76,8 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
 def _is_large(leaf: Any, owner: Any) -> bool:
     if is_owned(leaf):
         return True
-    shapes = [np.shape(boxes.leaf_value(x)) for x in (leaf, owner)]
-    return owner is not None and bool(boxes.leaf_axes(owner)) and math.prod(shapes[0]) >= math.prod(shapes[1])
+    shapes = [np.shape(leaf_of(x).value) for x in (leaf, owner)]
+    return owner is not None and bool(leaf_of(owner).axes) and math.prod(shapes[0]) >= math.prod(shapes[1])
 
 
 def is_on_host(value: Any) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
 from xlstm_jax.distributed.optimizers.inside import links, name_of
@@ -58,7 +59,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
     def check(tree: PyTree) -> None:
         leaves = trees.leaves_with_path(tree)
-        key = str([(path, boxes.leaf_names(leaf), jax.typeof(boxes.leaf_value(leaf))) for path, leaf in leaves])
+        key = str([(path, leaf_of(leaf).names, jax.typeof(leaf_of(leaf).value)) for path, leaf in leaves])
         if key not in verdicts:
             # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
             with ThreadPoolExecutor(1) as pool:
@@ -77,7 +78,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check_averaged(updates, params, "elementwise_only")
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
-        any_frozen = not all(boxes.is_trainable(leaf) for _, leaf in trees.leaves_with_path(grads))
+        any_frozen = not all(leaf_of(leaf).trainable for _, leaf in trees.leaves_with_path(grads))
         return _with_frozen(updates, grads) if any_frozen else updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -88,21 +89,21 @@ def _with_frozen(updates: PyTree, grads: PyTree) -> PyTree:
     by_path = dict(trees.leaves_with_path(updates))
 
     def update(path: str, grad: Any) -> Any:
-        if boxes.is_trainable(grad):
+        if leaf_of(grad).trainable:
             return by_path[path]
-        return boxes.rebox(grad, jnp.zeros_like(boxes.leaf_value(grad)))
+        return rebox(grad, jnp.zeros_like(leaf_of(grad).value))
 
     return trees.map_leaves_with_path(update, grads)
 
 
 def _whole_leaf(leaf: Any) -> Any:
     """The leaf's box around its global shape, abstract."""
-    return boxes.rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), boxes.leaf_value(leaf).dtype))
+    return rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), leaf_of(leaf).value.dtype))
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Why the transform must not run on shards of this tree, as an error message; None if it may."""
-    reason = _why_wrong(tx, tree) if any(boxes.leaf_axes(leaf) for _, leaf in trees.leaves_with_path(tree)) else None
+    reason = _why_wrong(tx, tree) if any(leaf_of(leaf).axes for _, leaf in trees.leaves_with_path(tree)) else None
     if reason is None:
         return None
     guilty = name_of(next((link for link in links(tx) if _why_wrong(link, tree)), tx))
@@ -114,7 +115,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    cuts = max(sum(map(bool, boxes.leaf_names(leaf))) for _, leaf in trees.leaves_with_path(tree))
+    cuts = max(sum(map(bool, leaf_of(leaf).names)) for _, leaf in trees.leaves_with_path(tree))
     try:
         differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
         return next(differences, None) or _factored_state(tx, tree)
@@ -129,14 +130,14 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     """
     rng = np.random.default_rng(0)
     live, put_back = trees.split_differentiable(tree)
-    split_dims = [[dim for dim, entry in enumerate(boxes.leaf_names(leaf)) if entry] for leaf in live]
+    split_dims = [[dim for dim, entry in enumerate(leaf_of(leaf).names) if entry] for leaf in live]
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
     def small(leaf: Any, dim: int | None) -> Any:
-        shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(boxes.leaf_names(leaf))))
-        value = jnp.asarray(rng.normal(size=shape), boxes.leaf_value(leaf).dtype)
+        shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf_of(leaf).names)))
+        value = jnp.asarray(rng.normal(size=shape), leaf_of(leaf).value.dtype)
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
-        return value if dim is None else boxes.Sharded(value, names)
+        return value if dim is None else Sharded(value, names)
 
     return put_back(map(small, live, dims), rest=lambda leaf: None), dims
 

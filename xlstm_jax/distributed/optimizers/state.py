@@ -15,9 +15,10 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement, trees
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
 
 
@@ -39,14 +40,14 @@ def owners(opt_state: PyTree, params: PyTree) -> list[str]:
 
 def trainable(tree: PyTree) -> PyTree:
     """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
-    return trees.map_leaves(lambda leaf: boxes.true_value(leaf) if boxes.is_differentiable(leaf) else None, tree)
+    return trees.map_leaves(lambda leaf: true_value(leaf) if leaf_of(leaf).is_differentiable else None, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
     """The inverse of ``trainable``: ``values`` in the boxes of ``tree``, whose other leaves stay."""
     live, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
-    return put_back([boxes.rebox(p, boxes.with_padding(p, value)) for p, value in zip(live, values, strict=True)])
+    return put_back([rebox(p, with_padding(p, value)) for p, value in zip(live, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -55,9 +56,9 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
     def stored(path: str, leaf: Any) -> Any:
         owner = owner_of_state(path, by_path)
-        if owner is None or not boxes.is_padded(owner) or np.shape(leaf) != boxes.true_shape(owner):
+        if owner is None or not leaf_of(owner).is_padded or np.shape(leaf) != leaf_of(owner).true_shape:
             return leaf
-        return boxes.rebox(owner, boxes.with_padding(owner, leaf))
+        return rebox(owner, with_padding(owner, leaf))
 
     return trees.map_leaves_with_path(stored, opt_state)
 
@@ -70,7 +71,7 @@ def initial_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh |
 
 def given_state(opt_state: PyTree) -> PyTree:
     """An optimizer's state as it is given to it: without boxes and padding, but for what owners keep of matrices."""
-    return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else boxes.true_value(leaf), opt_state)
+    return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else true_value(leaf), opt_state)
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -107,19 +108,19 @@ def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayo
 def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     if is_owned(leaf):
         return placement.leaf_spec(leaf, mesh)
-    if owner is None or not boxes.leaf_axes(owner):
+    if owner is None or not leaf_of(owner).axes:
         return PartitionSpec()
-    shape = np.shape(boxes.leaf_value(leaf))
-    if shape == np.shape(boxes.leaf_value(owner)):
+    shape = np.shape(leaf_of(leaf).value)
+    if shape == np.shape(leaf_of(owner).value):
         return _split_further(placement.leaf_spec(owner, mesh), shape, owner, mesh)
-    sizes = {axis: mesh.shape[axis] for axis in boxes.leaf_axes(owner) if mesh.shape[axis] > 1}
+    sizes = {axis: mesh.shape[axis] for axis in leaf_of(owner).axes if mesh.shape[axis] > 1}
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
 
 
 def _split_further(spec: PartitionSpec, shape: tuple[int, ...], owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """``spec``, with the largest dim that fits split over the owner's copies too, where its ``Replicas`` say so."""
-    replicas = boxes.leaf_communication(owner).replicas
+    replicas = leaf_of(owner).communication.replicas
     if not (replicas and replicas.shard_optimizer_state):
         return spec
     axes = tuple(axis for axis in replicas.axes if mesh.shape[axis] > 1)

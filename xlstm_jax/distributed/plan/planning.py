@@ -12,21 +12,11 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.boxes import (
-    is_differentiable,
-    is_packed,
-    is_trainable,
-    leaf_axes,
-    leaf_bytes,
-    leaf_communication,
-    leaf_names,
-    leaf_value,
-    true_shape,
-    unit_depth,
-)
-from xlstm_jax.distributed.data_parallel.decisions.planned import Decision, Planned, planning_mesh
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
+from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
     NoParameter,
     OfNoParameter,
@@ -34,13 +24,12 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Reason,
     Unwrapped,
 )
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
-from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
-from xlstm_jax.distributed.data_parallel.gathering.packing import sent_bytes
-from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
@@ -169,28 +158,29 @@ def _check_not_given(**options: Any) -> None:
 
 def _parameter_row(path: str, leaf: Any, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
     kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), **state}
-    kept["trainable"] = is_trainable(leaf)
-    if is_differentiable(leaf):
+    kept["trainable"] = leaf_of(leaf).trainable
+    if leaf_of(leaf).is_differentiable:
         kept["gradients"] = kept["parameters"]
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
 
 
 def _other_row(collection: str, path: str, leaf: Any, sizes: dict[str, int]) -> LeafPlan:
     path = f"({collection}) {path}"
-    reason = BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else NoParameter()
+    reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
     return _row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes))
 
 
 def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    shape = true_shape(leaf)
+    found = leaf_of(leaf)
+    shape = found.true_shape
     fields.setdefault("use_shape", shape)
     return LeafPlan(
         path=path,
         collection=collection,
         shape=shape,
-        dtype=leaf.packed.format_name if is_packed(leaf) else str(leaf_value(leaf).dtype),
-        names=leaf_names(leaf),
-        parts=_count(leaf_axes(leaf), sizes),
+        dtype=found.packed.format_name if found.packed else str(found.value.dtype),
+        names=found.names,
+        parts=_count(found.axes, sizes),
         reason=reason,
         **fields,
     )
@@ -202,23 +192,24 @@ def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
 
 
 def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
-    value = leaf_value(leaf)
-    for dim, entry in enumerate(leaf_names(leaf)):
+    found = leaf_of(leaf)
+    value = found.value
+    for dim, entry in enumerate(found.names):
         if value.shape[dim] % (parts := _count(entry_axes(entry), sizes)):
             raise ValueError(
-                f"'{path}' of shape {tuple(value.shape)} is boxed as {leaf_names(leaf)}: {parts} shards do not divide "
+                f"'{path}' of shape {tuple(value.shape)} is boxed as {found.names}: {parts} shards do not divide "
                 f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    total = stored if is_packed(leaf) else math.prod(true_shape(leaf)) * itemsize
-    return ByteCount(total, stored // _count(leaf_axes(leaf), sizes))
+    total = stored if found.is_packed else math.prod(found.true_shape) * itemsize
+    return ByteCount(total, stored // _count(found.axes, sizes))
 
 
 def _reason(leaf: Any) -> Reason:
     """Why the leaf was split, else the last refusal; of several wrappers over different axes, that of each."""
     if not isinstance(leaf, Planned):
-        return BoxedByModel(leaf_names(leaf)) if leaf_axes(leaf) else Unwrapped()
+        return BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
         settled = deciding.get(decision.axes)
@@ -231,7 +222,8 @@ def _reason(leaf: Any) -> Reason:
 
 def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
-    shape = true_shape(leaf) if is_packed(leaf) else tuple(leaf_value(leaf).shape)
+    found = leaf_of(leaf)
+    shape = found.true_shape if found.is_packed else tuple(found.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -240,30 +232,33 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
     # Of what nn.scan or nn.vmap has added, a use takes one.
-    added = _count(set(leaf_axes(leaf)) - seen, sizes)
+    added = _count(set(found.axes) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
     stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
     # What no wrapper gathers (tensor parallel) stays split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
-    dtype = last.gather_dtype if is_trainable(leaf) else _gathered_as(leaf)
+    dtype = last.gather_dtype if found.trainable else _gathered_as(leaf)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
-    if is_packed(leaf):  # as it is stored, for all layers
-        sent = leaf_bytes(leaf) // _count(set(leaf_axes(leaf)) - gathered, sizes) // layers
+    if found.is_packed:  # as it is stored, for all layers
+        sent = found.stored_bytes // _count(set(found.axes) - gathered, sizes) // layers
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
         "gather_dtype": dtype,
-        "grad_scatter_dtype": last.grad_scatter_dtype if is_trainable(leaf) else None,
-        "gathered_with": "/".join(path.split("/")[: -unit_depth(leaf)]) if unit_depth(leaf) else None,
+        "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,
+        "gathered_with": "/".join(path.split("/")[: -found.unit_depth]) if found.unit_depth else None,
     }
 
 
 def _gathered_as(leaf: Any) -> str:
     """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
-    value, how = leaf_value(leaf), leaf_communication(leaf)
-    return leaf.packed.format_name if is_packed(leaf) else how.format_of(value) or str(np.dtype(how.dtypes(value)[0]))
+    found = leaf_of(leaf)
+    if found.packed:
+        return found.packed.format_name
+    how = found.communication
+    return how.format_of(found.value) or str(np.dtype(how.dtypes(found.value)[0]))
 
 
 def _optimizer_rows(
@@ -278,9 +273,9 @@ def _optimizer_rows(
     placed = on_host(optimizer_state_shardings(opt_state, params, mesh), opt_state, params, offload)
     shardings, paths = dict(leaves_with_path(placed)), {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):
-        value, sharding = leaf_value(leaf), shardings[path]
+        value, sharding = leaf_of(leaf).value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
-        kept = ByteCount(math.prod(true_shape(leaf)) * value.dtype.itemsize, stored)
+        kept = ByteCount(math.prod(leaf_of(leaf).true_shape) * value.dtype.itemsize, stored)
         owner = owner_of_state(path, paths)
         if owner is None:
             beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, value, OfNoParameter(), {}, optimizer=kept))

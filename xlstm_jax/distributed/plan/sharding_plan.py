@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.data_parallel.decisions.reasons import reason_from_json
+from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from xlstm_jax.distributed.data_parallel.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrices_table
 from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table

@@ -26,8 +26,8 @@ import numpy as np
 from jax._src import distributed
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.processes.jax_config import jax_settings
 from xlstm_jax.distributed.processes.store import GRACE_S, Store, digest, named
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import noting_branches
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.distributed.training.checking.arguments import check_batch
@@ -103,7 +104,7 @@ def accumulate_gradients(
     collectives.check_bound(axes, caller="accumulate_gradients")
     check_options(num_minibatches, accumulation)
     strategy = STRATEGIES[accumulation if num_minibatches > 1 else DEFAULT_ACCUMULATION]
-    own = trees.map_leaves(boxes.split_by_model, params)
+    own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     minibatches = jax.tree.map(lambda x: _split_rows(x, num_minibatches), batch)
@@ -113,12 +114,11 @@ def accumulate_gradients(
         minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or num_minibatches == 1 else jax.random.fold_in(rng, index)
         rest, loss = (minibatch, key, *kept), cast(Callable[..., Any], loss_fn)
-        with noting_branches() as gathered_there:
-            if kept and OVERWRITTEN in kept[0]:
-                local = overwriting_result(loss, weights, rest, axes, has_aux, weighted)
-            else:
-                local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
-        check_branches(gathered_there, loss, (weights, *rest), axes)
+        if kept and OVERWRITTEN in kept[0]:
+            local = overwriting_result(loss, weights, rest, axes, has_aux, weighted)
+        else:
+            local = local_result(lambda weights: loss(weights, *rest), weights, axes, has_aux, weighted, bool(kept))
+        check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
         if kept:
             kept = [updated_collections(loss, (weights, *rest), local.collections, axes)]
         if fold_aux is not None:
@@ -141,7 +141,7 @@ def accumulate_gradients(
     loss, reported = aux.replace(means=means).over_devices(loss, axes)
     grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
     found = (loss, reported if fold_aux is None else carry) if has_aux else loss
-    kept = [trees.map_leaves(boxes.rebox, collections, trees.stored_values(updated)) for updated in kept]
+    kept = [trees.map_leaves(rebox, collections, trees.stored_values(updated)) for updated in kept]
     return (found, grads, *kept)
 
 

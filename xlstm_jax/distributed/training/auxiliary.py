@@ -13,7 +13,8 @@ import numpy as np
 from flax import struct
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 

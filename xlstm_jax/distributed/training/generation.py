@@ -23,8 +23,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import collectives, placement
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.training.checking.arguments import (

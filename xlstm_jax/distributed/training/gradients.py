@@ -10,7 +10,7 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
 
@@ -20,12 +20,14 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import InLoss, in_loss, meanwhile, noting_branches
+from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.branches import check_branches
 from xlstm_jax.wording import kind_of, one_line
 
@@ -93,17 +95,16 @@ def value_and_grad(
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
-        own = trees.map_leaves(boxes.split_by_model, params)
-        with noting_branches() as gathered_there:
-            local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
-        if gathered_there:
+        own = trees.map_leaves(split_by_model, params)
+        local = local_result(lambda params: loss_fn(params, *args, **kwargs), own, axes, has_aux, weighted)
+        if local.gathered_in_branches:
             arrays, put_back = split_arrays((args, kwargs))
 
             def again(params: PyTree, arrays: PyTree, _: None) -> LossOutput:
                 args, kwargs = put_back(arrays)
                 return cast(Callable[..., LossOutput], loss_fn)(params, *args, **kwargs)
 
-            check_branches(gathered_there, again, (own, arrays, None), axes)
+            check_branches(local.gathered_in_branches, again, (own, arrays, None), axes)
         (loss,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((loss, local.aux), grads) if has_aux else (loss, grads)
@@ -116,7 +117,8 @@ class LocalResult(NamedTuple):
 
     ``grads`` is a list, of the leaves that take a gradient. ``aux`` is as the loss function returned it, ``weight`` W,
     and ``scale`` N / W, the factor that made the loss out of the function's sum; both are 1 without ``weighted``.
-    ``collections`` are those that it has updated, if it returns them.
+    ``collections`` are those that it has updated, if it returns them; ``gathered_in_branches`` the paths of leaves
+    that it gathers within a branch.
     """
 
     loss: jax.Array
@@ -125,6 +127,7 @@ class LocalResult(NamedTuple):
     scale: Scalar
     weight: Scalar
     collections: PyTree = None
+    gathered_in_branches: Sequence[str] = ()
 
 
 def local_result(
@@ -142,10 +145,10 @@ def local_result(
     """
     live, put_back = trees.split_differentiable(params)
     _check_any_trainable(live, params)
-    own = frozenset(axis for leaf in live for axis in boxes.model_axes(leaf))
+    running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with meanwhile(in_loss, InLoss(axes, own)):
+        with inside_loss(running):
             out: Any = loss_fn(put_back(live))
         out, updated = _pair(out, "with collections", UPDATED) if has_collections else (out, None)
         out, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, None)
@@ -158,11 +161,11 @@ def local_result(
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (loss, (aux, scale, weight, updated)), grads = value_and_grads(varying_leaves(live, axes))
-    return LocalResult(loss, grads, aux, scale, weight, updated)
+    return LocalResult(loss, grads, aux, scale, weight, updated, running.gathered_in_branches)
 
 
 def _check_any_trainable(live: list[Any], params: PyTree) -> None:
-    frozen = [path for path, leaf in trees.leaves_with_path(params) if not boxes.is_trainable(leaf)]
+    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
     if frozen and not live:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
@@ -212,21 +215,21 @@ def _with_cure(error: Exception) -> Exception | None:
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Leaves cast to varying over the axes, but for the axes of their copies, over which the gather casts them."""
     spread = collectives.spread_axes(axes)
-    return [collectives.to_varying(leaf, [a for a in spread if a not in boxes.copied_axes(leaf)]) for leaf in leaves]
+    return [collectives.to_varying(leaf, [a for a in spread if a not in leaf_of(leaf).copied_axes]) for leaf in leaves]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Gradients averaged over devices in the tree of ``params``; float0 for leaves that take none, 0 for frozen."""
 
     def no_gradient(leaf: Any) -> Any:
-        value = boxes.leaf_value(leaf)
-        if not boxes.is_trainable(leaf) and boxes.is_differentiable(value):
-            return boxes.rebox(leaf, jnp.zeros_like(value))
-        return boxes.rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
+        value = leaf_of(leaf).value
+        if not leaf_of(leaf).trainable and leaf_of(value).is_differentiable:
+            return rebox(leaf, jnp.zeros_like(value))
+        return rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
     live, put_back = trees.split_differentiable(params)
-    means = map(boxes.leaf_value, sync_gradients(grads, axes))
-    return put_back(map(boxes.rebox, live, means), rest=no_gradient)
+    means = (leaf_of(leaf).value for leaf in sync_gradients(grads, axes))
+    return put_back(map(rebox, live, means), rest=no_gradient)
 
 
 def _scaled(out: Any, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 
 OVERWRITTEN = "_overwrite_with_gradient"
@@ -40,8 +42,8 @@ def overwriting_result(
     local = local_result(loss, both, axes, has_aux, weighted, True, devices=devices)
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
-    found = list(map(boxes.leaf_value, local.grads[count:]))
+    found = [leaf_of(leaf).value for leaf in local.grads[count:]]
     largest = collectives.all_reduce(["max"] * len(found), found, axes)
-    overwritten = {OVERWRITTEN: put_back(map(boxes.rebox, live, largest))}
+    overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
     updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
     return local._replace(loss=loss_of_device, grads=grads, collections=updated)

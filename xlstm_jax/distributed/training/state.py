@@ -17,9 +17,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, placement, trees
+from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.checks import check_transform
@@ -81,8 +83,8 @@ class TrainState(FlaxTrainState):
         given: see ``elementwise_only``.
         """
         mesh = _mesh_of(self.params)
-        kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if boxes.is_box(leaf) and not is_owned(leaf)]
-        if mesh is None or collectives.manual_axes() or not all(map(boxes.is_padded, kept)):
+        kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if is_box(leaf) and not is_owned(leaf)]
+        if mesh is None or collectives.manual_axes() or not all(leaf_of(leaf).is_padded for leaf in kept):
             return super().apply_gradients(grads=grads, **kwargs)
         bare = trees.map_leaves(_gradient_of, self.params, grads)
         return _with_update(self, bare, mesh).replace(**kwargs)
@@ -90,15 +92,15 @@ class TrainState(FlaxTrainState):
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh that boxed parameters lie on, by their values or, where these are traced, by their types."""
-    values = [boxes.leaf_value(leaf) for _, leaf in trees.leaves_with_path(params) if boxes.is_box(leaf)]
+    values = [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
 def _gradient_of(leaf: Any, grad: Any) -> Any:
     """A gradient, in a box or not, padded or not, as the optimizer sees it; None of what takes none."""
-    value = boxes.leaf_value(grad)
-    return value[tuple(map(slice, boxes.true_shape(leaf)))] if boxes.is_differentiable(leaf) else None
+    value = leaf_of(grad).value
+    return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
 
 
 def collections_of(state: Any) -> Mapping[str, PyTree]:
@@ -184,7 +186,7 @@ def jitted_init(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             variables = model.init(rng, *inputs, **kwargs)
             if "params" in variables:
-                variables = {**variables, "params": trees.map_leaves(boxes.split_by_model, variables["params"])}
+                variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
             return with_frozen(variables, trainable, frozen_dtype)
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
@@ -295,8 +297,8 @@ def abstract_train_state(
         return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
 
     def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-        value = boxes.leaf_value(leaf)
-        return boxes.rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        value = leaf_of(leaf).value
+        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
     with answered_for(None):
         state = jax.eval_shape(create, rng, inputs)
@@ -358,7 +360,7 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
         return loss
     floats, _ = trees.split_differentiable(collections_of(state))
     new_floats, _ = trees.split_differentiable(collections)
-    pairs = [(boxes.leaf_value(old), boxes.leaf_value(new)) for old, new in zip(floats, new_floats, strict=True)]
+    pairs = [(leaf_of(old).value, leaf_of(new).value) for old, new in zip(floats, new_floats, strict=True)]
     spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
     return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
 

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, with_communication
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.gradients import varying_leaves
 
 
@@ -39,7 +40,7 @@ class ReduceOnce(ReduceEach):
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         def still_frozen(leaf: Any, whole: Any) -> Any:
-            return whole if boxes.is_trainable(leaf) else boxes.frozen(whole)
+            return whole if leaf_of(leaf).trainable else frozen(whole)
 
         return trees.map_leaves(still_frozen, params, _gathered(params, axes))
 
@@ -54,16 +55,16 @@ class ReduceReplicasOnce(ReduceEach):
     """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        if not any(map(boxes.copied_axes, trees.split_differentiable(params)[0])):
+        if not any(leaf_of(leaf).copied_axes for leaf in trees.split_differentiable(params)[0]):
             raise ValueError(
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
             )
-        return trees.map_leaves(lambda leaf: boxes.with_communication(leaf, replicas=None), params)
+        return trees.map_leaves(lambda leaf: with_communication(leaf, replicas=None), params)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        copies = [boxes.leaf_communication(leaf).replicas for leaf in trees.split_differentiable(params)[0]]
-        values = [boxes.leaf_value(grad) for grad in mean_grads]
+        copies = [leaf_of(leaf).communication.replicas for leaf in trees.split_differentiable(params)[0]]
+        values = [leaf_of(grad).value for grad in mean_grads]
         means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return super().gradients(means, params, axes)
 
@@ -78,15 +79,15 @@ STRATEGIES: dict[str, ReduceEach] = {
 
 def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
     """The gradients in the boxes and dtypes of ``leaves``."""
-    values = [boxes.leaf_value(g).astype(boxes.leaf_value(leaf).dtype) for leaf, g in zip(leaves, grads, strict=True)]
-    return list(map(boxes.rebox, leaves, values))
+    values = [leaf_of(g).value.astype(leaf_of(leaf).value.dtype) for leaf, g in zip(leaves, grads, strict=True)]
+    return list(map(rebox, leaves, values))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
     """``gather_params`` over those of ``axes`` over which the model itself does not split a leaf."""
 
     def gather(leaf: Any) -> Any:
-        over = tuple(axis for axis in axes if axis in boxes.gathered_axes(leaf))
+        over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
         return gather_params(leaf, over) if over else leaf
 
     return trees.map_leaves(gather, params)
@@ -94,5 +95,5 @@ def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 def _gathered_wide(leaf: Any) -> Any:
     """The leaf, to be gathered in the dtype of summed gradients, which the transpose then does not narrow."""
-    dtype, _ = boxes.leaf_communication(leaf).dtypes(boxes.leaf_value(leaf))
-    return boxes.with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))
+    dtype, _ = leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)
+    return with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))

@@ -15,13 +15,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import is_box, leaf_axes, leaf_value, read_value
-from xlstm_jax.distributed.data_parallel.decisions.planned import Planned, is_planning
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import path_in_model, whole_value
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value, whole_value
+from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.shard import (
     ShardRule,
     box_params,
@@ -31,6 +27,10 @@ from xlstm_jax.distributed.data_parallel.shard import (
     with_unit,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 
 class Unit(NamedTuple):
@@ -112,7 +112,7 @@ def gather_here(axes: tuple[str, ...], rule: ShardRule, variables: PyTree) -> Py
         if isinstance(leaf, Planned):
             return leaf.gathered(axes)
         # Boxes over other axes stay, for the wrapper of those.
-        return read_value(leaf) if is_box(leaf) and set(leaf_axes(leaf)) <= set(axes) else leaf
+        return read_value(leaf) if is_box(leaf) and set(leaf_of(leaf).axes) <= set(axes) else leaf
 
     return map_leaves_with_path(take_out, variables)
 
@@ -137,16 +137,16 @@ def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
     their shapes.
     """
     for path, leaf in leaves_with_path(variables):
-        value = leaf_value(leaf)
+        value = leaf_of(leaf).value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, axes):
             raise closed_over(path_in_model(path), leaf, axes)
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``axes`` over which the leaf's box splits it on more than one device."""
-    return collectives.spread_axes([axis for axis in leaf_axes(leaf) if axis in axes])
+    return collectives.spread_axes([axis for axis in leaf_of(leaf).axes if axis in axes])
 
 
 def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
     """What to raise of a leaf whose box says that it is split, and whose value is whole."""
-    return whole_value(f"'{path}'", np.shape(leaf_value(leaf)), split_over(leaf, axes))
+    return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))

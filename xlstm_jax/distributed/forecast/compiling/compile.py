@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
@@ -191,7 +191,7 @@ class StepCall:
 def _argument_leaves(call: StepCall) -> list[tuple[str, Any]]:
     """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
     trees = (call.args, dict(call.kwargs))
-    return [(path, leaf_value(leaf)) for tree in trees for path, leaf in leaves_with_path(tree)]
+    return [(path, leaf_of(leaf).value) for tree in trees for path, leaf in leaves_with_path(tree)]
 
 
 def _in_shardings(traced: Traced) -> tuple[Any, ...]:

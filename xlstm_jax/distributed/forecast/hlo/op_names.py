@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from xlstm_jax.distributed.data_parallel.gathering.quantized import PACK_SCOPES
+from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, like_rows, wide_float
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
@@ -185,8 +185,8 @@ class GlobalNorm(PureMetric):
         return Total.of(jnp.stack(squares)) if squares else Total.identity()
 
     def _square(self, leaf: Any) -> jax.Array:
-        value = jnp.asarray(leaf_value(leaf)).astype(wide_float())
-        split = set(leaf_axes(leaf)) | collectives.varying_axes(leaf_value(leaf))
+        value = jnp.asarray(leaf_of(leaf).value).astype(wide_float())
+        split = set(leaf_of(leaf).axes) | collectives.varying_axes(leaf_of(leaf).value)
         axes = as_axis_names(self.axes) if self.axes else ()
         whole_along = [axis for axis in axes if axis not in split]
         return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)

@@ -20,7 +20,8 @@ import jax
 from optax.contrib import MuonDimensionNumbers
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
@@ -105,7 +106,7 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
     def shape(leaf: Any) -> Shape:
-        sizes = zip(stored_shape(leaf), boxes.true_sizes(leaf), strict=True)
+        sizes = zip(stored_shape(leaf), leaf_of(leaf).unpadded_sizes, strict=True)
         return tuple(size if true is None else true for size, true in sizes)
 
     return {path: shape(leaf) for path, leaf in trees.leaves_with_path(tree)}

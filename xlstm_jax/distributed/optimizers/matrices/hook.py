@@ -11,9 +11,11 @@ import optax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import axes_entry
-from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
@@ -121,5 +123,5 @@ def _of_groups(
             matrices = to_owners(group, values, exchange_dtype)
             updates, new_state = update(matrices, trees.stored_values(state[name]))
             new |= from_owners(group, updates, exchange_dtype)
-        kept[name] = trees.map_leaves(boxes.rebox, state[name], new_state)
+        kept[name] = trees.map_leaves(rebox, state[name], new_state)
     return new, kept

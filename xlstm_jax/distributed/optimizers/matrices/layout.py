@@ -15,10 +15,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, with_padding
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
 
@@ -41,7 +43,7 @@ _WATCHED: ContextVar[list["Told"] | None] = ContextVar("choices of matrix optimi
 
 def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
     """Optimizers that run within know where their leaves lie."""
-    return meanwhile(_KNOWN, layout)
+    return set_context(_KNOWN, layout)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Told:
 def watching_matrices() -> Iterator[list[Told]]:
     """Collects what matrix optimizers that are initialised within take their leaves for."""
     seen: list[Told] = []
-    with meanwhile(_WATCHED, seen):
+    with set_context(_WATCHED, seen):
         yield seen
 
 
@@ -69,7 +71,7 @@ def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_ord
         watched.append(Told(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
 
 
-class Owned(boxes.Sharded):
+class Owned(Sharded, repr=False):
     """The box of what owners keep of their matrices: [matrices, ...], split over owners, padded to all places."""
 
 
@@ -106,11 +108,11 @@ def place_of(tree: PyTree) -> Place:
     leaves = trees.leaves_with_path(tree)
     layout = None if collectives.manual_axes() else _KNOWN.get()
     if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
-        return _on_mesh(layout, {path: boxes.leaf_value(leaf) for path, leaf in leaves})
-    names = {path: _bound(boxes.leaf_names(leaf)) for path, leaf in leaves}
+        return _on_mesh(layout, {path: leaf_of(leaf).value for path, leaf in leaves})
+    names = {path: _bound(leaf_of(leaf).names) for path, leaf in leaves}
     axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
     sizes = {axis: collectives.axis_size([axis]) for axis in dict.fromkeys((*collectives.manual_axes(), *axes))}
-    values = {path: boxes.leaf_value(leaf) for path, leaf in leaves}
+    values = {path: leaf_of(leaf).value for path, leaf in leaves}
     return Place(values, {path: value.shape for path, value in values.items()}, names, sizes, None)
 
 
@@ -119,7 +121,7 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
-    padded = {path: boxes.with_padding(layout.params[path], value) for path, value in values.items()}
+    padded = {path: with_padding(layout.params[path], value) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
     shapes = {path: NamedSharding(layout.mesh, specs[path]).shard_shape(padded[path].shape) for path in values}
     names = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
@@ -152,8 +154,8 @@ def map_groups(
     new, new_state = on_device(place.values, state)
 
     def put_back(path: str, leaf: Any) -> Any:
-        shape = boxes.leaf_value(leaf).shape  # without the padding that was added
-        return boxes.rebox(leaf, new[path][tuple(map(slice, shape))])
+        shape = leaf_of(leaf).value.shape  # without the padding that was added
+        return rebox(leaf, new[path][tuple(map(slice, shape))])
 
     return trees.map_leaves_with_path(put_back, tree), new_state
 

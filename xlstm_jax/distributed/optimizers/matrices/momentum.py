@@ -13,8 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 from optax.contrib import MuonState
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import dtype_name
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
@@ -191,10 +193,10 @@ def _of_groups(
 
 def _scaled_by_dual_norm(update: Any, momentum: Any) -> Any:
     """The update times its inner product with the momentum, over all of the leaf."""
-    own, was = boxes.leaf_value(update), boxes.leaf_value(momentum)
-    axes = [axis for axis in boxes.leaf_axes(update) if collectives.is_bound(axis)]
+    own, was = leaf_of(update).value, leaf_of(momentum).value
+    axes = [axis for axis in leaf_of(update).axes if collectives.is_bound(axis)]
     (product,) = collectives.psum([jnp.sum(was.conj() * own)], [axes])
-    return boxes.rebox(update, product * own)
+    return rebox(update, product * own)
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
@@ -213,7 +215,7 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
         del params
 
         def scaled(path: str, leaf: Any) -> Any:
-            return boxes.rebox(leaf, scale(choices[path]) * boxes.leaf_value(leaf))
+            return rebox(leaf, scale(choices[path]) * leaf_of(leaf).value)
 
         return trees.map_leaves_with_path(scaled, updates), state
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, MatrixLeaf
 
 OnMatrices = Callable[[jax.Array], jax.Array]

@@ -18,8 +18,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batches import any_padded
 from xlstm_jax.distributed.training.checking.mistakes import warn_of_padding
 from xlstm_jax.distributed.training.checking.processes import compare_batches
@@ -119,7 +120,7 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
     ours = _splitting_axes(mesh)
     for path, leaf in trees.leaves_with_path(arguments):
-        its = jax.typeof(boxes.leaf_value(leaf)).sharding.mesh
+        its = jax.typeof(leaf_of(leaf).value).sharding.mesh
         if not its.empty and _splitting_axes(its) != ours:
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
@@ -165,10 +166,10 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighte
     """
     leaves = trees.leaves_with_path(batch)
     for path, leaf in leaves:
-        if boxes.is_box(leaf):
+        if is_box(leaf):
             name = path.partition("/")[0]
             raise ValueError(
-                f"{named_leaf('batch', path)} is a parameter in a box, split as {boxes.leaf_names(leaf)}, and a batch "
+                f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf_of(leaf).names}, and a batch "
                 "is split by its rows. Parameters of a second model (a teacher, a reference) go with the state: "
                 f"state.replace(collections={{'{name}': its params}}), and loss_fn(params, apply_fn, batch, rng, "
                 f"collections) reads collections['{name}'] and returns a pair of the loss and {{}}."
@@ -339,7 +340,7 @@ def _first_leaf(tree: PyTree) -> Any:
     """A leaf of nested dicts, without a look at the others."""
     while isinstance(tree, dict) and tree:
         tree = next(iter(tree.values()))
-    return boxes.leaf_value(tree)
+    return leaf_of(tree).value
 
 
 def _is_deleted(leaf: Any) -> bool:
@@ -352,7 +353,7 @@ def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh |
     """What to raise in place of JAX's error for each leaf that JAX refuses; those elsewhere than on ``mesh`` too."""
     for name, argument in arguments:
         for path, leaf in trees.leaves_with_path(argument):
-            value, where = boxes.leaf_value(leaf), named_leaf(name, path)
+            value, where = leaf_of(leaf).value, named_leaf(name, path)
             if reason := why_no_array(value):
                 yield TypeError(f"{where} is {reason}")
             elif isinstance(value, jax.Array) and not isinstance(value, Tracer):

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.branches import differing_args
 from xlstm_jax.distributed.training.checking.arguments import binds
 from xlstm_jax.distributed.training.varying import Axes, differing_axes
@@ -98,8 +100,7 @@ def readable(collections: PyTree) -> PyTree:
     """
 
     def shard(leaf: Any) -> Any:
-        ours = isinstance(leaf, boxes.Sharded | boxes.BoxedVariable) or not boxes.is_box(leaf)
-        return leaf if ours else boxes.PartlyGathered(boxes.leaf_value(leaf), boxes.leaf_names(leaf))
+        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
 
     return trees.map_leaves(shard, collections)
 
@@ -160,14 +161,14 @@ def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
     """The value in the box of ``before``, of a dtype of its own: what is weakly typed would compile a step twice."""
-    old, new = boxes.leaf_value(before), boxes.leaf_value(updated)
+    old, new = leaf_of(before).value, leaf_of(updated).value
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
         raise ValueError(
             f"loss_fn made '{path}' {became[1]}{list(became[0])}, which was {was[1]}{list(was[0])}. A collection keeps "
             "its shapes and dtypes. What has a row for each example is no state of a training."
         )
-    return boxes.rebox(before, jnp.asarray(new, value_dtype(old)))
+    return rebox(before, jnp.asarray(new, value_dtype(old)))
 
 
 # ------------------------------------------------------------------------------------------ equal on all devices
@@ -175,12 +176,12 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 
 def _differing_by_type(leaf: Any) -> Axes:
     """The axes along which a leaf may differ between devices by its type, and is not split by its box."""
-    varying = collectives.varying_axes(boxes.leaf_value(leaf))
+    varying = collectives.varying_axes(leaf_of(leaf).value)
 
     def may_differ(axis: str) -> bool:
         return axis in varying if collectives.is_tracked(axis) else bool(collectives.spread_axes([axis]))
 
-    return Axes(filter(may_differ, collectives.manual_axes())) - Axes(boxes.leaf_axes(leaf))
+    return Axes(filter(may_differ, collectives.manual_axes())) - Axes(leaf_of(leaf).axes)
 
 
 def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:
@@ -210,7 +211,7 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
 
 def drifting(collections: PyTree) -> Iterator[str]:
     """What to say, if anything, of a step that has left values of their own on devices that should hold the same."""
-    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(boxes.leaf_value(leaf))]:
+    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(leaf_of(leaf).value)]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
             "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "

@@ -20,8 +20,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.state import trainable
@@ -69,9 +70,9 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
         for argument in ("mask", "param_labels"):
             tree = part.held.get(argument)
             for path, leaf in [] if callable(tree) else trees.leaves_with_path(tree):
-                if boxes.is_box(leaf):
+                if is_box(leaf):
                     raise ValueError(
-                        f"the {argument} of optax.{part.name} has '{path}' in a box, {boxes.leaf_names(leaf)}, and an "
+                        f"the {argument} of optax.{part.name} has '{path}' in a box, {leaf_of(leaf).names}, and an "
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
@@ -84,8 +85,8 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Tells of parameters that updates hardly move, and of masks of weight decay that hardly say what was meant."""
-    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if boxes.is_differentiable(leaf)]
-    narrow = [(path, value_dtype(boxes.leaf_value(leaf))) for path, leaf in live]
+    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if leaf_of(leaf).is_differentiable]
+    narrow = [(path, value_dtype(leaf_of(leaf).value)) for path, leaf in live]
     narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
     if narrow:
         path, dtype = narrow[0]
@@ -166,7 +167,7 @@ def warn_of_idle_axes(
 ) -> None:
     """Tells of axes along which all devices compute the same: no spec names them, and no equation of ``jaxpr()``."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
-    split = {axis for leaf in leaves for axis in (*boxes.leaf_axes(leaf), *boxes.copied_axes(leaf))}
+    split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _told:
         return

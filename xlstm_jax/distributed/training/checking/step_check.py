@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.training.checking.comparing.one_device import OneDevice, StepLoss, count_of
 from xlstm_jax.distributed.training.checking.comparing.verdicts import Comparison, StepCheck
@@ -83,7 +84,7 @@ def _loss_of(step: Callable[..., Any]) -> StepLoss | None:
 
 def _mesh_of(params: PyTree) -> Mesh:
     for path, leaf in trees.leaves_with_path(params):
-        sharding = getattr(boxes.leaf_value(leaf), "sharding", None)
+        sharding = getattr(leaf_of(leaf).value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
                 f"check_step: '{path}' is on no mesh ({sharding}). Make the state with create_train_state."
@@ -100,7 +101,7 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 def _likely_axes(params: PyTree, batch: PyTree, mesh: Mesh) -> tuple[str, ...]:
     """The axes over which a step of somebody's own splits its batch: all but the model's own, where they divide it."""
-    own = {axis for _, leaf in trees.leaves_with_path(params) for axis in boxes.model_axes(leaf)}
+    own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     return axes if all(count % count_of(mesh, axes) == 0 for count in rows) else ()

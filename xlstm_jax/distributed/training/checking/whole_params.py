@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.decisions.reasons import Indivisible, Reason, TooSmall, Unwrapped
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import format_bytes, format_mesh, joined
@@ -45,12 +46,13 @@ def warn_if_nothing_is_split(
     ``reasons`` returns why leaves are whole, by their paths, as far as that is known.
     """
     leaves = dict(trees.leaves_with_path(params))
-    split = any(map(boxes.leaf_axes, leaves.values()))  # over an axis of size 1, too: whoever says fsdp=1 means it
-    key = (tuple(mesh.shape.items()), tuple((path, np.shape(boxes.leaf_value(leaf))) for path, leaf in leaves.items()))
+    # Over an axis of size 1, too: whoever says fsdp=1 means it.
+    split = any(leaf_of(leaf).axes for leaf in leaves.values())
+    key = (tuple(mesh.shape.items()), tuple((path, np.shape(leaf_of(leaf).value)) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _told:
         return
     _told.add(key)
-    why, nbytes = reasons(), {path: boxes.leaf_bytes(leaf) for path, leaf in leaves.items()}
+    why, nbytes = reasons(), {path: leaf_of(leaf).stored_bytes for path, leaf in leaves.items()}
     largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
     named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
     cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 Arrays = tuple[Array, ...]
 DEFAULT_CHUNK_SIZE = 4096

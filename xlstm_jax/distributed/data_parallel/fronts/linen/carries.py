@@ -10,9 +10,9 @@ import jax
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, leaf_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
 def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def vary_carries(method: Any, args: Any, kwargs: Any, context: nn.module.Interce
 def _axes_of(tree: PyTree) -> list[str]:
     """The axes over which values vary by type, and those over which leaves are split, so that they will."""
     leaves = [leaf for _, leaf in leaves_with_path(tree)]
-    arrays = [leaf_value(leaf) for leaf in leaves if isinstance(leaf_value(leaf), jax.Array)]
-    split = {axis for leaf in leaves for axis in leaf_axes(leaf) if collectives.is_bound(axis)}
+    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
     return sorted(split.union(*map(collectives.varying_axes, arrays)))
 
 

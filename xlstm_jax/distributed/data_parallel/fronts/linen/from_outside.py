@@ -22,9 +22,6 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.boxes import leaf_axes, true_shape, unit_depth
-from xlstm_jax.distributed.data_parallel.callers import inside_map_variables
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
 from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
@@ -38,9 +35,12 @@ from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
     shard_module_params,
     taken_apart,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
@@ -219,9 +219,9 @@ class _Run:
         """Whether a module has split parameters to gather, and was chosen."""
         leaves = [found for place in _places(module) for found in leaves_with_path({"params": _params(place)})]
         own = [
-            unit_depth(leaf) == names_below(name)
+            leaf_of(leaf).unit_depth == names_below(name)
             for name, leaf in leaves
-            if set(leaf_axes(leaf)) & set(self.sharding.axes) and is_gathered_here(name, leaf)
+            if set(leaf_of(leaf).axes) & set(self.sharding.axes) and is_gathered_here(name, leaf)
         ]
         return bool(own) and self.sharding.choice.gathers(path, module, any(own))
 
@@ -244,7 +244,7 @@ class _Run:
     def _seen(self, module: nn.Module) -> SeenModule:
         places = {"/".join(scope.path[len(self.root) :]): _params(scope) for scope in _places(module)}
         found = [(place, leaf) for place, params in places.items() for leaf in leaves_with_path(params)]
-        shapes = {f"{place}/{name}".lstrip("/"): true_shape(leaf) for place, (name, leaf) in found}
+        shapes = {f"{place}/{name}".lstrip("/"): leaf_of(leaf).true_shape for place, (name, leaf) in found}
         return SeenModule(type(module), tuple(places), shapes)
 
     def _split(self, unit: str, path: str, module: nn.Module) -> None:

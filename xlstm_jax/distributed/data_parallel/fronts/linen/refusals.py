@@ -7,10 +7,10 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
-from xlstm_jax.distributed.data_parallel.boxes import leaf_value
 from xlstm_jax.distributed.data_parallel.fronts.entering import closed_over, running, split_over
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import inside_module
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 
 READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
 
@@ -63,6 +63,6 @@ def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
     """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
     for path, leaf in leaves_with_path(module.variables.get("params", {})):
-        if split_over(leaf, axes) and f"generate shape {np.shape(leaf_value(leaf))}," in str(error):
+        if split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
             return closed_over("/".join((*module.path, path)), leaf, axes)
     return None

@@ -21,8 +21,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.axes import entry_axes
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.wording import kind_of, listed
 
 NUMBER = "{}"  # in the name of a layer of a loop
@@ -174,17 +175,17 @@ def _check_same(layer_names: str, first: dict[str, str], number: int, other: dic
 
 def _described(leaf: Any) -> str:
     """All that layers must have in common to be stacked, in words."""
-    value = boxes.leaf_value(leaf)
+    value = leaf_of(leaf).value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
-    text += "" if boxes.is_trainable(leaf) else ", frozen,"
-    if boxes.is_box(leaf):
-        padded = f" with padding from {boxes.true_shape(leaf)}" if boxes.is_padded(leaf) else ""
-        text += f"{padded} in a {type(leaf).__name__} of {boxes.leaf_names(leaf)}, {boxes.leaf_communication(leaf)}"
+    text += "" if leaf_of(leaf).trainable else ", frozen,"
+    if is_box(leaf):
+        padded = f" with padding from {leaf_of(leaf).true_shape}" if leaf_of(leaf).is_padded else ""
+        text += f"{padded} in a {type(leaf).__name__} of {leaf_of(leaf).names}, {leaf_of(leaf).communication}"
     return text
 
 
 def _stacked_leaf(*layers: Any) -> Any:
-    values = [boxes.leaf_value(layer) for layer in layers]
+    values = [leaf_of(layer).value for layer in layers]
     value = _on_shards(_stack, _spec_of_stacked, *values)
     return (
         layers[0].add_axis(0, WHOLE_LAYER_DIM).replace_boxed(value)
@@ -206,15 +207,15 @@ def _spec_of_stacked(spec: PartitionSpec) -> PartitionSpec:
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
     leaves = trees.leaves_with_path(tree)
-    first = next((np.shape(boxes.leaf_value(leaf))[:1] for _, leaf in leaves), ())
+    first = next((np.shape(leaf_of(leaf).value)[:1] for _, leaf in leaves), ())
     for path, leaf in leaves:
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
-        if not first or np.shape(boxes.leaf_value(leaf))[:1] != first:
+        if not first or np.shape(leaf_of(leaf).value)[:1] != first:
             raise ValueError(
                 f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all that a "
                 "scan keeps is that of the layers."
             )
-        if entry_axes(boxes.leaf_names(leaf)[0]):
+        if entry_axes(leaf_of(leaf).names[0]):
             raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
     next_layers = trees.map_leaves(_layers_of_leaf, tree)
     return [jax.tree.map(lambda next_layer: next_layer(), next_layers) for _ in range(first[0] if first else 0)]
@@ -222,7 +223,7 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
 
 def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
     """A function that returns the leaf's first layer, then its second, and so on."""
-    layers = _on_shards(_split, _spec_of_layer, boxes.leaf_value(leaf))
+    layers = _on_shards(_split, _spec_of_layer, leaf_of(leaf).value)
     if isinstance(leaf, meta.AxisMetadata):
         layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
     return iter(layers).__next__

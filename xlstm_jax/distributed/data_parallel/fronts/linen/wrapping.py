@@ -17,15 +17,15 @@ from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
 from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
 from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
 from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
-from xlstm_jax.distributed.data_parallel.gathering.communication import Replicas
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])

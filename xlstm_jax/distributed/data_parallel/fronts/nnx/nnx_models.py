@@ -21,7 +21,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
 from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
     LEAF_PATH,
@@ -40,8 +40,10 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
@@ -129,7 +131,7 @@ class NnxModel:
         """
         module = self._bound(variables, rngs)
         axes = {axis for leaf in jax.tree.leaves((variables, inputs)) for axis in collectives.varying_axes(leaf)}
-        with jax.named_scope(type(module).__name__), meanwhile(VARYING, frozenset(axes)):
+        with jax.named_scope(type(module).__name__), set_context(VARYING, frozenset(axes)):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:
             return output
@@ -143,12 +145,12 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
-        if padded := [path for path, leaf in trees.leaves_with_path(variables) if boxes.is_padded(leaf)]:
+        if padded := [path for path, leaf in trees.leaves_with_path(variables) if leaf_of(leaf).is_padded]:
             raise ValueError(
                 f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
-        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not boxes.is_trainable(leaf)]:
+        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).trainable]:
             raise ValueError(
                 f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
                 "call it by apply."
@@ -225,7 +227,7 @@ class NnxModel:
             _method(self._with_units_in(module), method)(*inputs, **kwargs)
 
         seen: dict[str, tuple[int, ...]] = {}
-        with meanwhile(SEEN, seen):
+        with set_context(SEEN, seen):
             jax.eval_shape(run, rngs, inputs)
         return seen
 
@@ -238,7 +240,7 @@ class NnxModel:
                 f"the variables have no '{full}', which the model has; they have the collections "
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
             )
-        if boxes.is_packed(leaves[full]):
+        if leaf_of(leaves[full]).is_packed:
             raise ValueError(
                 f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
                 "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
@@ -299,15 +301,15 @@ def _sharded(own: Mapping[str, Any], path: str, unit: Unit, seen: Mapping[str, t
     start = f"{path}/" if path else ""
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
-        shape = np.shape(boxes.leaf_value(leaf))
+        shape = np.shape(leaf_of(leaf).value)
         below = f"params/{name.removeprefix(start)}"
         layer_dims[below] = _layer_dims(name, shape, seen.get(name, shape))
-        leaves[below] = boxes.with_last_names(leaf, len(shape) - layer_dims[below])
+        leaves[below] = with_last_names(leaf, len(shape) - layer_dims[below])
     shard: Callable[[Any], Any] = functools.partial(shard_here, unit.axes, unit.rule)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
-    boxed = trees.map_leaves(boxes.with_layer_names, shard(leaves))
+    boxed = trees.map_leaves(with_layer_names, shard(leaves))
     return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
 
 

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from xlstm_jax.distributed.data_parallel import collectives
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, running
 from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import Gathered, is_split, is_variable, path_of
 from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import meanwhile
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -104,7 +104,7 @@ def _gathering(cls: type[nnx.Module], name: str) -> Method:
         split = {path: leaf for path, leaf in own.items() if is_split(leaf)}
 
         def run(module: nnx.Module, split: dict[str, Any], args: Any, kwargs: Any) -> Any:
-            with meanwhile(_running, _running.get() | {id(module)}), Gathered(split):
+            with set_context(_running, _running.get() | {id(module)}), Gathered(split):
                 return plain.__get__(module, cls)(*args, **kwargs)
 
         if unit is None or not split:

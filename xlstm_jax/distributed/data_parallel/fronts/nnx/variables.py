@@ -1,6 +1,6 @@
 """Variables of NNX modules and trees of boxes: the same parameters, as modules hold them and as the library does.
 
-  module.kernel = Param(W[d, f])            a module holds variables; one that is split is a ``BoxedVariable``
+  module.kernel = Param(W[d, f])            a module holds variables; one that is split is a ``SplitVariable``
   {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
 
 A variable that is split knows its names, how it travels, and the axes over which it is gathered. ``Gathered`` gives it
@@ -17,10 +17,10 @@ from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 
-from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry
 from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
@@ -51,35 +51,14 @@ class _Whole(_Changed):
     __slots__ = ()
 
 
-class _Split(_Changed, boxes.BoxedVariable):
-    """A variable whose value is a shard: a box, and gathered wherever it is read as an array."""
+class _Split(_Changed, SplitVariable):
+    """A variable whose value is a shard: a leaf of the library, and gathered wherever it is read as an array."""
 
     __slots__ = ()
 
     @property
-    def stored(self: Any) -> Any:
-        return self.get_raw_value()
-
-    @property
-    def names(self: Any) -> tuple[AxisEntry, ...]:
-        return _of_last_dims(self.get_metadata(BOX).names, np.ndim(self.stored))
-
-    @property
-    def true_sizes(self: Any) -> tuple[int | None, ...]:
-        sizes = _of_last_dims(self.get_metadata(BOX).true_sizes, np.ndim(self.stored))
-        return sizes if any(sizes) else ()
-
-    @property
-    def communication(self: Any) -> Any:
-        return self.get_metadata(BOX).communication
-
-    @property
-    def model_axes(self: Any) -> tuple[str, ...]:
-        return self.get_metadata(BOX).model_axes
-
-    @property
-    def trainable(self: Any) -> bool:
-        return self.get_metadata(BOX).trainable
+    def as_sharded(self: Any) -> Sharded:
+        return _box(self).replace(unit_depth=0)  # the variable itself says over which axes it is gathered: AXES
 
     def replace(self: Any, **fields: Any) -> Any:
         return self.copy(**{BOX: self.get_metadata(BOX).replace(**fields)})
@@ -95,6 +74,15 @@ class _Split(_Changed, boxes.BoxedVariable):
     def __getattr__(self: Any, name: str) -> Any:
         metadata = self.get_metadata()
         return metadata[name] if name in metadata else getattr(self.get_value(), name)
+
+
+def _box(variable: Any) -> Sharded:
+    """The stored value of a split variable in its box, with an entry for each dim."""
+    box, value = variable.get_metadata(BOX), variable.get_raw_value()
+    names = _of_last_dims(box.names, np.ndim(value))
+    sizes = _of_last_dims(box.true_sizes, np.ndim(value)) if box.is_padded else ()
+    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in box.model_axes)
+    return box.replace(value=value, names=names, true_sizes=sizes, model_axes=own)
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
@@ -140,7 +128,7 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     for axes in {variable.get_metadata(AXES) for variable in variables.values()}:
         over_axes = {path: v for path, v in variables.items() if v.get_metadata(AXES) == axes}
         whole |= gather_here(axes, ShardRule(), over_axes)
-    return {path: boxes.leaf_value(whole[path]) for path in variables}
+    return {path: leaf_of(whole[path]).value for path in variables}
 
 
 class Gathered:
@@ -209,11 +197,10 @@ def _leaf(variable: Any) -> Any:
         return variable
     metadata, value = variable.get_metadata(), variable.get_raw_value()
     if is_split(variable):
-        fields = {"value": value, "names": variable.names, "true_sizes": variable.true_sizes}
-        return metadata[BOX].replace(**fields)
+        return _box(variable)
     if OF_LINEN in metadata:
         box = bridge.to_linen_var(variable)
-        return box if boxes.leaf_axes(box) else value
+        return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
     rules = dict(metadata.get("sharding_rules") or ())
     own = tuple(rules.get(name, name) for name in names)
@@ -222,21 +209,20 @@ def _leaf(variable: Any) -> Any:
 
 def with_leaf(variable: Any, leaf: Any, unit: Unit | None) -> Any:
     """The variable with the value of ``leaf``, which ``unit`` gathers where a box splits it over its axes."""
-    value = boxes.leaf_value(leaf)
-    if unit and set(boxes.leaf_axes(leaf)) & set(unit.axes):
-        box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, boxes.leaf_names(leaf))
+    box = leaf_of(leaf)
+    if unit and set(box.axes) & set(unit.axes):
         how = box.communication.or_else(unit.rule.communication)
-        split = variable.copy(value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
+        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
         _turn_into(split, _Split)
         return split
-    if not boxes.leaf_axes(leaf) and OF_LINEN not in variable.get_metadata():
-        return variable.copy(boxes.read_value(leaf))
+    if not box.axes and OF_LINEN not in variable.get_metadata():
+        return variable.copy(read_value(leaf))
     # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
-    box = leaf if isinstance(leaf, boxes.Sharded) else boxes.Sharded(value, (None,) * np.ndim(value))
-    return variable.copy(value, **_metadata_of_bridge(box))
+    box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
+    return variable.copy(box.value, **_metadata_of_bridge(box))
 
 
-def _metadata_of_bridge(box: boxes.Sharded) -> dict[str, Any]:
+def _metadata_of_bridge(box: Sharded) -> dict[str, Any]:
     """What ``nnx.bridge`` notes of a box in the metadata of a variable."""
     metadata = box.to_nnx_metadata()
     del metadata["value"]

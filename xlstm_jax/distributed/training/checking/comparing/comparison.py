@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
-from xlstm_jax.distributed.data_parallel.gathering.communication import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS
 from xlstm_jax.distributed.training.checking.comparing.one_device import Found
 from xlstm_jax.wording import format_axes
 
@@ -124,9 +125,9 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
     for path, leaf in trees.leaves_with_path(params):
         if path not in found.sizes:
             continue
-        how, size = boxes.leaf_communication(leaf), np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
-        bound = _rounding(value_dtype(boxes.leaf_value(leaf)).name, leaf) * float(np.linalg.norm(size))
-        if how.grad_scatter_dtype and boxes.leaf_axes(leaf):
+        how, size = leaf_of(leaf).communication, np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
+        bound = _rounding(value_dtype(leaf_of(leaf).value).name, leaf) * float(np.linalg.norm(size))
+        if how.grad_scatter_dtype and leaf_of(leaf).axes:
             bound += _rounding(how.grad_scatter_dtype, leaf) * float(np.linalg.norm(size))
         narrow = how.replicas.reduce_dtype if how.replicas else None
         if narrow in FORMATS:
@@ -143,7 +144,7 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
 
 
 def _rounding(dtype: str, leaf: Any) -> float:
-    if jnp.finfo(dtype).bits >= jnp.finfo(wide_dtype(value_dtype(boxes.leaf_value(leaf)))).bits:
+    if jnp.finfo(dtype).bits >= jnp.finfo(wide_dtype(value_dtype(leaf_of(leaf).value))).bits:
         return 0.0
     return float(jnp.finfo(dtype).eps) * 4
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
 
-from xlstm_jax.distributed.data_parallel.gathering.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.varying import named_axes
 
 CHOICES = (1 / 32, 0.4, 31 / 32)

@@ -15,7 +15,8 @@ import optax
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import true_value
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.state import State, collections_of, sharded_opt_state
 
@@ -113,7 +114,7 @@ _KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(_nothing_yet, _keep)
 
 
 def _as_seen(opt_state: PyTree) -> PyTree:
-    return trees.map_leaves(boxes.true_value, opt_state)
+    return trees.map_leaves(true_value, opt_state)
 
 
 def _by_path(tree: PyTree) -> dict[str, jax.Array]:

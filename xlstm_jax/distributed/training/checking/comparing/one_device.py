@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, placement, trees
-from xlstm_jax.distributed.data_parallel.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.gathering.gather import gather_params
+from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.training.checking.collections import readable
 from xlstm_jax.distributed.training.checking.comparing.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.gradients import LossOutput
@@ -80,12 +81,12 @@ class OneDevice:
         # A mesh of the same axes, for losses that ask for one.
         self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
         self._leaves, self._put_back = trees.split_differentiable(state.params)
-        self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if boxes.is_differentiable(leaf)]
-        live = list(map(boxes.true_value, self._leaves))
-        rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not boxes.is_differentiable(leaf)]
+        self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if leaf_of(leaf).is_differentiable]
+        live = list(map(true_value, self._leaves))
+        rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not leaf_of(leaf).is_differentiable]
         rounded = [_rounded_on_mesh(leaf, mesh) for leaf in self._leaves]
         self._others, kept = rest, collections_of(state)
-        weights = _Weights(live, rounded, list(map(boxes.true_value, rest)))
+        weights = _Weights(live, rounded, list(map(true_value, rest)))
         self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
         self._jitted: dict[Any, Any] = {}
         self._traced: dict[str, Traced] = {}
@@ -295,8 +296,8 @@ def _moved(live: list[Any], seed: int) -> list[Any]:
 
 
 def _spec_of_model(leaf: Any) -> PartitionSpec:
-    own = boxes.model_axes(leaf)
-    names = ([axis for axis in entry_axes(entry) if axis in own] for entry in boxes.leaf_names(leaf))
+    own = leaf_of(leaf).model_axes
+    names = ([axis for axis in entry_axes(entry) if axis in own] for entry in leaf_of(leaf).names)
     return PartitionSpec(*(axes_entry(tuple(entry)) for entry in names))
 
 
@@ -304,15 +305,15 @@ def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
     """The value in the dtype of its gather; where it travels in blocks, as rounded as it arrives."""
     if rounded is not None:
         return rounded + (value - lax.stop_gradient(start))
-    how = boxes.leaf_communication(leaf)
-    return value.astype(how.dtypes(boxes.leaf_value(leaf))[0]) if boxes.gathered_axes(leaf) else value
+    how = leaf_of(leaf).communication
+    return value.astype(how.dtypes(leaf_of(leaf).value)[0]) if leaf_of(leaf).gathered_axes else value
 
 
 def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:
     """What arrives of a leaf that travels in blocks of 8 or 4 bits, which depend on its shards; else None."""
-    over = boxes.gathered_axes(leaf)
-    if not over or boxes.leaf_communication(leaf).format_of(boxes.leaf_value(leaf)) is None:
+    over = leaf_of(leaf).gathered_axes
+    if not over or leaf_of(leaf).communication.format_of(leaf_of(leaf).value) is None:
         return None
     specs = placement.partition_specs(leaf, mesh), _spec_of_model(leaf)
     gather = partial(jax.shard_map, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
-    return jax.jit(gather(lambda leaf: boxes.leaf_value(gather_params(leaf, over))))(leaf)
+    return jax.jit(gather(lambda leaf: leaf_of(gather_params(leaf, over)).value))(leaf)

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xlstm_jax.distributed.data_parallel import boxes, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.training.checking.collections import copies_differ, drifting
 from xlstm_jax.distributed.training.checking.comparing import causes
 from xlstm_jax.distributed.training.checking.comparing.comparison import (
@@ -102,7 +103,7 @@ class Comparison:
         self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.leaves_with_path(state.params))
-        self.axes = {path: tuple(a for a in boxes.leaf_axes(leaf) if a in self.sizes) for path, leaf in leaves.items()}
+        self.axes = {path: tuple(a for a in leaf_of(leaf).axes if a in self.sizes) for path, leaf in leaves.items()}
         wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
 

@@ -1,27 +1,25 @@
-"""One array is gathered where it is used, and its gradient scattered as a mean: what both ways to gather rest on.
+"""The gather of one array, and the rule of its gradient.
 
   forward    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   backward   dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
 
-Nothing here knows what a box is: ``gather_params`` gathers trees of them, and a box that is read gathers itself.
+``gather_params`` gathers each leaf of a tree so, and a box that is read gathers itself so. ``prefetch`` takes the same
+steps one by one.
 """
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.callers import inside_branch
-from xlstm_jax.distributed.data_parallel.gathering.communication import (
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     Replicas,
     cast_dtype,
@@ -29,7 +27,8 @@ from xlstm_jax.distributed.data_parallel.gathering.communication import (
     term_of_mean,
     widened,
 )
-from xlstm_jax.distributed.data_parallel.gathering.packing import Packing, packed_mean
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing, packed_mean
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
 
@@ -152,75 +151,15 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-class InLoss(NamedTuple):
-    """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
-
-    ``own`` are the axes over which boxes of its parameters say that the model itself splits them.
-    """
-
-    axes: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
-
-
-in_branches: ContextVar[list[str] | None] = ContextVar("in_branches", default=None)
-in_loss: ContextVar[InLoss] = ContextVar("in_loss", default=InLoss())  # noqa: B039  # immutable
-_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
-
-
-@contextlib.contextmanager
-def noting_branches() -> Iterator[list[str]]:
-    """A list, into which meanwhile the path of each leaf comes that is gathered in a branch."""
-    found: list[str] = []
-    with meanwhile(in_branches, found):
-        yield found
-
-
-def note_branch(path: str) -> None:
-    """Called at each gather."""
-    if (found := in_branches.get()) is not None and inside_branch():
-        found.append(path or "a parameter")
-
-
-def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
-    return meanwhile(_module, path)
-
-
-@contextlib.contextmanager
-def meanwhile(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable, and sets it back."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """What to raise of a leaf, named by ``what``, whose box says that it is split, and whose value is whole."""
-    return ValueError(
-        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
-        "path: 'lora' in path), or freeze_params."
-    )
-
-
-def path_in_model(path: str) -> str:
-    """The path of a leaf from the top of the model, for one within the module that gathers it."""
-    module = _module.get()
-    return path if module is None else "/".join((*module, path.removeprefix("params/")))
-
-
 def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the transpose of a gather would average over devices what is no gradient of the mean over a batch.
+    """Raises where the cotangent is not the gradient of this device's whole batch, as averaging over devices assumes.
 
-    Under ``vmap`` a cotangent may be one of many whose shards are many, too (an ensemble), but not of a single shard.
+    Under ``vmap`` the cotangents may belong to as many shards (an ensemble), but not all to a single shard.
     """
     if not collectives.spread_axes(axes):
         return
     for_each_example = collectives.is_batched(cotangent) and not primal.batched
-    if for_each_example or in_loss.get().axes:
+    if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
@@ -231,13 +170,13 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
 
 
 def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.Array:
-    """The shard of a leaf that the model itself splits over the axes ``own``, and that is gathered over them after all.
+    """The shard, for a gather over ``own``: axes over which the model itself splits the leaf.
 
-    ``sync_gradients`` takes the gradient of such a leaf for a sum over those that are axes of the batch, and divides.
-    The gather makes a mean of it, and the sum is made of that here.
+    Nobody gathers such a leaf but a user, by hand. ``sync_gradients`` takes its gradient for a sum over the batch axes
+    among ``own``, and divides it. The gather's transpose is a mean; this makes a sum of it.
     """
     own = collectives.spread_axes(own)
-    return _gathered_by_hand(shard, own, in_loss.get().axes, path) if own else shard
+    return _gathered_by_hand(shard, own, running_loss().axes, path) if own else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -267,10 +206,11 @@ _gathered_by_hand.defvjp(_by_hand_fwd, _by_hand_bwd)
 
 
 def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
-    """The mean of a shard's gradient over its copies, divided before it travels, in the dtype that was chosen.
+    """The mean of a shard's gradient over its copies, divided before it travels, in ``replicas.reduce_dtype``.
 
-    ``varying`` are the axes over which the shard varies by type. Over tracked ones that it does not vary over the
-    result is the sum: JAX sums what else depends on the shard (a penalty on its values), and sums add up.
+    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis that is not among them the
+    result is the sum and not the mean: JAX sums the shard's other gradients there (of a penalty on its values), and
+    all terms of one gradient must be of one kind.
     """
     axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
     if not axes:
@@ -322,29 +262,3 @@ def _gather_dim(
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)
-
-
-class ReadAsArray:
-    """What makes a box an array to those who read it: the array that ``unbox`` returns, gathered where it must be."""
-
-    def unbox(self, apply_constraint: bool = True) -> Any:
-        raise NotImplementedError
-
-    def __jax_array__(self) -> jax.Array:
-        return self.unbox()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.unbox(), dtype, copy=copy)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.unbox()[index]
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.unbox())
-
-    @property
-    def T(self) -> jax.Array:  # noqa: N802  # as arrays have it
-        return self.unbox().T
-
-    def astype(self, dtype: Any) -> jax.Array:
-        return self.unbox().astype(dtype)

@@ -6,12 +6,12 @@ With weights that are gathered in two stages (over the axis across hosts, then w
   backward   layer i is computed again            |  stage 2 of layer i - 1  |  stage 1 of layer i - 2
              and differentiated                   |  the gradient of layer i + 1 is scattered
 
-What stands in one line does not depend on each other, so each collective has a layer to hide behind, where the compiler
-runs it beside products. What travels, and in which dtypes, is what ``gather_array`` sends: nothing is gathered that
-nobody uses, as the first and the last iterations stand outside of the loop.
+The entries of one line do not depend on each other, so the compiler can run each collective beside the products of a
+layer. Shards travel in the dtypes of ``gather_array``. No weight is gathered without use: the first and the last
+iterations stand outside of the loop.
 
-Of the forward pass each layer's input is kept, and no weight: a scan that carries gathered weights would keep those of
-every layer, hence a derivative of its own for the whole loop (``jax.custom_vjp``).
+The forward pass keeps each layer's input and no weights. A plain scan that carries gathered weights would keep the
+weights of every layer; hence the whole loop has its own derivative (``jax.custom_vjp``).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import (
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import as_gathered, is_box, leaf_of, rebox, shard_to_gather
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     GATHER_SCOPE,
     Primal,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     packing_of,
-    path_in_model,
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.gathering.packing import Packing
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers
@@ -64,8 +66,8 @@ def route_of(path: str, leaf: Any) -> Route | None:
     Raises:
       ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
     """
-    names = tuple(leaf.names) if boxes.is_box(leaf) else ()
-    gathered = set(filter(collectives.is_bound, boxes.gathered_axes(leaf)))
+    names, found = tuple(leaf.names) if is_box(leaf) else (), leaf_of(leaf)
+    gathered = set(filter(collectives.is_bound, found.gathered_axes))
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
@@ -78,7 +80,7 @@ def route_of(path: str, leaf: Any) -> Route | None:
             "prefetch=False, or write nn.scan(nn.remat(...)) there."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, boxes.leaf_communication(leaf), path_in_model(path))
+    return Route(dims[0], held[first:], left, found.communication, path_in_model(path))
 
 
 def prefetched_scan(
@@ -100,13 +102,12 @@ def prefetched_scan(
       layer with its gather, which keeps nothing.
     """
     leaves = trees.leaves_with_path(stacked)
-    empty = [boxes.rebox(leaf, None) if boxes.is_box(leaf) else None for _, leaf in leaves]
+    empty = [rebox(leaf, None) if is_box(leaf) else None for _, leaf in leaves]
     structure = jax.tree.structure(trees.map_leaves(lambda leaf: 0, stacked))
     routes = [route_of(*leaf) for leaf in leaves]
     found = zip(leaves, routes, strict=True)
     values = [
-        boxes.shard_to_gather(leaf, route.axes, path) if route else boxes.leaf_value(leaf)
-        for (path, leaf), route in found
+        shard_to_gather(leaf, route.axes, path) if route else leaf_of(leaf).value for (path, leaf), route in found
     ]
     scan = _Scan(layer, routes, empty, structure, list(map(Primal.of, values)))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
@@ -152,7 +153,7 @@ class _Scan:
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """A layer from its gathered leaves, padding included, and from those that were never split."""
-        of_split, of_whole = map(boxes.leaf_value, split), map(boxes.leaf_value, whole)
+        of_split, of_whole = iter(trees.stored_values(split)), iter(trees.stored_values(whole))
         leaves = [
             self._gathered(next(of_split), route, box) if route else next(of_whole)
             for route, box in zip(self.routes, self.empty, strict=True)
@@ -160,7 +161,7 @@ class _Scan:
         return self.layer(jax.tree.unflatten(self.structure, leaves), carry, inputs, shared)
 
     def _gathered(self, value: jax.Array, route: Route, box: Any) -> Any:
-        return boxes.as_gathered(boxes.rebox(box, value), value, route.names_left, route.axes, route.how)
+        return as_gathered(rebox(box, value), value, route.names_left, route.axes, route.how)
 
     def shards(self, values: Arrays, index: Any) -> Arrays:
         """What a layer's split leaves send."""
@@ -179,7 +180,7 @@ class _Scan:
         """Arrays of those leaves whose route ``is_among`` them; frozen ones in their boxes, which take no gradient."""
         among = [box for box, route in zip(self.empty, self.routes, strict=True) if is_among(route)]
         found = zip(arrays, among, strict=True)
-        return [value if boxes.is_trainable(box) else boxes.rebox(box, value) for value, box in found]
+        return [value if leaf_of(box).trainable else rebox(box, value) for value, box in found]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
         """Each layer that is on its way goes one stage on, and the ``shards`` of another one set out."""
@@ -311,7 +312,7 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """The gradient of ``run`` by each of ``args``, with None for leaves that have none; so are those of cotangents."""
+    """The gradients of ``run`` by each of ``args``. Leaves without gradient are None, there and in ``cotangents``."""
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))
@@ -334,7 +335,7 @@ def _zeros(length: int, abstract: Any) -> jax.Array:
 
 
 def _zeros_like_floats(leaf: Any) -> jax.Array | None:
-    return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if boxes.is_differentiable(leaf) else None
+    return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if leaf_of(leaf).is_differentiable else None
 
 
 def _unless_float0(cotangent: Any) -> Any:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.distributed.data_parallel import collectives
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
-from xlstm_jax.distributed.data_parallel.gathering.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 
 _MOST_PADDING = 1 / 128  # of a row: a share that keeps 8 bits below 0.52 of bfloat16's bytes, and 4 bits below 0.27
 

@@ -12,9 +12,9 @@ import jax
 from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from xlstm_jax.distributed.data_parallel import boxes
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.decisions.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
 
@@ -59,7 +59,7 @@ class _Decisions(tuple[Decision, ...]):
         return hash(_Decisions)
 
 
-class Planned(boxes.Sharded):
+class Planned(Sharded, repr=False):
     """The box of a leaf in a plan, split or whole. ``decisions`` are those of all wrappers that saw it, in their order.
 
     ``stands_for`` is the class of the box that the leaf has when the model is initialised, None where it has none.
@@ -71,29 +71,29 @@ class Planned(boxes.Sharded):
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
-        before = leaf if isinstance(leaf, Planned) else None
-        is_boxed = decision.choice.dim is not None or not boxes.is_trainable(boxed)
-        stands_for = before.stands_for if before else type(leaf) if boxes.is_box(leaf) else None
+        before, found = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
+        is_boxed = decision.choice.dim is not None or not found.trainable
+        stands_for = before.stands_for if before else type(leaf) if is_box(leaf) else None
         return cls(
-            boxes.leaf_value(boxed),
+            found.value,
             decision.names,
-            communication=boxes.leaf_communication(boxed),
-            true_sizes=boxed.true_sizes if isinstance(boxed, boxes.Sharded) else (),
-            unit_depth=boxes.unit_depth(leaf),
-            trainable=boxes.is_trainable(boxed),
+            communication=found.communication,
+            true_sizes=found.true_sizes,
+            unit_depth=leaf_of(leaf).unit_depth,
+            trainable=found.trainable,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
-            stands_for=boxes.Sharded if is_boxed else stands_for,
+            stands_for=Sharded if is_boxed else stands_for,
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
         """The leaf as a wrapper over ``axes`` gives it to its module: not split over them, to be decided once more."""
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
-        if not ours and not set(boxes.leaf_axes(self)) <= set(axes):
+        if not ours and not set(self.axes) <= set(axes):
             return self
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         names = tuple(map(axes_entry, kept))
         stands_for = self.stands_for if any(names) else None
-        return self.replace(value=boxes.true_value(self), true_sizes=(), names=names, stands_for=stands_for)
+        return self.replace(value=true_value(self), true_sizes=(), names=names, stands_for=stands_for)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
         # Only a box takes a name for the layer dim that is added to it; a leaf without a box takes none.

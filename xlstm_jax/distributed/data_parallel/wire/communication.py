@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.wording import shortened
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}

@@ -9,7 +9,7 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,13 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import boxes, collectives, trees
-from xlstm_jax.distributed.data_parallel.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.gathering.communication import Communication
-from xlstm_jax.distributed.data_parallel.gathering.gather_array import GATHER_SCOPE, path_in_model
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, is_box, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 
 def gather_params(
@@ -61,14 +64,14 @@ def gather_own_params(
     """``gather_params`` of those leaves of which ``is_own(path, leaf)`` is true; others stay as they are."""
 
     def gather(path: str, leaf: Any) -> Any:
-        if not boxes.is_box(leaf) or not is_own(path, leaf):
+        if not is_box(leaf) or not is_own(path, leaf):
             return leaf
-        path = path_in_model(path)
-        how = given.or_else(boxes.leaf_communication(leaf))
-        if set(boxes.leaf_axes(leaf)) & set(axes):
+        path, found = path_in_model(path), leaf_of(leaf)
+        how = given.or_else(found.communication)
+        if set(found.axes) & set(axes):
             collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-            how.dtypes(boxes.leaf_value(leaf), path)  # refused here, with the leaf's name
-        return boxes.gather_leaf(leaf, axes, how, path)
+            how.dtypes(found.value, path)  # refused here, with the leaf's name
+        return gather_leaf(leaf, axes, how, path)
 
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(gather, params)
@@ -77,8 +80,10 @@ def gather_own_params(
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """Averages gradients over the data axes that their leaves are not split over.
 
-    Call it inside ``shard_map``, on what comes straight from ``jax.grad`` of a loss that is the mean over this device's
-    batch. Arrays that it has returned, or ``training.value_and_grad``, it knows again and leaves as they are.
+    Call it once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over this device's
+    batch. It recognises arrays that it has returned itself, or that ``training.value_and_grad`` has returned, and does
+    not average them again. If you scale, cast or clip an average and pass it in again, it cannot recognise it, and may
+    divide it a second time; ``training.check_step`` finds that.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
@@ -89,17 +94,15 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
     (over the axis of its copies, by that transpose), and is divided; any other is averaged.
 
-    A leaf that the model itself splits over an axis of the batch (experts, each device having its own) has gradients of
-    all tokens that came to the device: their sum, which is divided. Boxes of ``init_sharded`` say so. A hand-made
-    ``nn.Partitioned`` does not, and counts as one that ``gather_params`` has gathered; ``value_and_grad`` tells apart.
-
-    An average has that type, too. One that has become another array since (scaled, cast, clipped, carried by a
-    ``scan``) must therefore not come here again: nothing shows that it is no sum. ``training.check_step`` finds it.
+    Where the model itself splits a leaf over an axis of the batch (each device has its own experts), the gradient is
+    the sum over all tokens that came to the device, and is divided. Boxes made by ``init_sharded`` say that the model
+    splits the leaf. A hand-made ``nn.Partitioned`` does not say it, and is taken for a leaf that ``gather_params`` has
+    gathered; ``value_and_grad`` treats both rightly.
 
     Args:
       grads: boxed where the parameters are; leaves without gradient (float0) pass.
-      axis_names: all mesh axes along which the batch or gathered weights differ (those of the wrappers among them), a
-        string or a sequence. An axis that is left out is not averaged over, and nothing here can notice.
+      axis_names: all mesh axes along which the batch or gathered weights differ, with the axes of the wrappers; a
+        string or a sequence. Gradients are not averaged over an axis that you leave out, and no error tells.
     Returns:
       The tree with the same boxes and dtypes; sums run in float32 where the leaves are narrower.
     Raises:
@@ -108,48 +111,40 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
-    known = [_known_averages.axes_of(boxes.leaf_value(leaf)) for leaf in live]
-    done = [axes_of.union(boxes.reduced_axes(leaf)) for leaf, axes_of in zip(live, known, strict=True)]
+    known = [_averaged_over(leaf_of(leaf).value) for leaf in live]
+    done = [axes_of.union(leaf_of(leaf).reduced_axes) for leaf, axes_of in zip(live, known, strict=True)]
     over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
-    apart = [set(boxes.model_axes(leaf)) for leaf in live]
+    apart = [set(leaf_of(leaf).model_axes) for leaf in live]
     with jax.named_scope("sync_gradients"):
         divided = list(map(_divide_summed, live, over, known))
         over = [tuple(axis for axis in some if axis not in own) for some, own in zip(over, apart, strict=True)]
         synced = collectives.pmean(divided, over)
-    for value, axes_done in zip(synced, done, strict=True):
-        _known_averages.add(value, axes_done.union(axes))
-    return put_back([boxes.rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
+    _remember(synced, [axes_done.union(axes) for axes_done in done])
+    return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
 def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
-    """A gradient divided by the sizes of the axes over which it is summed already.
+    """The gradient divided by the number of devices over which it is already a sum.
 
-    These are the model's own, and tracked ones, its copies' among them, over which its type does not vary.
+    It is a sum over the model's own axes, and over tracked axes (of copies, too) over which its type does not vary.
     """
-    grad, own = boxes.leaf_value(leaf), boxes.model_axes(leaf)
-    over = [axis for axis in (*axes, *boxes.copied_axes(leaf)) if axis not in known]
+    grad, own = leaf_of(leaf).value, leaf_of(leaf).model_axes
+    over = [axis for axis in (*axes, *leaf_of(leaf).copied_axes) if axis not in known]
     equal = [axis for axis in over if axis not in collectives.varying_axes(grad) and collectives.is_tracked(axis)]
     count = collectives.axis_size([axis for axis in over if axis in own or axis in equal])
     return grad / count if count > 1 else grad
 
 
-class _Averages:
-    """The traced arrays that ``sync_gradients`` has returned and that still exist, with the axes averaged over.
-
-    By identity: an average has the type of a sum, and JAX lets nobody write on an array where it comes from.
-    """
-
-    def __init__(self) -> None:
-        self._axes: dict[int, tuple[weakref.ref[jax.Array], frozenset[str]]] = {}
-
-    def add(self, value: jax.Array, axes: frozenset[str]) -> None:
-        if isinstance(value, Tracer):
-            key = id(value)
-            self._axes[key] = (weakref.ref(value, lambda _: self._axes.pop(key, None)), axes)
-
-    def axes_of(self, value: Any) -> frozenset[str]:
-        found = self._axes.get(id(value))
-        return found[1] if found and found[0]() is value else frozenset()
+# The traced arrays that sync_gradients has returned and that still exist, with the axes they are averaged over. An
+# average has the type of a sum, and JAX lets nobody write on an array where it comes from.
+_averages: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
 
 
-_known_averages = _Averages()
+def _averaged_over(value: Any) -> frozenset[str]:
+    return next((axes for average, axes in _averages if average() is value), frozenset())
+
+
+def _remember(averages: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
+    new = zip(averages, axes, strict=True)
+    _averages[:] = [(average, over) for average, over in _averages if average() is not None]
+    _averages.extend((weakref.ref(value), over) for value, over in new if isinstance(value, Tracer))

@@ -10,7 +10,7 @@ A reason is data. A plan shows its text; the lint and scripts ask which reason i
 from dataclasses import dataclass
 from typing import Any, ClassVar, dataclass_transform
 
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 
 @dataclass_transform(frozen_default=True)

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xlstm_jax.distributed.data_parallel.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.decisions.reasons import (
+from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
     Largest,
@@ -20,6 +19,7 @@ from xlstm_jax.distributed.data_parallel.decisions.reasons import (
     Taken,
     TooSmall,
 )
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
 

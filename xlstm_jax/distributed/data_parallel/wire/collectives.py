@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.gathering.communication import widened
+from xlstm_jax.distributed.data_parallel.wire.communication import widened
 
 Key = TypeVar("Key")
 

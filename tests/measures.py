@@ -1,0 +1,196 @@
+"""How large and how tangled the library is: ``python -m tests.measures`` prints the table of docs/architecture.md.
+
+Most rows are read off the source. Three are read off what runs: functions and files between ``step.lower`` and the
+backward rule of the gather, and how often a value comes back to a file while it is handed on.
+"""
+
+import ast
+import itertools
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1] / "xlstm_jax"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources() -> dict[Path, str]:
+    """The text of each file of the library."""
+    return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def code_lines(text: str) -> int:
+    """Lines that are neither blank, nor comments alone, nor part of a docstring or an import."""
+    other: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            other |= set(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, ast.Module | ast.ClassDef | FUNCTIONS) and ast.get_docstring(node) is not None:
+            other |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in other for n, line in lines)
+
+
+def private_functions_with_one_caller(texts: dict[Path, str]) -> tuple[int, int]:
+    """Of the functions whose names begin with ``_``: those that are named once beside their definition; and all."""
+    defined, named = [], Counter[str]()
+    for text in texts.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, FUNCTIONS) and node.name.startswith("_") and not node.name.startswith("__"):
+                defined.append(node.name)
+            elif isinstance(node, ast.Name):
+                named[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                named[node.attr] += 1
+    return sum(named[name] == 1 for name in defined), len(defined)
+
+
+def cycles_of_entries(package: Path = PACKAGE) -> list[list[str]]:
+    """Entries of a folder, files or folders, that import each other, directly or not; at any depth.
+
+    What an ``__init__`` hands on is no import of its folder's entries by each other.
+    """
+    files = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in package.rglob("*.py")}
+    arrows = {(path, files[name]) for path in files.values() for name in _imported(path) if name in files}
+    found = []
+    folders = {parent for path in files.values() for parent in path.parents if package in (parent, *parent.parents)}
+    for folder in folders:
+        graph: dict[str, set[str]] = {}
+        for ends in arrows:
+            if all(folder in end.parents for end in ends):
+                here, there = (end.relative_to(folder).parts[0] for end in ends)
+                if here != there and "__init__.py" not in (here, there):
+                    graph.setdefault(here, set()).add(there)
+        reached = {entry: _reached(graph, entry) for entry in graph}
+        circles = {frozenset(o for o in reached[e] if e in reached.get(o, ())) for e in graph if e in reached[e]}
+        found += [[str(folder.relative_to(package.parent)), *sorted(circle)] for circle in circles]
+    return sorted(found)
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        new = graph.get(todo.pop(), set()) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def calls(run: Callable[[], Any], until: str = "", value: Any = None) -> list[CodeType]:
+    """The library's functions in the order in which ``run`` calls them, up to the first call of ``until``.
+
+    With ``value``, those alone that are given it as an argument.
+    """
+    seen: list[CodeType] = []
+
+    def on_event(frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        code = frame.f_code
+        done = until and seen and seen[-1].co_name == until
+        if event == "call" and not done and code.co_filename.startswith(f"{PACKAGE}/"):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if value is None or any(frame.f_locals.get(name) is value for name in names):
+                seen.append(code)
+
+    sys.setprofile(on_event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def climbs(run: Callable[[], Any], value: Any) -> int:
+    """How often ``value`` comes back to a file that has had it, after another file has had it."""
+    files = [file for file, _ in itertools.groupby(code.co_filename for code in calls(run, value=value))]
+    return len(files) - len(set(files))
+
+
+def of_the_source() -> dict[str, float]:
+    """The rows that are read off the source."""
+    texts = sources()
+    lines = [line for text in texts.values() for line in text.splitlines()]
+    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
+    lengths = [node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, FUNCTIONS)]
+    once, private = private_functions_with_one_caller(texts)
+    public = _public_names()
+    return {
+        "files": len(texts),
+        "lines": len(lines),
+        "lines of code": sum(map(code_lines, texts.values())),
+        "lines that are comments, %": round(100 * sum(line.strip().startswith("#") for line in lines) / len(lines), 1),
+        "lines that name `Any`": sum(bool(re.search(r"\bAny\b", line)) for line in lines),
+        "functions": len(lengths),
+        "lines of a function, median": statistics.median(lengths),
+        "lines of a function, 90th percentile": statistics.quantiles(lengths, n=10)[-1],
+        "private functions": private,
+        "private functions that are named once": once,
+        "cycles between entries of a folder": len(cycles_of_entries()),
+        "context variables": sum(len(re.findall(r"= (?:contextvars\.)?ContextVar\b", text)) for text in texts.values()),
+        "names of `xlstm_jax.distributed`": len(public),
+    }
+
+
+def _public_names() -> list[str]:
+    import xlstm_jax.distributed
+
+    return list(xlstm_jax.distributed.__all__)
+
+
+def of_what_runs() -> dict[str, float]:
+    """The rows that are read off a small step, on the devices that there are."""
+    from xlstm_jax.distributed import simulate_cpu_devices
+
+    simulate_cpu_devices(8)
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import linen as nn
+
+    from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_modules
+
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": jax.device_count()})
+    model = shard_modules(nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64)]), nn.Dense, "fsdp", min_weight_size=0)
+    batch = jnp.ones((8, 64))
+
+    def loss(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+    def make_state() -> Any:
+        return create_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch, batch_axes=("fsdp",))
+
+    up = climbs(make_state, model)
+    state, step = make_state(), make_train_step(loss, mesh, batch_axes=("fsdp",))
+    way = calls(lambda: step.lower(state, batch, jax.random.key(1)), until="_gather_bwd")
+    assert way[-1].co_name == "_gather_bwd", "the step never reached the gather's backward rule"
+    return {
+        "functions from `step.lower` to the gather's backward rule": len(set(way)),
+        "files on that way": len({code.co_filename for code in way}),
+        "climbs of `model` through `create_train_state`": up,
+    }
+
+
+def main() -> None:
+    print("| measure | today |\n| --- | ---: |")
+    for name, value in (of_the_source() | of_what_runs()).items():
+        print(f"| {name} | {value:,} |")
+
+
+if __name__ == "__main__":
+    main()

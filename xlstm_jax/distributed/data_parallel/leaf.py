@@ -1,0 +1,428 @@
+"""A leaf: one array of a tree, with what is known of it.
+
+A parameter that is split over mesh axes stands in a tree in a box, ``nn.Partitioned(value, names)``. ``names`` has an
+entry for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
+``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
+
+``Sharded`` is the library's own box: all else that is known of a leaf are its fields and properties. Trees hold other
+leaves too: bare arrays, boxes of Flax, variables of NNX. ``leaf_of`` is the one place that reads these, as ``Sharded``:
+
+  leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      what is known
+  rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          another leaf, for the tree
+  true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         its values
+
+``trees`` walks trees with boxes as leaves. Which dim is split, ``shard_choice`` decides. A box that is read inside
+``shard_map`` gathers itself.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from flax.core import meta
+from jax.core import Tracer
+
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    value_dtype,
+)
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
+from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
+from xlstm_jax.distributed.data_parallel.wire.tracing import note_branch, running_loss
+
+# --------------------------------------------------------------------------------------------------------- one leaf
+
+
+class Sharded(meta.Partitioned[Any]):
+    """An array and what is known of it: the box that this library makes, and what ``leaf_of`` makes of any leaf.
+
+    Fields, all static but ``value``:
+      names: for each dim the axes that split it.
+      communication: how the leaf travels.
+      true_sizes: for each dim its size without padding, where it was padded so that the axes divide it, else None;
+        empty where no dim is padded.
+      unit_depth: tells the wrapped module that gathers the leaf: the number of names in the leaf's path after that
+        module's own path. 1 for "blocks/mlp/kernel" gathered by "blocks/mlp"; 0 where no module is known.
+      model_axes: axes over which the model itself splits the leaf, and no wrapper gathers it (tensor parallel,
+        experts).
+      trainable: False for a frozen leaf, which has no gradient wherever it is read. A frozen leaf that is whole has a
+        box only to say this; its names are all None.
+      packed: how a frozen leaf is stored as blocks of bytes. The bytes travel; the reader unpacks them.
+      read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
+        parallel).
+
+    A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the
+    shard, ``unbox`` gathers it, over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
+    sharding instead, which is an error where the mesh axes are manual.) A box also reads as an array
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``), which calls ``unbox``. Each read is one more gather.
+
+    A layer dim that ``nn.scan`` or ``nn.vmap`` adds is whole, unless ``metadata_params`` has a name for it.
+    """
+
+    names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
+    communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
+    true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
+    unit_depth: int = struct.field(default=0, pytree_node=False)
+    model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
+    trainable: bool = struct.field(default=True, pytree_node=False)
+    packed: PackedAlong | None = struct.field(default=None, pytree_node=False)
+    read_as_stored: bool = struct.field(default=False, pytree_node=False)
+
+    # ------------------------------------------------------------------------------------------------ what is known
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that the leaf is split over, in the order of its dims; () where it is whole."""
+        return tuple(axis for entry in self.names for axis in entry_axes(entry))
+
+    @property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """``axes`` without ``model_axes``: wrapped modules, or ``gather_params``, gather the leaf over these."""
+        return tuple(axis for axis in self.axes if axis not in self.model_axes)
+
+    @property
+    def copied_axes(self) -> tuple[str, ...]:
+        """The axes along which the leaf has copies."""
+        return self.communication.copied_axes
+
+    @property
+    def reduced_axes(self) -> tuple[str, ...]:
+        """The axes over which the backward pass of the gather averages: the gathered axes, and the axes of copies."""
+        return self.gathered_axes + self.copied_axes
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether it takes a gradient: floats do, unless they are frozen; integers, bools and PRNG keys do not."""
+        return self.trainable and jnp.issubdtype(value_dtype(self.value), jnp.inexact)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is stored in blocks of bytes."""
+        return self.packed is not None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is stored with padding."""
+        return any(self.true_sizes)
+
+    @property
+    def unpadded_sizes(self) -> tuple[int | None, ...]:
+        """``true_sizes`` with an entry for each dim."""
+        return self.true_sizes or (None,) * np.ndim(self.value)
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The global shape that the plain model's leaf has; of a leaf of global shape, padded or not."""
+        stored = np.shape(self.value)
+        stored = self.packed.true_shape(stored) if self.packed else stored
+        return tuple(size if true is None else true for size, true in zip(stored, self.unpadded_sizes, strict=True))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes as it is stored: of the global array or, inside ``shard_map``, of this device's shard."""
+        return math.prod(np.shape(self.value)) * value_dtype(self.value).itemsize
+
+    def __repr__(self) -> str:
+        """Dtype, shape and names of what is stored, and the fields that are not the default."""
+        has_shape = hasattr(self.value, "shape") and hasattr(self.value, "dtype")
+        value = f"{self.value.dtype}{list(self.value.shape)}" if has_shape else repr(self.value)
+        rest = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name not in ("value", "names")]
+        said = [f"{name}={found!r}" for name, found, default in rest if found != default]
+        return f"{type(self).__name__}({', '.join([value, str(self.names), *said])})"
+
+    # ------------------------------------------------------------------------------------------- it is read as an array
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        if self.read_as_stored:
+            return self.value
+        axes = self._axes_to_read()
+        if not axes:
+            return read_value(self)
+        is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
+        if is_whole and (spread := collectives.spread_axes(axes)):
+            raise whole_value("a parameter that is read", np.shape(self.value), spread)
+        collectives.check_bound(self.copied_axes, caller="a parameter that is read, replicas of it")
+        with jax.named_scope(GATHER_SCOPE):
+            return leaf_of(gather_leaf(self, axes, self.communication)).value
+
+    def _axes_to_read(self) -> tuple[str, ...]:
+        """The axes over which a read gathers here; () outside of ``shard_map``, where values are global."""
+        if self.read_as_stored:
+            return ()
+        bound = tuple(axis for axis in self.gathered_axes if collectives.is_bound(axis))
+        if bound and len(self.names) != np.ndim(self.value):
+            raise ValueError(
+                f"a parameter is read that has the shape {np.shape(self.value)} on this device, and a box for "
+                f"{len(self.names)} dims, {self.names}: it was stacked or sliced without its box, by jax.vmap or "
+                "jax.lax.scan, say. Use nn.vmap or nn.scan, or call gather_params before."
+            )
+        return bound
+
+    @property
+    def dtype(self) -> Any:
+        if self.packed:
+            return self.packed.arrival_dtype(self.communication if self._axes_to_read() else None)
+        return self.communication.dtypes(self.value)[0] if self._axes_to_read() else value_dtype(self.value)
+
+    @property
+    def ndim(self) -> int:
+        return np.ndim(self.value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        read, leaf = self._axes_to_read(), leaf_of(self)
+        parts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
+        stored = np.shape(self.value)
+        stored = self.packed.true_shape(stored) if self.packed else stored
+        dims = zip(stored, parts, leaf.unpadded_sizes, strict=True)
+        return tuple(size * count if true is None else true for size, count, true in dims)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.unbox()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.unbox(), dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.unbox()[index]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.unbox())
+
+    @property
+    def T(self) -> jax.Array:  # noqa: N802  # as arrays have it
+        return self.unbox().T
+
+    def astype(self, dtype: Any) -> jax.Array:
+        return self.unbox().astype(dtype)
+
+    # ------------------------------------------------------------------------------------ Flax adds and takes layers
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        index = index % (len(self.names) + 1)
+        sizes = self.true_sizes and (*self.true_sizes[:index], None, *self.true_sizes[index:])
+        return self.replace(names=super().add_axis(index, params).names, true_sizes=sizes)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
+        index = index % len(self.names)
+        if self.packed and index >= len(self.names) + self.packed.dim:
+            raise ValueError(
+                f"a frozen parameter with the names {self.names} is packed as {self.packed.format_name} along dim "
+                f"{len(self.names) + self.packed.dim}, and dim {index} is that of its layers. Give nn.scan its layers "
+                "along dim 0, or freeze this parameter in a floating dtype."
+            )
+        sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
+        return self.replace(names=super().remove_axis(index, params).names, true_sizes=sizes)
+
+    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
+        return params.get(meta.PARTITION_NAME)
+
+
+# -------------------------------------------------------------------------------------------------- leaves of others
+
+
+class SplitVariable:
+    """A variable of NNX that is split: a leaf of a tree as a box is, which its module reads as the whole array."""
+
+    __slots__ = ()
+
+    @property
+    def as_sharded(self) -> Sharded:
+        """The stored array, or whatever a transformed tree holds instead of it, and what is known of it."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[AxisEntry, ...]:
+        return self.as_sharded.names
+
+    def replace(self, **fields: Any) -> "SplitVariable":
+        """The same with other fields of ``as_sharded``."""
+        raise NotImplementedError
+
+    def replace_boxed(self, val: Any) -> "SplitVariable":
+        """The same with another stored array."""
+        raise NotImplementedError
+
+
+def is_box(leaf: Any) -> bool:
+    """Whether ``leaf`` is a value in a box that carries axis names."""
+    return isinstance(leaf, meta.Partitioned | SplitVariable)
+
+
+def is_ours(leaf: Any) -> bool:
+    """Whether ``leaf`` is in a box of the library, which tells how it travels and which axes are the model's own."""
+    return isinstance(leaf, Sharded | SplitVariable)
+
+
+def leaf_of(leaf: Any) -> Sharded:
+    """What is known of any leaf of a tree: a bare value, a box of Flax, a variable of NNX, a ``Sharded``.
+
+    ``names`` has an entry for each dim, None where the box has none for it. A box has more names than dims around the
+    scalar that an optimizer keeps for each leaf of a boxed tree; they are left out.
+    """
+    if isinstance(leaf, SplitVariable):
+        return leaf.as_sharded
+    if not isinstance(leaf, meta.Partitioned):
+        return Sharded(leaf, (None,) * np.ndim(leaf))
+    ndim = np.ndim(leaf.value)
+    names = (tuple(leaf.names) + (None,) * ndim)[:ndim]
+    if not isinstance(leaf, Sharded):
+        return Sharded(leaf.value, names)
+    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in leaf.model_axes)
+    return leaf if (leaf.names, leaf.model_axes) == (names, own) else leaf.replace(names=names, model_axes=own)
+
+
+# ---------------------------------------------------------------------------------------------- other leaves for trees
+
+
+def rebox(leaf: Any, value: Any) -> Any:
+    """``value`` in the box of ``leaf``, or bare where ``leaf`` has none."""
+    return leaf.replace_boxed(value) if is_box(leaf) else value
+
+
+def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
+    """The leaf with the axes in its box as ``model_axes``, except the axes in ``gathered``, which a wrapper gathers.
+
+    An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
+    """
+    found = leaf_of(leaf)
+    if not found.axes or isinstance(leaf, SplitVariable):
+        return leaf
+    own = found.model_axes if is_ours(leaf) else found.axes
+    return found.replace(model_axes=tuple(axis for axis in own if axis not in gathered))
+
+
+def frozen(leaf: Any) -> Any:
+    """The leaf in a box that says that it is frozen; itself where it takes no gradient anyway."""
+    if not leaf_of(leaf).is_differentiable:
+        return leaf
+    boxed = split_by_model(leaf)
+    return (boxed if is_ours(boxed) else leaf_of(boxed)).replace(trainable=False)
+
+
+def with_communication(leaf: Any, **fields: Any) -> Any:
+    """The leaf with other fields of its box's ``Communication``; itself where its box has none."""
+    return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_ours(leaf) else leaf
+
+
+def with_layer_names(leaf: Any) -> Any:
+    """The leaf with None in front of its names, for leading dims (layers) that have no name yet."""
+    if not isinstance(leaf, meta.Partitioned):
+        return leaf
+    layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
+    sizes = {"true_sizes": layers + leaf.true_sizes} if isinstance(leaf, Sharded) and leaf.true_sizes else {}
+    return leaf.replace(names=layers + tuple(leaf.names), **sizes)
+
+
+def with_last_names(leaf: Any, ndim: int) -> Any:
+    """The leaf with names for its last ``ndim`` dims only, which are the dims of one layer."""
+    return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
+
+
+def split_along(
+    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, true_size: int | None
+) -> Sharded:
+    """``value`` in a box that splits ``dim`` over ``axes``; the other dims stay as in the box of ``leaf``.
+
+    ``true_size`` is the size of ``dim`` without padding, or None where ``value`` has no padding.
+    """
+    found = leaf_of(leaf)
+    names, sizes = list(found.names), list(found.unpadded_sizes)
+    names[dim], sizes[dim] = axes_entry(axes), true_size
+    split = {axis for entry in names for axis in entry_axes(entry)}
+    replicas = communication.replicas or found.communication.replicas
+    return Sharded(
+        value,
+        tuple(names),
+        communication=replace(communication, replicas=replicas).not_copied_along(split),
+        true_sizes=tuple(sizes) if any(sizes) else (),
+        model_axes=found.model_axes,
+        trainable=found.trainable,
+    )
+
+
+def unpacked(leaf: Any) -> Any:
+    """The leaf as an array of floats, with the rounding of its packed form; itself where it is not packed."""
+    found = leaf_of(leaf)
+    return found.replace(value=found.packed.unpack(found.value), packed=None) if found.packed else leaf
+
+
+# -------------------------------------------------------------------------------------------------------- its values
+
+
+def true_value(leaf: Any) -> Any:
+    """The value, whole or global, of a leaf without its padding, and unpacked."""
+    found = leaf_of(leaf)
+    value = found.packed.unpack(found.value) if found.packed else found.value
+    return value[tuple(map(slice, found.true_shape))] if found.is_padded else value
+
+
+def with_padding(leaf: Any, value: Any) -> Any:
+    """``value``, of the true shape of ``leaf``, padded with zeros to the stored shape of ``leaf``."""
+    found = leaf_of(leaf)
+    if not found.is_padded:
+        return value
+    sizes = zip(np.shape(found.value), np.shape(value), strict=True)
+    return jnp.pad(value, [(0, size - true) for size, true in sizes])
+
+
+def read_value(leaf: Any) -> Any:
+    """``true_value``, without gradient where the leaf is frozen: what a module computes with."""
+    return _as_read(leaf, true_value(leaf))
+
+
+def _as_read(leaf: Any, value: Any) -> Any:
+    return value if leaf_of(leaf).trainable else jax.lax.stop_gradient(value)
+
+
+def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+    """The value gathered over ``axes``, without padding; in a box where other axes still split it."""
+    note_branch(path)
+    value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf_of(leaf).names, axes, how, path)
+    return as_gathered(leaf, value, names, axes, how)
+
+
+def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
+    """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
+    found = leaf_of(leaf)
+    own = found.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(found.axes)
+    return gathered_by_hand(_as_read(leaf, found.value), tuple(axis for axis in axes if axis in own), path)
+
+
+def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
+    """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
+    found = leaf_of(leaf)
+    value = found.packed.unpack(value, how) if found.packed else value
+    if found.is_padded:
+        sizes = zip(found.true_sizes, names, strict=True)
+        value = value[tuple(slice(size if entry is None else None) for size, entry in sizes)]
+    if not any(names):
+        return value
+    return Sharded(
+        value,
+        names,
+        communication=replace(how, replicas=None) if set(found.axes) & set(axes) else how,
+        true_sizes=found.true_sizes if found.is_padded else (),
+        unit_depth=found.unit_depth,
+        trainable=found.trainable,
+        read_as_stored=True,
+    )
+
+
+def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
+    """The error for a leaf, named by ``what``, with a whole value in a box that says it is split."""
+    return ValueError(
+        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
+        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
+        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
+        "path: 'lora' in path), or freeze_params."
+    )

@@ -1,0 +1,109 @@
+"""What surrounds a gather while it is traced: the loss function that runs, the module, a branch, ``nn.map_variables``.
+
+The first two are context variables, as a user's function stands between those who know and those who ask. The last two
+are read off the stack, as no trace tells. All of it is asked while a model is traced, never in a step.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from flax.core import lift
+
+
+@dataclass(frozen=True)
+class RunningLoss:
+    """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
+
+    ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
+    which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
+    ``gathered_in_branches``.
+    """
+
+    axes: tuple[str, ...] = ()
+    model_axes: frozenset[str] = frozenset()
+    gathered_in_branches: list[str] = field(default_factory=list)
+
+
+# Between value_and_grad, which knows the axes, and the gathers within the model stands the user's loss function.
+_running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
+# Linen calls a wrapped module's gather without its path, which errors name.
+_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
+
+
+def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
+    """While that loss function runs."""
+    return set_context(_running_loss, loss)
+
+
+def running_loss() -> RunningLoss:
+    """The loss function that runs; with no axes where none does."""
+    return _running_loss.get()
+
+
+def note_branch(path: str) -> None:
+    """Called at each gather."""
+    if (loss := running_loss()).axes and inside_branch():
+        loss.gathered_in_branches.append(path or "a parameter")
+
+
+def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
+    return set_context(_module, path)
+
+
+def path_in_model(path: str) -> str:
+    """The path of a leaf from the top of the model, for one within the module that gathers it."""
+    module = _module.get()
+    return path if module is None else "/".join((*module, path.removeprefix("params/")))
+
+
+@contextlib.contextmanager
+def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Sets a context variable, and sets it back at the end."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# Functions of JAX, with the files that they are in.
+BRANCHES = {
+    "cond": "conditionals.py",
+    "_cond": "conditionals.py",
+    "switch": "conditionals.py",
+    "_switch": "conditionals.py",
+    "while_loop": "loops.py",
+}
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def inside_branch() -> bool:
+    """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
+    found = ((frame.f_code.co_filename, BRANCHES.get(frame.f_code.co_name)) for frame in _frames())
+    return any(file is not None and path.endswith(file) for path, file in found)
+
+
+def inside_map_variables(ours: Any) -> bool:
+    """Whether this code runs within an ``nn.map_variables`` that maps by another function than ``ours``.
+
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it.
+    """
+    for frame in _frames():
+        if frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars:
+            mapped = frame.f_locals["map_in_fn"]
+            if not (isinstance(mapped, functools.partial) and mapped.func is ours):
+                return True
+    return False
