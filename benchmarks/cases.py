@@ -39,9 +39,9 @@ from benchmarks.models import BLOCKS, LanguageModel
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.data_parallel.fronts.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import shardings
+from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes

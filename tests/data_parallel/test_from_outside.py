@@ -250,7 +250,7 @@ def test_nothing_chosen_is_refused_with_the_modules_that_there_are():
 
 @pytest.mark.parametrize("where", ["Dense", nn.Dense(4), (), 3, (nn.Dense, "Embed"), dict])
 def test_what_chooses_nothing_by_its_kind_is_refused(where):
-    with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense\) or a tuple of them"):
+    with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple of them"):
         shard_modules(Tied(), where, "fsdp")
 
 

@@ -553,7 +553,7 @@ def test_what_matches_nothing_or_twice():
     with pytest.raises(TypeError, match=r"not a Model. For flax.nnx: shard_modules\(nnx_model"):
         shard_modules(Model(nnx.Rngs(0)), Block, "fsdp")
     for where in (larger_than(100), repeated_blocks(), nn.Dense, ()):
-        with pytest.raises(TypeError, match=r"of an NNX model, pass a class of modules \(nnx.Linear\) or a tuple"):
+        with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple"):
             sharded(where=where)
     with pytest.raises(TypeError, match=r"a function that makes the module, not .*Model"):
         nnx_model(Model(nnx.Rngs(0)))

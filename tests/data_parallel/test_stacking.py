@@ -33,8 +33,7 @@ from xlstm_jax.distributed import (
     unstack_params,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.fronts.linen import stacking
+from xlstm_jax.distributed.data_parallel import stack, trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 
 LOOP, SCAN = "block_{}", "blocks"
@@ -103,10 +102,10 @@ def test_shards_stay_where_they_are(spec):
     assert scan[SCAN].sharding == NamedSharding(mesh, PartitionSpec(None, *spec))
     assert [leaf.sharding for leaf in unstack_params(scan, SCAN, LOOP).values()] == [x.sharding] * 2
     for fn, sharding, values in [
-        (stacking._stack, scan[SCAN].sharding, (x, x)),
-        (stacking._split, x.sharding, (scan[SCAN],)),
+        (stack._stack, scan[SCAN].sharding, (x, x)),
+        (stack._split, x.sharding, (scan[SCAN],)),
     ]:
-        program = stacking._jitted(fn, sharding).lower(*values).compile().as_text()
+        program = stack._jitted(fn, sharding).lower(*values).compile().as_text()
         assert count_collectives(program) == 0 and "num_partitions=8" in program
 
 

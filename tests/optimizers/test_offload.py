@@ -34,7 +34,7 @@ from xlstm_jax.distributed import (
     sync_gradients,
     with_ema,
 )
-from xlstm_jax.distributed.data_parallel.fronts.remat import named_input
+from xlstm_jax.distributed.data_parallel.remat import named_input
 from xlstm_jax.distributed.optimizers import streaming
 from xlstm_jax.distributed.optimizers.streaming import streamed
 

@@ -23,17 +23,17 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
-from xlstm_jax.distributed.data_parallel.fronts.linen.from_outside import shard_modules
-from xlstm_jax.distributed.data_parallel.fronts.linen.policies import larger_than, repeated_blocks
-from xlstm_jax.distributed.data_parallel.fronts.linen.scan_ahead import scan_layers
-from xlstm_jax.distributed.data_parallel.fronts.linen.stacking import stack_params, unstack_params
-from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import shard_module_params
-from xlstm_jax.distributed.data_parallel.fronts.nnx.nnx_models import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.fronts.remat import BLOCK_INPUT, remat_policy
-from xlstm_jax.distributed.data_parallel.fronts.renaming import rename_leaves
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
+from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
+from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
+from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
+from xlstm_jax.distributed.data_parallel.modules.selection import larger_than, repeated_blocks
+from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
+from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy
+from xlstm_jax.distributed.data_parallel.rename import rename_leaves
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
+from xlstm_jax.distributed.data_parallel.stack import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads

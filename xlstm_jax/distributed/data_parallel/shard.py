@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
@@ -25,51 +25,9 @@ from xlstm_jax.distributed.data_parallel.shard_choice import (
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import (
-    DEFAULT_COMMUNICATION,
-    Communication,
-    Replicas,
     is_prng_key,
     value_dtype,
 )
-
-
-class ShardRule(NamedTuple):
-    """The options of one ``shard_module_params``: which leaves are split, and how their shards travel.
-
-    Make it with ``of``, which checks them.
-    """
-
-    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
-    uneven: str = UNEVEN[0]
-    communication: Communication = DEFAULT_COMMUNICATION
-    trainable: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        min_weight_size: int,
-        uneven: str = UNEVEN[0],
-        gather_dtype: DTypeLike | None = None,
-        grad_scatter_dtype: DTypeLike | None = None,
-        replicas: Replicas | None = None,
-        trainable: bool = True,
-    ) -> "ShardRule":
-        """The rule from arguments as users write them.
-
-        Raises:
-          TypeError: the size is no integer, a dtype is none, or ``replicas`` is no ``Replicas``.
-          ValueError: the size is negative, ``uneven`` is none of its values, or a dtype is none of floats.
-        """
-        if not isinstance(min_weight_size, int | np.integer) or isinstance(min_weight_size, bool):
-            raise TypeError(f"min_weight_size={min_weight_size!r} is not a number of values; pass an int, as 2**18.")
-        if min_weight_size < 0:
-            raise ValueError(f"min_weight_size={min_weight_size} is negative; 0 splits every leaf that can be split.")
-        if uneven not in UNEVEN:
-            raise ValueError(f"uneven={uneven!r} is none of {UNEVEN}.")
-        if not isinstance(replicas, Replicas | None):
-            raise TypeError(f"replicas={replicas!r}: pass Replicas({replicas!r}), with the axes of the copies.")
-        communication = Communication.of(gather_dtype, grad_scatter_dtype, replicas)
-        return cls(int(min_weight_size), uneven, communication, trainable)
 
 
 def shard_params(
@@ -104,55 +62,56 @@ def shard_params(
     """
     axes = as_axis_names(axis_name)
     collectives.check_bound(axes, caller="shard_params")
-    return box_shards(params, axes, ShardRule.of(min_weight_size, uneven))
+    return box_shards(params, ShardPolicy(axes, min_weight_size, uneven=uneven))
 
 
-def box_shards(params: PyTree, axes: tuple[str, ...], rule: ShardRule) -> PyTree:
-    """``shard_params`` with all options of a wrapper in one ``rule``; inside ``shard_map``."""
-    return box_params(params, {axis: collectives.axis_size((axis,)) for axis in axes}, rule, collectives.own_shard)
+def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
+    """``shard_params`` with all options of a wrapper; inside ``shard_map``."""
+    sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
+    return box_params(params, sizes, policy, collectives.own_shard)
 
 
 def box_params(
     params: PyTree,
     axis_sizes: dict[str, int],
-    rule: ShardRule,
+    policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
     """Boxes the leaves that are to be split, with their global values, padded where that is needed; and frozen ones.
 
     ``take(value, dim, axes)`` makes another value of each for the box: its shard, say.
     """
-    decided, count = _decisions(params, axis_sizes, rule), math.prod(axis_sizes.values())
+    decided, count = _decisions(params, axis_sizes, policy), math.prod(axis_sizes.values())
 
     def box(path: str, leaf: Any) -> Any:
         (dim, _), axes = decided[path]
         leaf = split_by_model(leaf, axis_sizes)
-        leaf = leaf if rule.trainable else frozen(leaf)
+        leaf = leaf if policy.trainable else frozen(leaf)
         if dim is None:
             return leaf
         value, true_size = _padded(leaf_of(leaf).value, dim, count)
-        return split_along(leaf, take(value, dim, axes), dim, axes, rule.communication, true_size)
+        return split_along(leaf, take(value, dim, axes), dim, axes, policy.communication, true_size)
 
     return trees.map_leaves_with_path(box, params)
 
 
 def _decisions(
-    params: PyTree, axis_sizes: dict[str, int], rule: ShardRule
+    params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy
 ) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
     """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
     leaves = dict(trees.leaves_with_path(params))
-    choices = {path: _choice(leaf, axis_sizes, rule) for path, leaf in leaves.items()}
+    choices = {path: _choice(leaf, axis_sizes, policy) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
     sizes = [leaf_of(leaves[path]).stored_bytes for path in split]
     order_of = dict(zip(split, balanced_orders(sizes, axis_sizes), strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
 
-def _choice(leaf: Any, axis_sizes: dict[str, int], rule: ShardRule) -> ShardChoice:
+def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:
     found = leaf_of(leaf)
     if is_prng_key(found.value):
         return ShardChoice(None, PrngKeys())
-    return choose_shard_dim(np.shape(found.value), found.names, axis_sizes, rule.min_weight_size, rule.uneven)
+    return choose_shard_dim(np.shape(found.value), found.names, axis_sizes, policy.min_weight_size, policy.uneven)
 
 
 def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
@@ -166,7 +125,7 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
     return jnp.pad(value, widths), size
 
 
-def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> PyTree:
+def plan_params(params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy) -> PyTree:
     """What ``shard_params`` would decide: every leaf, global or abstract, split or not, as a ``Planned``.
 
     Raises:
@@ -174,15 +133,15 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], rule: ShardRule) -> 
     """
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        value, choice = leaf_of(leaf).value, _choice(leaf, axis_sizes, rule)
+        value, choice = leaf_of(leaf).value, _choice(leaf, axis_sizes, policy)
         gathered, summed = (str(value_dtype(value)),) * 2
         if choice.dim is not None:
-            gathered, summed = map(str, map(jnp.dtype, rule.communication.dtypes(value, path)))
-            gathered = rule.communication.format_of(value) or gathered
+            gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
+            gathered = policy.communication.format_of(value) or gathered
         names = leaf_of(boxed).names
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
-    return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, rule))
+    return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, policy))
 
 
 def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -> jax.Array:

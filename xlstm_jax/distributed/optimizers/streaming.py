@@ -30,7 +30,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.fronts.remat import ARITHMETIC
+from xlstm_jax.distributed.data_parallel.remat import ARITHMETIC
 from xlstm_jax.distributed.optimizers.offload import is_on_host
 
 ELEMENTWISE = frozenset(f"{ARITHMETIC} convert_element_type copy sharding_constraint".split())

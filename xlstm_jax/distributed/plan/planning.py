@@ -16,6 +16,7 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
     NoParameter,
@@ -24,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Reason,
     Unwrapped,
 )
-from xlstm_jax.distributed.data_parallel.shard import ShardRule, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
@@ -97,7 +98,7 @@ def plan_sharding(
         threshold = DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
         over = {axis: sizes[axis] for axis in axes}
         params = {PARAMETERS: variables.get(PARAMETERS, {})}
-        variables = variables | with_unit(plan_params(params, over, ShardRule.of(threshold)), params)
+        variables = variables | with_unit(plan_params(params, over, ShardPolicy(tuple(over), threshold)), params)
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})

@@ -21,9 +21,9 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype

@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.modules.unit import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
@@ -46,7 +46,7 @@ from xlstm_jax.distributed.training.checking.processes import compare_keys
 from xlstm_jax.distributed.training.checking.whole_params import (
     reasons_in_plan,
     warn_if_nothing_is_split,
-    warn_of_gathered_scans,
+    warn_of_gathered_stacks,
 )
 
 FlaxTrainState = train_state.TrainState
@@ -236,8 +236,7 @@ def create_train_state(
     check_model(model)
     check_transform(tx, "create_train_state")
     mesh = auto_mesh(mesh)
-    scans = GatheredScans()
-    with scans.watching():
+    with noting_stacks() as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
@@ -246,7 +245,7 @@ def create_train_state(
     warn_of_optimizer(tx, params)
     if not whole_ok:
         warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
-        warn_of_gathered_scans(scans, mesh)
+        warn_of_gathered_stacks(stacks, mesh)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)  # strongly typed, see sharded_opt_state

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
+from xlstm_jax.distributed.data_parallel.modules.unit import Stacks, noting_stacks
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -23,7 +23,7 @@ from xlstm_jax.distributed.training.checking.arguments import CheckedStep, check
 from xlstm_jax.distributed.training.checking.collections import check_takes_collections
 from xlstm_jax.distributed.training.checking.comparing.one_device import StepLoss
 from xlstm_jax.distributed.training.checking.mistakes import warn_of_idle_axes, warn_of_options
-from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_scans
+from xlstm_jax.distributed.training.checking.whole_params import warn_if_nothing_is_split, warn_of_gathered_stacks
 from xlstm_jax.distributed.training.gradients import LossOutput, fold_rng_over_axis
 from xlstm_jax.distributed.training.state import State, collections_of, updated_state
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
@@ -145,11 +145,10 @@ def make_train_step(
         on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         loss_and_grads = on_mesh(partial(_on_device, loss_fn, state.apply_fn, axes, options))
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections)
-        scans = GatheredScans()
-        with scans.watching():
+        with noting_stacks() as stacks:
             (loss, aux), grads, collections = loss_and_grads(state.params, *rest)
         jaxpr = partial(jax.make_jaxpr(loss_and_grads), state.params, *rest)
-        _warn_of(state, jaxpr, scans, mesh, axes, weighted=weighted, learning_rate=learning_rate, whole_ok=whole_ok)
+        _warn_of(state, jaxpr, stacks, mesh, axes, weighted=weighted, learning_rate=learning_rate, whole_ok=whole_ok)
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         value_fn = _value_fn(state.params, lambda params: loss_and_grads(params, *rest))
         before, state = state, updated_state(state, grads, loss, value_fn, mesh, collections)
@@ -188,7 +187,7 @@ def _on_device(
 def _warn_of(
     state: Any,
     jaxpr: Callable[[], Any],
-    scans: GatheredScans,
+    stacks: Stacks,
     mesh: Mesh | AbstractMesh,
     axes: tuple[str, ...],
     *,
@@ -201,7 +200,7 @@ def _warn_of(
     warn_of_idle_axes(mesh, axes, (state.params, collections_of(state)), jaxpr)
     if not whole_ok:
         warn_if_nothing_is_split(state.params, mesh)
-        warn_of_gathered_scans(scans, mesh)
+        warn_of_gathered_stacks(stacks, mesh)
 
 
 def _check_batch(batch: PyTree, axis_sizes: dict[str, int], num_minibatches: int) -> None:

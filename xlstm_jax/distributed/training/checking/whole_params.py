@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import GatheredScans
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.modules.unit import Stacks
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
@@ -74,9 +74,9 @@ def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kw
     return reasons
 
 
-def warn_of_gathered_scans(scans: GatheredScans, mesh: AnyMesh) -> None:
-    """Warns of scans within wrapped modules, unless it has warned of the same before."""
-    new = {name: cls for name, cls in scans.layers.items() if (name, cls) not in _told}
+def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
+    """Warns of layers that a wrapped module gathers all at once, unless it has warned of the same before."""
+    new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _told}
     if mesh.size == 1 or not new:
         return
     _told.update(new.items())

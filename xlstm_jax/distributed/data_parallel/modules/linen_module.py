@@ -1,4 +1,4 @@
-"""``shard_module_params``: lifts the life of a parameter, as the folder's ``__init__`` tells it, onto Linen modules.
+"""``shard_module_params``: a Linen module, or a function of one, as a unit.
 
 The variables of a wrapped module pass ``gather_here`` where a public method is entered, and ``shard_here`` where
 ``init`` leaves it. For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided.
@@ -7,31 +7,35 @@ The variables of a wrapped module pass ``gather_here`` where a public method is 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax.core import lift
+from flax.errors import ScopeParamShapeError
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here, running, shard_here
-from xlstm_jax.distributed.data_parallel.fronts.linen.carries import vary_carries
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import check_not_inside_reader, named_in_errors
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper
-from xlstm_jax.distributed.data_parallel.fronts.remat import named_input, remat_policy, split_arrays
-from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.remat import named_input
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
-Method = Callable[..., Any]
 
-_LINENS_OWN = {"setup", *vars(nn.Module)}
+LINEN = ModuleSystem(nn.Module, lift.checkpoint)  # methods are lifted to functions of scopes
 
 
 def shard_module_params(
@@ -49,7 +53,7 @@ def shard_module_params(
     """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
 
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
-    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see ``entering``).
+    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see ``unit``).
     Parameter names, shapes and initial values are those of the plain module: the wrapped class keeps its name.
 
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
@@ -84,7 +88,7 @@ def shard_module_params(
         that its parent has already named; or a dtype is none.
     """
     _check_target(target)
-    unit = Unit.of(
+    policy = ShardPolicy(
         axis_name,
         min_weight_size,
         gather_dtype,
@@ -96,8 +100,8 @@ def shard_module_params(
     )
     if isinstance(target, nn.Module):
         cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
-        return _lift(cls, *unit)(**fields)
-    return _lift(target, *unit)
+        return as_unit(cls, policy)(**fields)
+    return as_unit(target, policy)
 
 
 def _check_target(target: Any) -> None:
@@ -118,47 +122,44 @@ def is_nnx(cls: type[Any]) -> bool:
     return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
-def _lift(target: Any, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Any:
+def as_unit(target: Any, policy: ShardPolicy) -> Any:
     """The target with every public method lifted: it gathers "params" before and splits them after initialisation."""
     if isinstance(target, functools.partial):
-        lifted = _lift(target.func, axes, rule, reshard_after_forward)
-        return functools.partial(lifted, *target.args, **target.keywords)
+        return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
-        return _lift_function(target, axes, rule, reshard_after_forward)
-    lifted = _lift_methods(target, public_methods(target), axes, rule, reshard_after_forward)
-    for name in public_methods(target):
-        setattr(lifted, name, _only_when_bound(getattr(target, name), getattr(lifted, name), axes))
+        return _lifted_function(target, policy)
+    new = lifted(target, methods_to_lift(target), policy)
+    for name in methods_to_lift(target):
+        setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
     # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
-        setattr(lifted, name, getattr(target, name))
-    return lifted
+        setattr(new, name, getattr(target, name))
+    return new
 
 
-def _lift_methods(
-    target: Any, methods: list[str] | None, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool
-) -> Any:
-    gather, shard = functools.partial(gather_here, axes, rule), functools.partial(shard_here, axes, rule)
-    lifted = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
+def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
+    """A class with these methods lifted, or a function of a module (``methods=None``)."""
+    gather, shard = functools.partial(gather_here, policy), functools.partial(shard_here, policy)
+    new = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
-        lifted.__init__ = target.__init__
-    return lift_transform(_dropping_gathered, lifted, axes, methods=methods) if reshard_after_forward else lifted
+        new.__init__ = target.__init__
+    return lift_transform(unit.dropping, new, LINEN, policy, methods=methods) if policy.reshard_after_forward else new
 
 
-def _lift_function(target: Method, axes: tuple[str, ...], rule: ShardRule, reshard_after_forward: bool) -> Method:
+def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
     """A function of a module, lifted; or one that makes a module, of which it then makes a wrapped one.
 
     What it is shows at the call: Linen lifts functions whose first argument is a module.
     """
-    lifted = _lift_methods(target, None, axes, rule, reshard_after_forward)
-    lift_class = functools.partial(_lift, axes=axes, rule=rule, reshard_after_forward=reshard_after_forward)
-    wrapped_class: Callable[[Any], Any] = functools.cache(lift_class)
+    of_module = lifted(target, None, policy)
+    wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
 
     @functools.wraps(target)
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):
             inputs, kwargs = named_input(args[1:], kwargs)
-            return lifted(args[0], *inputs, **kwargs)
+            return of_module(args[0], *inputs, **kwargs)
         made = target(*args, **kwargs)
         if not isinstance(made, nn.Module):
             first = kind_of(args[0]) if args else "no argument by position"
@@ -178,56 +179,32 @@ def _named(function: Method) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _dropping_gathered(method: Method, axes: tuple[str, ...]) -> Method:
-    """A lifted transformation: what ``method`` gathers over ``axes`` is gathered again for the backward pass."""
-
-    def dropping(scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        if running(axes) != "manual" or collectives.axis_size(axes) == 1:
-            return method(scopes, *args, **kwargs)
-        arrays, put_back = split_arrays((args, kwargs))
-        rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
-
-        def run(scopes: Any, arrays: dict[int, Any]) -> dict[int, Any]:
-            args, kwargs = put_back(arrays)
-            results, rebuild = split_arrays(method(scopes, *args, **kwargs))
-            rebuild_results.append(rebuild)
-            return results
-
-        results = lift.checkpoint(run, policy=remat_policy("everything"))(scopes, arrays)
-        return rebuild_results[-1](results)
-
-    return dropping
-
-
-def public_methods(cls: type[nn.Module]) -> list[str]:
-    """The methods through which others use a module: public, its own, and not kept unlifted by ``nn.nowrap``."""
+def methods_to_lift(cls: type[nn.Module]) -> list[str]:
+    """The methods by which a Linen module is entered, but for those that ``nn.nowrap`` keeps as they are."""
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
-    functions = inspect.getmembers_static(cls, inspect.isfunction)
-    lifted = [name for name, fn in functions if is_public(name) and not getattr(fn, "nowrap", False)]
-    return [name for name in lifted if name not in fields]
+    names = [name for name in unit.public_methods(cls, LINEN) if name not in fields]
+    return [name for name in names if not getattr(inspect.getattr_static(cls, name), "nowrap", False)]
 
 
-def is_public(method: str) -> bool:
-    """Whether a method of this name is for others to call, and not for the module itself or for Linen."""
-    return method == "__call__" or not (method.startswith("_") or method in _LINENS_OWN)
-
-
-def _only_when_bound(plain: Method, lifted: Method, axes: tuple[str, ...]) -> Method:
+def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
     """A method that is lifted where the module has parameters to gather, and left as it is on an unbound module."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return plain(self, *args, **kwargs)
-        if running(axes) != "plain":
+        if running(policy.axes) != "plain":
             check_not_inside_reader(self)
-        # The gather runs outside of the module's own scope: named here, it is found in profiles and forecasts.
-        name = jax.named_scope(f"{self.name or type(self).__name__}.sharded")
-        with name, named_in_errors(self, axes), inside_wrapper(), nn.intercept_methods(vary_carries):
-            args, kwargs = named_input(args, kwargs)
-            return lifted(self, *args, **kwargs)
+        with nn.intercept_methods(vary_carries):
+            return enter(self, gathering, policy, args, kwargs)
 
     return method
+
+
+def enter(module: nn.Module, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+    """Runs a lifted method of a module."""
+    with named_in_errors(module, policy.axes), noting_scans():
+        return unit.entered(LINEN, module.name or type(module).__name__, gathering, module, args, kwargs)
 
 
 def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
@@ -243,3 +220,71 @@ def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str
             f"{call.format(cls.__name__)}(...)."
         )
     return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
+
+
+def check_not_inside_reader(module: nn.Module) -> None:
+    """Raises where a layer that reads parameters stands around a wrapped module: it would take norms of shards.
+
+    Boxes would get into the names of its own parameters, too. Flax keeps the modules that are being called to itself.
+    """
+    for caller in nn.module._context.module_stack:
+        if isinstance(caller, READERS):
+            kind, layer = type(caller).__name__, type(module).__name__
+            raise ValueError(
+                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it: that "
+                "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
+                f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
+            )
+
+
+@contextmanager
+def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
+    """While the module gathers: errors name its leaves by their path, and Linen's of a whole value says what it is."""
+    with inside_module(module.path):
+        try:
+            yield
+        except ScopeParamShapeError as error:
+            if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
+                raise reason from None
+            raise
+
+
+def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
+    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
+    for path, leaf in leaves_with_path(module.variables.get("params", {})):
+        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
+            return unit.closed_over("/".join((*module.path, path)), leaf, axes)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- carries that vary
+
+
+def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a method, with an ``initial_carry`` that varies where the method is that of an RNN."""
+    if not isinstance(module, nn.RNN) or method != "__call__" or kwargs.get("initial_carry") is not None:
+        return kwargs
+    axes = unit.carry_axes((args, kwargs, module.variables))
+    if not any(map(collectives.is_tracked, axes)):
+        return kwargs
+    return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
+
+
+def vary_carries(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """For ``nn.intercept_methods``."""
+    return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
+
+
+def _initial_carry(
+    rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
+) -> PyTree:
+    """What ``nn.RNN`` begins with: its cell's carry for inputs without their time dim."""
+    time_major = rnn.time_major if time_major is None else time_major
+    time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
+    key = jax.random.key(0) if init_key is None else init_key
+    return rnn.cell.initialize_carry(key, inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :])

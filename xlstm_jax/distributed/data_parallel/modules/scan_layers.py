@@ -15,9 +15,9 @@ from flax.core import lift, meta
 from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import recomputes
-from xlstm_jax.distributed.data_parallel.fronts.remat import split_arrays
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import recomputes
 from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
+from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 from xlstm_jax.wording import kind_of

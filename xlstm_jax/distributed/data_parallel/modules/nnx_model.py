@@ -22,17 +22,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, shard_here
-from xlstm_jax.distributed.data_parallel.fronts.nnx.units import (
-    LEAF_PATH,
-    SEEN,
-    VARYING,
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
+    NNX,
+    NOTE_SHAPE,
     let_carries_vary,
     make_unit,
     modules_of,
-    predicate,
 )
-from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
+from xlstm_jax.distributed.data_parallel.modules.nnx_variables import (
     collection_of,
     contents,
     is_variable,
@@ -40,10 +38,9 @@ from xlstm_jax.distributed.data_parallel.fronts.nnx.variables import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
-from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
-from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
@@ -88,7 +85,7 @@ class NnxModel:
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
-    units: dict[str, Unit] = dataclasses.field(default_factory=dict)  # by the path of the module that gathers
+    units: dict[str, ShardPolicy] = dataclasses.field(default_factory=dict)  # by the path of the module that gathers
 
     def init(self, rngs: PyTree, /, *inputs: PyTree, method: Any = None, **kwargs: Any) -> dict[str, Any]:
         """The variables, with the values that ``make(nnx.Rngs(...))`` has; split and boxed as a Linen module's are.
@@ -101,9 +98,9 @@ class NnxModel:
         """
         leaves = leaves_of(self._made(_streams(rngs)))
         shapes = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
-        for path, unit in self.units.items():
+        for path, policy in self.units.items():
             own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
-            leaves |= _sharded(own, path, unit, shapes)
+            leaves |= _sharded(own, path, policy, shapes)
         return unflatten_dict(leaves, sep="/")
 
     def apply(
@@ -130,8 +127,8 @@ class NnxModel:
           ValueError: a variable is missing; names it.
         """
         module = self._bound(variables, rngs)
-        axes = {axis for leaf in jax.tree.leaves((variables, inputs)) for axis in collectives.varying_axes(leaf)}
-        with jax.named_scope(type(module).__name__), set_context(VARYING, frozenset(axes)):
+        let_carries_vary(module, frozenset(carry_axes((variables, inputs))))
+        with jax.named_scope(type(module).__name__):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:
             return output
@@ -166,9 +163,9 @@ class NnxModel:
         """The variables of a module that ``bind`` made: its inverse, after training steps of your own, say."""
         return unflatten_dict(leaves_of(module), sep="/")
 
-    def with_units(self, where: Any, unit: Unit) -> "NnxModel":
+    def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
         """For ``shard_modules``: the model, in which modules that match gather their parameters."""
-        matches, found = predicate(where), modules_of(self._abstract)
+        matches, found = as_predicate(where, NNX), modules_of(self._abstract)
         matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
             there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
@@ -180,18 +177,16 @@ class NnxModel:
                 f"'{of_linen[0]}' matches where={where!r} and is a Linen module under nnx.bridge.ToNNX. Shard that: "
                 "nnx.bridge.ToNNX(shard_modules(module, where, axis_name), rngs=rngs)."
             )
-        return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, unit))
+        return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, policy))
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # axes that a variable's metadata name are put into its box
-            module = self.make(streams)
-        let_carries_vary(module)
-        return module
+            return self.make(streams)
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
         found = modules_of(module) if self.units else {}
-        for path, unit in self.units.items():
-            make_unit(found[path], unit)
+        for path, policy in self.units.items():
+            make_unit(found[path], policy)
         return module
 
     @functools.cached_property
@@ -216,19 +211,19 @@ class NnxModel:
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters as their units see them where the model runs, by path."""
 
+        seen: dict[str, tuple[int, ...]] = {}
+
         def run(rngs: PyTree, inputs: Any) -> None:
             module = self._made(_streams(rngs))
             for path, leaf in contents(module).items():
                 if is_variable(leaf):
-                    leaf.set_metadata(LEAF_PATH, path)
+                    leaf.set_metadata(NOTE_SHAPE, functools.partial(seen.__setitem__, path))
             for norm in modules_of(module).values():
                 if isinstance(norm, NORMS):
                     norm.axis_name = None  # there is no axis here, and no shape depends on it
             _method(self._with_units_in(module), method)(*inputs, **kwargs)
 
-        seen: dict[str, tuple[int, ...]] = {}
-        with set_context(SEEN, seen):
-            jax.eval_shape(run, rngs, inputs)
+        jax.eval_shape(run, rngs, inputs)
         return seen
 
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
@@ -245,8 +240,8 @@ class NnxModel:
                 f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
                 "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
             )
-        unit = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
-        return with_leaf(leaf, leaves[full], unit) if is_variable(leaf) else leaves[full]
+        policy = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
+        return with_leaf(leaf, leaves[full], policy) if is_variable(leaf) else leaves[full]
 
 
 def _innermost(path: str, modules: Iterable[str]) -> str | None:
@@ -296,7 +291,9 @@ class _NoKey:
         return self.shape
 
 
-def _sharded(own: Mapping[str, Any], path: str, unit: Unit, seen: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _sharded(
+    own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """The parameters of the unit at a path in boxes, each decided on as its layer is, with leading dims for layers."""
     start = f"{path}/" if path else ""
     leaves, layer_dims = {}, {}
@@ -305,7 +302,7 @@ def _sharded(own: Mapping[str, Any], path: str, unit: Unit, seen: Mapping[str, t
         below = f"params/{name.removeprefix(start)}"
         layer_dims[below] = _layer_dims(name, shape, seen.get(name, shape))
         leaves[below] = with_last_names(leaf, len(shape) - layer_dims[below])
-    shard: Callable[[Any], Any] = functools.partial(shard_here, unit.axes, unit.rule)
+    shard: Callable[[Any], Any] = functools.partial(shard_here, policy)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)

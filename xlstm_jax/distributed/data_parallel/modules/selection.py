@@ -1,27 +1,26 @@
-"""Which submodules ``shard_modules`` shards: by class, by a predicate, or by a policy that sees the whole model.
+"""Which Linen submodules ``shard_modules`` shards: by class or predicate, or by their size or repetition in the model.
 
-A choice is made once, while the model is initialised, when a module is left. What was chosen stands in the boxes.
+The units are chosen once, while the model is initialised: each time that a module is left. The boxes of their
+parameters then say which module gathers them, so ``apply`` asks the boxes.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from flax import linen as nn
 
-from xlstm_jax.wording import kind_of
-
-Predicate = Callable[[str, nn.Module], Any]
+from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN
+from xlstm_jax.distributed.data_parallel.modules.unit import Predicate, as_predicate
 
 
 @dataclass(frozen=True)
 class SeenModule:
-    """A module that was left: its class, its places, and the shapes of all parameters at or below them.
+    """A module that has run: its class, its places, and the shapes of all parameters at or below its places.
 
-    ``places`` are its own path, and those of modules that were made elsewhere and passed to it, as a cell to an RNN.
-    Within ``nn.scan`` the shapes are those of one layer.
+    ``places`` are its own path, and the paths of modules that were passed to it, as a cell is passed to an RNN. Within
+    ``nn.scan`` the shapes are those of one layer.
     """
 
     cls: type[nn.Module]
@@ -30,7 +29,7 @@ class SeenModule:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """What modules that do the same have in common: the class, and parameters by their names from there."""
+        """Equal for modules that could be layers of one scan: the class, and the names and shapes of parameters."""
         named = ((leaf.removeprefix(place), shape) for place in self.places for leaf, shape in self.shapes_in(place))
         return self.cls, *sorted(named)
 
@@ -40,10 +39,10 @@ class SeenModule:
 
 @dataclass
 class Seen:
-    """What an initialisation has shown so far. Paths are those below the sharded model, "" being the model itself.
+    """What an initialisation has shown so far. Paths start at the sharded model, which is "" itself.
 
-    ``scanned`` are the modules that ``nn.scan`` gives a layer dim, ``units`` those that were chosen; ``unit_of`` has
-    the parameters of the latter, each with the path of its module.
+    ``scanned`` are the modules that ``nn.scan`` gives a layer dim, ``units`` the chosen modules. ``unit_of`` has the
+    path of its unit for each parameter of a unit.
     """
 
     modules: dict[str, SeenModule] = field(default_factory=dict)
@@ -52,12 +51,12 @@ class Seen:
     unit_of: dict[str, str] = field(default_factory=dict)
 
     def choose(self, path: str) -> None:
-        """Gives a module all its parameters that are no other's."""
+        """Makes a module a unit, which gathers those of its parameters that no other unit gathers."""
         self.units.add(path)
         self.unit_of |= {leaf: self.unit_of.get(leaf, path) for leaf in self.modules[path].shapes}
 
     def own_size(self, path: str) -> int:
-        """The number of values below a module that are no other's."""
+        """The number of values below a module that no other unit gathers."""
         shapes = self.modules[path].shapes.items()
         return sum(math.prod(shape) for leaf, shape in shapes if self.unit_of.get(leaf, path) == path)
 
@@ -67,49 +66,42 @@ def is_below(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}/")
 
 
-class Choice(Protocol):
-    """What ``where`` comes down to; ``is_policy`` where no user has named the modules."""
+class Selection:
+    """What ``where`` comes down to: decided while the model is initialised, and read off the boxes when it is applied.
 
-    is_policy: ClassVar[bool]
+    ``names_modules`` where a user has named the units, by a class or a predicate.
+    """
 
-    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
-        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
-        ...
+    names_modules: ClassVar[bool] = False
 
     def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
         """The paths of the modules to shard, decided when the module at ``path`` is left."""
-        ...
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The modules of which a predicate is true."""
-
-    is_policy: ClassVar[bool] = False
-
-    predicate: Predicate
+        del seen, path, module
+        return []
 
     def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
-        del is_marked
-        return bool(self.predicate(path, module))
-
-    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
-        del seen
-        return [path] if self.predicate(path, module) else []
-
-
-class _Policy:
-    """A choice that stands in the boxes alone."""
-
-    is_policy: ClassVar[bool] = True
-
-    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
         del path, module
         return is_marked
 
 
 @dataclass(frozen=True)
-class _LargerThan(_Policy):
+class _Matching(Selection):
+    """The modules of which a predicate is true."""
+
+    names_modules: ClassVar[bool] = True
+
+    predicate: Predicate
+
+    def units(self, seen: Seen, path: str, module: nn.Module) -> list[str]:
+        return [path] if self.predicate(path, module) else []
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        return bool(self.predicate(path, module))
+
+
+@dataclass(frozen=True)
+class _LargerThan(Selection):
     size: int
 
     def __repr__(self) -> str:
@@ -120,7 +112,7 @@ class _LargerThan(_Policy):
 
 
 @dataclass(frozen=True)
-class _RepeatedBlocks(_Policy):
+class _RepeatedBlocks(Selection):
     def __repr__(self) -> str:
         return "repeated_blocks()"
 
@@ -154,12 +146,12 @@ def _is_block(seen: Seen, path: str) -> bool:
     return depth > 1 and is_stored_so and not issubclass(module.cls, nn.RNNCellBase)
 
 
-def larger_than(size: int) -> Choice:
+def larger_than(size: int) -> Selection:
     """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
 
-    Those of a submodule that was chosen itself are not its own. So the smallest modules that are large enough are
-    chosen, and what remains is gathered by the ones around them; what remains at last is not sharded. The cell of an
-    ``nn.RNN`` is the RNN's own: a cell would gather at every step of its loop.
+    The parameters of a chosen submodule do not count. So the innermost modules that are large enough are chosen, and a
+    module around them gathers the rest if the rest is large enough, too. The cell of an ``nn.RNN`` is never chosen,
+    since it would gather at every step of the loop; the RNN is.
 
     >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
     >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
@@ -174,13 +166,13 @@ def larger_than(size: int) -> Choice:
     return _LargerThan(size)
 
 
-def repeated_blocks() -> Choice:
-    """For ``shard_modules``: the layers of a model, of which it has several alike.
+def repeated_blocks() -> Selection:
+    """For ``shard_modules``: the layers of a model that has several equal layers.
 
-    These are classes that ``nn.scan`` runs over layers (where it runs a function, pass the class of its module), and
-    modules that have a sibling of the same class with parameters of the same names and shapes, and submodules: the
-    outermost such. What lies around them (embedding, head) is not sharded; combine them,
-    ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
+    A layer is a class that ``nn.scan`` runs over (for a scan of a function, pass the class of its module), or a module
+    that has submodules, and a sibling of the same class whose parameters have the same names and shapes. Of layers
+    within layers the outermost are taken. Modules around the layers (embedding, head) are not sharded; to shard them,
+    too: ``shard_modules(shard_modules(model, repeated_blocks(), "fsdp"), nn.Embed, "fsdp")``.
 
     >>> class Block(nn.Module):
     ...     @nn.compact
@@ -194,20 +186,10 @@ def repeated_blocks() -> Choice:
     return _RepeatedBlocks()
 
 
-def as_choice(where: Any) -> Choice:
+def as_selection(where: Any) -> Selection:
     """``where`` as users write it.
 
     Raises:
-      TypeError: it is no class of modules, no tuple of such, no predicate and no policy.
+      TypeError: see ``as_predicate``.
     """
-    classes = where if isinstance(where, tuple) else (where,)
-    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        return Matching(lambda path, module: isinstance(module, classes))
-    if isinstance(where, _Policy):
-        return where  # type: ignore[return-value]  # each has both methods
-    if callable(where) and not isinstance(where, type | nn.Module):
-        return Matching(where)
-    raise TypeError(
-        f"where is {kind_of(where)}: pass a module class (nn.Dense) or a tuple of them, a predicate of (path, module), "
-        "as lambda path, module: path.startswith('h/'), or larger_than(size) or repeated_blocks()."
-    )
+    return where if isinstance(where, Selection) else _Matching(as_predicate(where, LINEN))

@@ -1,12 +1,12 @@
 """``shard_modules``: submodules of a model are sharded from outside, without an edit of its source.
 
-The model that comes back is of a class that differs in one thing: its public methods run under an interceptor, which
-Linen calls at each method of each module within.
-  init    when a module that was chosen is left, its parameters are split and boxed where they lie
-  apply   when a module is entered of which the boxes say that it gathers them, its method runs as a function of the
-          module under ``shard_module_params``: gathered before, dropped after
-Linen runs a module's ``setup`` before its interceptors. What that reads is gathered by the box itself, and since the
-method then runs on a copy of the module, with a ``setup`` of its own, XLA removes the first gather.
+The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls at
+each method of each module within.
+  init    when a chosen module is left, its parameters are split, and boxed where they lie
+  apply   when a chosen module is entered, its method runs as a function of the module that ``lifted`` has lifted: the
+          parameters are gathered before, and dropped after
+Linen runs a module's ``setup`` before its interceptors. A parameter that ``setup`` reads is gathered by its box. The
+method then runs on a copy of the module, with a ``setup`` of its own, so XLA removes the first gather.
 """
 
 import functools
@@ -16,31 +16,30 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import jax
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.fronts.entering import ShardsItself, Unit, gather_here
-from xlstm_jax.distributed.data_parallel.fronts.linen.carries import with_varying_carry
-from xlstm_jax.distributed.data_parallel.fronts.linen.policies import Choice, Seen, SeenModule, as_choice
-from xlstm_jax.distributed.data_parallel.fronts.linen.refusals import named_in_errors, refused_in_map
-from xlstm_jax.distributed.data_parallel.fronts.linen.scans import inside_wrapper, scans_over_params, unwatched
-from xlstm_jax.distributed.data_parallel.fronts.linen.wrapping import (
-    Method,
-    is_nnx,
-    is_public,
-    public_methods,
-    shard_module_params,
-    taken_apart,
-)
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    LINEN,
+    enter,
+    is_nnx,
+    lifted,
+    methods_to_lift,
+    taken_apart,
+    with_varying_carry,
+)
+from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans, scans_over_params, unnoted
+from xlstm_jax.distributed.data_parallel.modules.selection import Seen, SeenModule, Selection, as_selection
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself, gather_here, is_public
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables, set_context
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
@@ -88,32 +87,29 @@ def shard_modules(
       TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
         these; or as ``shard_module_params`` raises.
     """
-    options: dict[str, Any] = {
-        "axis_name": axis_name,
-        "min_weight_size": min_weight_size,
-        "gather_dtype": gather_dtype,
-        "grad_scatter_dtype": grad_scatter_dtype,
-        "reshard_after_forward": reshard_after_forward,
-        "replicas": replicas,
-        "uneven": uneven,
-        "trainable": trainable,
-    }
-    unit = Unit.of(**options)  # refuses options here and not in the first call
+    policy = ShardPolicy(
+        axis_name,
+        min_weight_size,
+        gather_dtype,
+        grad_scatter_dtype,
+        reshard_after_forward=reshard_after_forward,
+        replicas=replicas,
+        uneven=uneven,
+        trainable=trainable,
+    )
     if isinstance(model, ShardsItself) and not isinstance(model, type):
-        return model.with_units(where, unit)
+        return model.with_units(where, policy)
     _check_model(model)
-    lift = functools.partial(shard_module_params, **options)
-    return _sharded(model, _Sharding(as_choice(where), where, unit.axes, lift))
+    return _sharded(model, _Sharding(as_selection(where), where, policy))
 
 
 @dataclass(frozen=True)
 class _Sharding:
-    """The arguments of one ``shard_modules``; ``lift`` is ``shard_module_params`` with its options."""
+    """The arguments of one ``shard_modules``."""
 
-    choice: Choice
+    selection: Selection
     where: Any
-    axes: tuple[str, ...]
-    lift: Callable[[Method], Method]
+    policy: ShardPolicy
 
 
 def _nothing(module: nn.Module) -> None:
@@ -144,7 +140,7 @@ def _cure(model: Any) -> str:
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
     """The class, with public methods that run under the interceptor. It keeps its name, as names of parameters do."""
-    methods = {name: _intercepted(getattr(cls, name), sharding) for name in public_methods(cls)}
+    methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # which a decorator may have replaced
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     for name, method in methods.items():  # not in the body of the class, where Linen would make new methods of them
@@ -152,6 +148,7 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
     return new
 
 
+# The sharded models that are being called. A method that calls another one of the same model starts no new run.
 _running: ContextVar[tuple["_Run", ...]] = ContextVar("_running", default=())
 
 
@@ -162,12 +159,8 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
         if self.scope is None or any(run.sharding is sharding and run.root == self.path for run in runs):
             return plain(self, *args, **kwargs)
         run = _Run(sharding, self.path)
-        token = _running.set((*runs, run))
-        try:
-            with nn.intercept_methods(run.intercept):
-                return plain(self, *args, **kwargs)
-        finally:
-            _running.reset(token)
+        with set_context(_running, (*runs, run)), nn.intercept_methods(run.intercept):
+            return plain(self, *args, **kwargs)
 
     return method
 
@@ -183,7 +176,7 @@ class _Run:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name = context.module, context.method_name
-        if module.scope is None or not is_public(name):
+        if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         if not hasattr(type(module), name):  # Linen looks at the setup of what nn.scan has made, before it is called
             self._scan = type(module) if scans_over_params(type(module)) else self._scan
@@ -202,9 +195,7 @@ class _Run:
                 return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
-            in_profiles = jax.named_scope(f"{module.name or type(module).__name__}.sharded")
-            with in_profiles, named_in_errors(module, self.sharding.axes), inside_wrapper():
-                return self._lifted(context)(module, *args, **kwargs)
+            return enter(module, self._lifted(context), self.sharding.policy, args, kwargs)
 
     def _lifted(self, context: nn.module.InterceptorContext) -> Method:
         """The method as a function of a module whose parameters are gathered."""
@@ -213,7 +204,7 @@ class _Run:
         def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return plain(module, *args, **kwargs)
 
-        return self.sharding.lift(sharded)
+        return lifted(sharded, None, self.sharding.policy)
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
@@ -221,19 +212,19 @@ class _Run:
         own = [
             leaf_of(leaf).unit_depth == names_below(name)
             for name, leaf in leaves
-            if set(leaf_of(leaf).axes) & set(self.sharding.axes) and is_gathered_here(name, leaf)
+            if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(name, leaf)
         ]
-        return bool(own) and self.sharding.choice.gathers(path, module, any(own))
+        return bool(own) and self.sharding.selection.gathers(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module, and splits the parameters of those that were chosen when it is left."""
-        choice = self.sharding.choice
-        with inside_wrapper() if choice.gathers(path, module, False) else nullcontext():
+        selection = self.sharding.selection
+        with noting_scans() if selection.gathers(path, module, False) else nullcontext():
             result = method()
         self.seen.modules[path] = self._seen(module)
-        units = choice.units(self.seen, path, module)
+        units = selection.units(self.seen, path, module)
         if path in units and inside_map_variables(gather_here):
-            units = refused_in_map(path, choice.is_policy)
+            units = _refused_in_map(path, selection)
         for unit in units:
             self.seen.choose(unit)
             self._split(unit, path, module)
@@ -249,8 +240,8 @@ class _Run:
 
     def _split(self, unit: str, path: str, module: nn.Module) -> None:
         """Splits the parameters of the unit, which is the module at ``path``, or lies below it."""
-        unwatched(unit)
-        split = self.sharding.lift(_nothing)
+        unnoted(unit)
+        split = lifted(_nothing, None, self.sharding.policy)
         if unit == path:
             split(module)
         for place in self.seen.modules[unit].places if unit != path else ():
@@ -280,6 +271,24 @@ class _Run:
             yield
         finally:
             self._entered.pop()
+
+
+def _refused_in_map(path: str, selection: Selection) -> list[str]:
+    """No unit at ``path``, within an ``nn.map_variables`` of the model: that would map shards, weight norm by hand say.
+
+    ``larger_than`` leaves its parameters to the module around it, which gathers them before.
+
+    Raises:
+      ValueError: the module was chosen by its class, or by a predicate.
+    """
+    if not selection.names_modules:
+        return []
+    outer = path.rpartition("/")[0]
+    raise ValueError(
+        f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm are "
+        "made of it), which would compute from shards what it is to compute from whole parameters. Choose the module "
+        f"around it, which gathers before: where=lambda path, module: path == {outer!r}, or larger_than(size)."
+    )
 
 
 class _Place(nn.Module):

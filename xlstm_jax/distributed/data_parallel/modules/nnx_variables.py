@@ -3,8 +3,8 @@
   module.kernel = Param(W[d, f])            a module holds variables; one that is split is a ``SplitVariable``
   {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
 
-A variable that is split knows its names, how it travels, and the axes over which it is gathered. ``Gathered`` gives it
-its whole value while its module runs; read at any other time, it gathers itself, once for each read.
+A split variable knows its names, how it travels, and the policy of its unit. ``Gathered`` gives it its whole value
+while the unit runs. Read at any other time, the variable gathers itself, once for each read.
 """
 
 import functools
@@ -17,15 +17,15 @@ from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 
-from xlstm_jax.distributed.data_parallel.fronts.entering import Unit, gather_here
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
-from xlstm_jax.distributed.data_parallel.shard import ShardRule
+from xlstm_jax.distributed.data_parallel.modules.unit import gather_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
-BOX, AXES = "split_box", "split_axes"  # in ours: the box without its value, and the axes over which it is gathered
+BOX, POLICY = "split_box", "shard_policy"  # in ours: the box without its value, and the policy that gathers it
 OF_LINEN = "linen_meta_type"  # in those of ``nnx.bridge``: the class of a box that a Linen module has made
 
 # ------------------------------------------------------------------------------------------------- variables of a shard
@@ -58,7 +58,7 @@ class _Split(_Changed, SplitVariable):
 
     @property
     def as_sharded(self: Any) -> Sharded:
-        return _box(self).replace(unit_depth=0)  # the variable itself says over which axes it is gathered: AXES
+        return _box(self).replace(unit_depth=0)  # the variable itself has the policy that gathers it
 
     def replace(self: Any, **fields: Any) -> Any:
         return self.copy(**{BOX: self.get_metadata(BOX).replace(**fields)})
@@ -125,16 +125,15 @@ def is_split(variable: Any) -> bool:
 def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The whole values of split variables by path; what other axes split (tensor parallel) stays so."""
     whole: dict[str, Any] = {}
-    for axes in {variable.get_metadata(AXES) for variable in variables.values()}:
-        over_axes = {path: v for path, v in variables.items() if v.get_metadata(AXES) == axes}
-        whole |= gather_here(axes, ShardRule(), over_axes)
+    for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
+        whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
     return {path: leaf_of(whole[path]).value for path in variables}
 
 
 class Gathered:
-    """While a module runs, split variables (by path) have their whole values; and then their shards again.
+    """A context in which split variables (by path) have their whole values.
 
-    NNX refuses to write a variable that was made under another trace. Nobody sees this write after it is undone.
+    NNX refuses to write a variable that was made under another trace. This write is undone, so nobody sees it later.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
@@ -207,12 +206,12 @@ def _leaf(variable: Any) -> Any:
     return meta.Partitioned(value, own) if any(own) else value
 
 
-def with_leaf(variable: Any, leaf: Any, unit: Unit | None) -> Any:
-    """The variable with the value of ``leaf``, which ``unit`` gathers where a box splits it over its axes."""
+def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
+    """The variable with the value of ``leaf``, which its unit gathers where a box splits it over axes of ``policy``."""
     box = leaf_of(leaf)
-    if unit and set(box.axes) & set(unit.axes):
-        how = box.communication.or_else(unit.rule.communication)
-        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), AXES: unit.axes})
+    if policy and set(box.axes) & set(policy.axes):
+        how = box.communication.or_else(policy.communication)
+        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
         _turn_into(split, _Split)
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():

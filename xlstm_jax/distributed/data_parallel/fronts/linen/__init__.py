@@ -1,1 +1,0 @@
-"""The front for Flax Linen: modules that gather their parameters where they run."""

@@ -1,0 +1,260 @@
+"""Units: modules that are gathered as a whole where they run. This is what modules of every library have in common.
+
+  select   ``as_predicate``: which modules of a model are units; ``public_methods``: by which methods they are entered
+  enter    ``entered``: a unit's name in profiles, and the name of its input; ``gather_here``: its parameters, gathered
+  drop     ``dropping``: what was gathered is gathered again for the backward pass
+  leave    ``shard_here``: the parameters that an initialisation has made, split
+
+A library of modules is a ``ModuleSystem``, and one file that calls these: ``linen_module``, ``nnx_module``.
+
+What entering and leaving do depends on where the module runs:
+  inside shard_map        values are shards: they are gathered on entry, and split after init
+  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
+  anywhere else           values are global and bare: it is the plain module
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.gather import gather_own_params
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value, whole_value
+from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, is_gathered_here, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model, set_context
+from xlstm_jax.wording import kind_of
+
+Method = Callable[..., Any]
+Predicate = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class ModuleSystem:
+    """What units need to know of a library of modules.
+
+    Attributes:
+      module_class: the class of all its modules. Public methods of this class itself enter no unit.
+      checkpoint: ``jax.checkpoint`` of a function of (module, arrays), where the library has one of its own.
+      is_method: whether an attribute of a class is a method that may enter a unit.
+      objects: classes of arguments that pass through transformations as they are, though JAX could take them apart.
+    """
+
+    module_class: type[Any]
+    checkpoint: Callable[..., Method] = jax.checkpoint
+    is_method: Callable[[Any], bool] = inspect.isfunction
+    objects: tuple[type[Any], ...] = ()
+
+
+@runtime_checkable
+class ShardsItself(Protocol):
+    """A model that knows its modules before it runs; ``shard_modules`` takes it."""
+
+    def with_units(self, where: Any, policy: ShardPolicy) -> Any:
+        """The model, in which the modules that ``where`` says are units."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------------------- select
+
+
+def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
+    """``where`` of ``shard_modules`` as a function of path and module.
+
+    Raises:
+      TypeError: it is no class of modules, no tuple of classes and no function.
+    """
+    classes = where if isinstance(where, tuple) else (where,)
+    if classes and all(isinstance(cls, type) and issubclass(cls, system.module_class) for cls in classes):
+        return lambda path, module: isinstance(module, classes)
+    if callable(where) and not isinstance(where, (type, system.module_class)):
+        return where
+    raise TypeError(
+        f"where is {kind_of(where)}: pass a module class (nn.Dense, nnx.Linear) or a tuple of them, a predicate of "
+        "(path, module), as lambda path, module: path.startswith('h/'), or, of a Linen model, "
+        "larger_than(size) or repeated_blocks()."
+    )
+
+
+def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
+    """The methods through which others use a module: ``__call__`` and public ones, but for the library's own."""
+    return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
+
+
+def is_public(method: str, system: ModuleSystem) -> bool:
+    """Whether a method of this name is for others to call, and not for the module itself or for its library."""
+    own = any(method in vars(base) for base in system.module_class.__mro__)
+    return method == "__call__" or not (method.startswith("_") or own)
+
+
+# -------------------------------------------------------------------------------------------------------------- enter
+
+
+def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
+    """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    unbound = [axis for axis in axes if not collectives.is_bound(axis)]
+    if not unbound:
+        return "manual"
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
+        return "global"
+    if mesh.empty:
+        return "plain"
+    if mesh.manual_axes:
+        raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
+    raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
+
+
+def _no_axis(axis: str) -> ValueError:
+    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
+    there = tuple(jax.sharding.get_abstract_mesh().shape)
+    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
+
+
+def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
+    """``run(module, *args, **kwargs)`` of a unit, with its input named for ``remat_policy``.
+
+    The gather runs outside of the module's own scope: under ``name`` it is found in profiles and forecasts.
+    """
+    args, kwargs = named_input(args, kwargs, *system.objects)
+    with jax.named_scope(f"{name}.sharded"):
+        return run(module, *args, **kwargs)
+
+
+def gather_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
+    """What the module sees: its leaves gathered, except those that a unit within it gathers by itself."""
+    if running(policy.axes) == "manual":
+        check_shards(variables, policy.axes)
+        how = replace(policy.communication, replicas=None)
+        return gather_own_params(variables, policy.axes, how, is_gathered_here)
+
+    def take_out(path: str, leaf: Any) -> Any:
+        if not is_gathered_here(path, leaf):
+            return leaf
+        if isinstance(leaf, Planned):
+            return leaf.gathered(policy.axes)
+        # Boxes over other axes stay, for the wrapper of those.
+        return read_value(leaf) if is_box(leaf) and set(leaf_of(leaf).axes) <= set(policy.axes) else leaf
+
+    return map_leaves_with_path(take_out, variables)
+
+
+def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
+    """Raises where a leaf that a box splits over ``axes`` is a global array: it did not come through the ``shard_map``.
+
+    Global arrays of an outer ``jit`` are tracers, and their types get lost in a scan of Linen; ``linen_module`` sees
+    those by their shapes.
+    """
+    for path, leaf in leaves_with_path(variables):
+        value = leaf_of(leaf).value
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, axes):
+            raise closed_over(path_in_model(path), leaf, axes)
+
+
+def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``axes`` over which the leaf's box splits it on more than one device."""
+    return collectives.spread_axes([axis for axis in leaf_of(leaf).axes if axis in axes])
+
+
+def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
+    """What to raise of a leaf whose box says that it is split, and whose value is whole."""
+    return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))
+
+
+def carry_axes(tree: PyTree) -> list[str]:
+    """The axes over which the carry of a recurrent module varies that has these inputs and parameters.
+
+    A cell makes its first carry from shapes alone, so under ``check_vma=True`` its type is equal on all devices. The
+    carry after a step is not, and a scan wants one type for both: the first carry is therefore cast. A leaf that is
+    split will vary over its axes when it is gathered.
+    """
+    leaves = [leaf for _, leaf in leaves_with_path(tree)]
+    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
+    return sorted(split.union(*map(collectives.varying_axes, arrays)))
+
+
+# --------------------------------------------------------------------------------------------------------------- drop
+
+
+def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
+    """``run(module, *args, **kwargs)``, which gathers: again for the backward pass, where the policy says so."""
+    if not policy.reshard_after_forward:
+        return run
+
+    def run_and_drop(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if running(policy.axes) != "manual" or collectives.axis_size(policy.axes) == 1:
+            return run(module, *args, **kwargs)
+        arrays, put_back = split_arrays((args, kwargs), *system.objects)
+        rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
+
+        def again(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
+            args, kwargs = put_back(arrays)
+            results, rebuild = split_arrays(run(module, *args, **kwargs), *system.objects)
+            rebuild_results.append(rebuild)
+            return results
+
+        results = system.checkpoint(again, policy=remat_policy("everything"))(module, arrays)
+        return rebuild_results[-1](results)
+
+    return run_and_drop
+
+
+# -------------------------------------------------------------------------------------------------------------- leave
+
+
+def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
+    """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
+    mode = running(policy.axes)
+    if mode == "plain":
+        return variables
+    if mode == "manual":
+        return with_unit(box_shards(variables, policy), variables)
+    mesh, copied = jax.sharding.get_abstract_mesh(), policy.communication.copied_axes
+    if missing := [axis for axis in copied if axis not in mesh.shape]:
+        raise _no_axis(missing[0])
+    sizes = {axis: mesh.shape[axis] for axis in policy.axes}
+    return with_unit((plan_params if is_planning() else box_params)(variables, sizes, policy), variables)
+
+
+# ------------------------------------------------------------------------------------------- stacks of layers in a unit
+
+
+@dataclass
+class Stacks:
+    """Stacks of layers within a unit, which gathers the weights of all layers at once, where it could be a layer's.
+
+    ``layers`` has the name of each stack, as ``nn.scan`` makes it, and the class of a layer. ``units`` counts the units
+    that were entered.
+    """
+
+    layers: dict[str, str] = field(default_factory=dict)
+    units: int = 0
+
+
+# A context variable, as the user's loss function is traced between whoever asks and the modules.
+_stacks: ContextVar[Stacks | None] = ContextVar("_stacks", default=None)
+
+
+@contextmanager
+def noting_stacks() -> Iterator[Stacks]:
+    """Fills with the stacks of layers that units gather at once, in the models that run inside the context."""
+    stacks = Stacks()
+    with set_context(_stacks, stacks):
+        yield stacks
+
+
+def noted_stacks() -> Stacks | None:
+    """Where units note their stacks; None while nobody asks."""
+    return _stacks.get()
