@@ -11,7 +11,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_bac
 # No test reads what another has compiled, nor what the user has.
 os.environ["XLSTM_JAX_CACHE_DIR"] = ""
 
-import xlstm_jax  # before JAX, so that CUDA's plugin is silent; isort: skip
+import xlstm_jax  # noqa: F401  before JAX, so that CUDA's plugin is silent; isort: skip
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-import xlstm_jax.distributed
+from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.training.checking import whole_params
@@ -28,6 +28,18 @@ TESTS = Path(__file__).parent / "tests"
 
 # Tests marked with a name compile for such devices; what they need is in an extra.
 PLATFORMS = {"libtpu": "tpu", "cuda_plugin": "cuda"}
+
+# The packages whose names doctests may use.
+FACES = [
+    distributed,
+    distributed.data_parallel,
+    distributed.device_mesh,
+    distributed.metrics,
+    distributed.optimizers,
+    distributed.plan,
+    distributed.processes,
+    distributed.training,
+]
 
 simulate_cpu_devices(8)
 
@@ -65,7 +77,7 @@ def pytest_sessionstart(session):
 @pytest.fixture(autouse=True, scope="session")
 def names_of_doctests(doctest_namespace):
     """What the examples in docstrings need not import."""
-    public = {name: getattr(xlstm_jax.distributed, name) for name in xlstm_jax.distributed.__all__}
+    public = {name: getattr(face, name) for face in FACES for name in face.__all__}
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
     doctest_namespace |= public | {"jax": jax, "jnp": jnp, "np": np, "nn": nn, "optax": optax, "mesh": mesh}
 

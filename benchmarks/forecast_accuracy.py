@@ -32,7 +32,6 @@ from benchmarks.large_models import next_token_loss
 from benchmarks.models import VOCAB_SIZE, LanguageModel
 from xlstm_jax.distributed import (
     DeviceMeshManager,
-    available_devices,
     bytes_per_device,
     create_train_state,
     make_train_step,
@@ -41,6 +40,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.forecast import Forecast, forecast
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
 DEVICES = 8

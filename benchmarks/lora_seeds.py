@@ -27,7 +27,8 @@ from benchmarks import fitting, models
 from benchmarks.job import Job, prepare
 from benchmarks.lora import LoRABlock, is_adapter
 from benchmarks.wire_dtypes import CONFIG, OUT, SEEDS, SIMULATED_DEVICES, versions
-from xlstm_jax.distributed import available_devices, create_train_state, freeze_params, make_train_step
+from xlstm_jax.distributed import create_train_state, freeze_params, make_train_step
+from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
 FILE = OUT / "lora_seeds.json"

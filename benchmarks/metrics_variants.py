@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xlstm_jax.distributed import DeviceMeshManager, available_devices
+from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.metrics import Compose, Max, Min, Sum, WeightedMean, make_log_step
+from xlstm_jax.distributed.processes import available_devices
 
 AXIS = "dp"
 SIMULATED_DEVICES = 8

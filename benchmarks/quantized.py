@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.wire_dtypes import CONFIG, OUT, SEEDS, SIMULATED_DEVICES, Training, compared, train, versions
-from xlstm_jax.distributed import Replicas, available_devices
+from xlstm_jax.distributed import Replicas
+from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
 FILE = OUT / "quantized.json"

@@ -51,7 +51,7 @@ from benchmarks.report import (
 )
 from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
-from xlstm_jax.distributed import available_devices
+from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"

@@ -50,8 +50,9 @@ from benchmarks.forecasts import installed_versions
 from benchmarks.job import Job, TrainConfig, prepare
 from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
 from benchmarks.ring_sums import DEVICES, KINDS, SHAPES, WIRE, gradients, reduced_mean, relative_error, sums
-from xlstm_jax.distributed import DeviceMeshManager, available_devices, make_train_step
+from xlstm_jax.distributed import DeviceMeshManager, make_train_step
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -289,3 +290,10 @@ def plain_text(shown: RenderableType) -> str:
     with console.capture() as captured:
         console.print(shown)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def notebook_html(shown: RenderableType) -> str:
+    """What a notebook shows of it, for the ``_repr_html_`` of a class."""
+    console = Console(file=io.StringIO(), width=120, record=True, force_jupyter=False)
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)

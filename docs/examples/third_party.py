@@ -87,7 +87,8 @@ step = make_train_step(loss_fn, mesh, batch_axes=AXES)
 
 
 # ---- Weights that are there already
-from xlstm_jax.distributed import box_like, shardings
+from xlstm_jax.distributed import shardings
+from xlstm_jax.distributed.data_parallel import box_like
 
 pretrained = jax.jit(theirs.init)(jax.random.key(7), inputs)["params"]
 params = box_like(pretrained, state.params)
@@ -128,7 +129,8 @@ print(check_step(step, state, text(0), jax.random.key(2)))
 # ---- Which modules to choose
 from collections import Counter
 
-from xlstm_jax.distributed import plan_sharding, repeated_blocks
+from xlstm_jax.distributed import plan_sharding
+from xlstm_jax.distributed.data_parallel import repeated_blocks
 
 choices = {
     "the model": lambda path, module: path == "",

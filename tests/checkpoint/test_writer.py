@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.checkpoint import checkpointer as module
 from xlstm_jax.distributed.checkpoint import steps
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 
 ROOT = Path(__file__).parents[2]
 SMALL, LARGE = {"w": np.arange(3)}, {"w": np.random.default_rng(0).normal(size=(100, 1000))}
@@ -74,7 +74,7 @@ def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
         checkpointer.wait()
         with limited(resource.RLIMIT_FSIZE, 10_000):
             checkpointer.save(20, LARGE)
-            while checkpointer._writer.manager.is_saving_in_progress():
+            while checkpointer._backend.is_saving():
                 time.sleep(0.01)
         with pytest.raises(CheckpointError, match=r"saving step 20 to .* failed: .*File too large.* MB left"):
             told_by(checkpointer)
@@ -118,7 +118,7 @@ def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
                 ask()
         assert 1 < time.monotonic() - begun < 4 and not may_write(tmp_path)
         ends.set()
-        while checkpointer._writer.manager.is_saving_in_progress():
+        while checkpointer._backend.is_saving():
             time.sleep(0.01)
         checkpointer.wait()  # it is on disk after all
         assert not checkpointer.save(2, SMALL) and checkpointer.save(3, SMALL)
@@ -285,10 +285,10 @@ def two_steps(tmp_path):
 
 def failing_once(error):
     def read(*args):
-        module.read_arrays = real
+        OrbaxBackend.read_arrays = real
         raise error
 
-    real, module.read_arrays = module.read_arrays, read
+    real, OrbaxBackend.read_arrays = OrbaxBackend.read_arrays, read
 
 
 @pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)

@@ -14,13 +14,13 @@ from tests.support import AXES, FLOAT32_ROUNDING, fsdp, mesh_of
 from xlstm_jax.distributed import (
     accumulate_gradients,
     create_train_state,
-    larger_than,
     make_train_step,
     partition_specs,
     shard_modules,
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import larger_than
 
 KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
 X = jax.random.normal(jax.random.key(1), (16, 16))

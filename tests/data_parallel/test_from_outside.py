@@ -20,20 +20,19 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests.support import AXES, assert_same_params, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     Replicas,
-    ShardingPlan,
     abstract_train_state,
     create_train_state,
     init_sharded,
-    larger_than,
     make_train_step,
     partition_specs,
     plan_sharding,
-    repeated_blocks,
     shard_module_params,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel import larger_than, repeated_blocks
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.plan import ShardingPlan
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, 24)

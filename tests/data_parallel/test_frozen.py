@@ -21,7 +21,6 @@ from xlstm_jax.distributed import (
     Checkpointer,
     Offload,
     Replicas,
-    ShardingPlan,
     TrainState,
     abstract_train_state,
     check_step,
@@ -33,7 +32,6 @@ from xlstm_jax.distributed import (
     import_safetensors,
     init_sharded,
     make_train_step,
-    matrix_dimensions,
     muon,
     nnx_model,
     partition_specs,
@@ -50,6 +48,8 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.forecast import Workload, forecast
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.distributed.optimizers import matrix_dimensions
+from xlstm_jax.distributed.plan import ShardingPlan
 
 MESH, KEY, BATCH = mesh_of(2, 4), jax.random.key(0), data()
 X = BATCH["x"]

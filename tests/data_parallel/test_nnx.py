@@ -37,16 +37,12 @@ from xlstm_jax.distributed import (
     Replicas,
     abstract_batch,
     abstract_train_state,
-    box_like,
     create_train_state,
     init_sharded,
-    larger_than,
     make_train_step,
     nnx_model,
     partition_specs,
     plan_sharding,
-    rename_leaves,
-    repeated_blocks,
     shard_batch,
     shard_module_params,
     shard_modules,
@@ -55,6 +51,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves, repeated_blocks
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import forecast, lint

@@ -11,7 +11,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.support import mesh_of
-from xlstm_jax.distributed import box_like, bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
+from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,

@@ -9,13 +9,8 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, FLOAT32_ROUNDING, equations, mesh_of, on_mesh
-from xlstm_jax.distributed import (
-    DeviceMeshManager,
-    gather_array_with_mean_grads,
-    gather_params,
-    shard_params,
-    sync_gradients,
-)
+from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, sync_gradients
+from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.data_parallel.wire import collectives

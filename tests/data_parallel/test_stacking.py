@@ -28,12 +28,9 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     create_train_state,
     make_train_step,
-    split_array_over_mesh,
-    stack_params,
-    unstack_params,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import stack, trees
+from xlstm_jax.distributed.data_parallel import split_array_over_mesh, stack, stack_params, trees, unstack_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 
 LOOP, SCAN = "block_{}", "blocks"

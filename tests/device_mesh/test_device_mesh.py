@@ -27,7 +27,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes, filled_sizes
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
-from xlstm_jax.distributed.processes import simulation
+from xlstm_jax.distributed.processes import devices
 
 create = DeviceMeshManager.create_device_mesh
 
@@ -293,7 +293,7 @@ def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(fl
 
 @pytest.mark.parametrize("call, nproc", [("available_devices", None), ("simulate_cpu_devices", 12)])
 def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, nproc):
-    code = f"import os, jax, xlstm_jax.distributed as d; assert 'NPROC' not in os.environ; d.{call}(3); "
+    code = f"import os, jax, xlstm_jax.distributed.processes as d; assert 'NPROC' not in os.environ; d.{call}(3); "
     code += "print(jax.device_count(), os.environ.get('NPROC'))"
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -302,9 +302,9 @@ def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, np
 
 def test_libtpu_does_not_complain_where_there_is_no_accelerator():
     pytest.importorskip("libtpu")
-    if not simulation._has_cpus_alone():
+    if not devices._has_cpus_alone():
         pytest.skip("this machine may have one")
-    code = "from xlstm_jax.distributed import available_devices as a; print(len(a(3)))"
+    code = "from xlstm_jax.distributed.processes import available_devices as a; print(len(a(3)))"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (run.stdout, run.stderr) == ("3\n", "")
@@ -312,16 +312,16 @@ def test_libtpu_does_not_complain_where_there_is_no_accelerator():
 
 @pytest.mark.parametrize("file", ["/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd"])
 def test_with_an_accelerator_or_a_plugin_jax_looks_for_itself(monkeypatch, file):
-    monkeypatch.setattr(simulation, "_plugins", set)
-    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
-    assert simulation._has_cpus_alone()  # guard
-    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
-    assert not simulation._has_cpus_alone()
-    monkeypatch.setattr(simulation.glob, "glob", lambda pattern: [])
-    monkeypatch.setattr(simulation, "_plugins", lambda: {"xla_cuda12"})  # to compile with: a card would have a file
-    assert simulation._has_cpus_alone()
-    monkeypatch.setattr(simulation, "_plugins", lambda: {"xla_cuda12", "of_a_cloud"})
-    assert not simulation._has_cpus_alone()
+    monkeypatch.setattr(devices, "_plugins", set)
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
+    assert devices._has_cpus_alone()  # guard
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
+    assert not devices._has_cpus_alone()
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(devices, "_plugins", lambda: {"xla_cuda12"})  # to compile with: a card would have a file
+    assert devices._has_cpus_alone()
+    monkeypatch.setattr(devices, "_plugins", lambda: {"xla_cuda12", "of_a_cloud"})
+    assert not devices._has_cpus_alone()
 
 
 def test_no_devices_are_refused():

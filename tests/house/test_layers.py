@@ -105,7 +105,7 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
     in_modules = {"nnx_model", "nnx_module", "nnx_variables"}
-    assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "placement"}
+    assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
 
 def who_imports(name):

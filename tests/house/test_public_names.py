@@ -1,8 +1,16 @@
 """Names and paths that users may have written stay importable, from where they were in 0.1."""
 
 import importlib
+import re
+import warnings
+from pathlib import Path
 
 import pytest
+
+import xlstm_jax.distributed
+
+API = Path(__file__).parents[2] / "docs" / "api.md"
+MOVED = xlstm_jax.distributed._MOVED
 
 PUBLIC_IN_0_1 = {
     "xlstm_jax.distributed": """
@@ -43,7 +51,9 @@ PUBLIC_IN_0_1 = {
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
 def test_what_was_public_still_is(path):
     module = importlib.import_module(path)
-    assert not [name for name in PUBLIC_IN_0_1[path].split() if not hasattr(module, name)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "\\w+ has moved", DeprecationWarning)
+        assert not [name for name in PUBLIC_IN_0_1[path].split() if not hasattr(module, name)]
 
 
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
@@ -53,10 +63,42 @@ def test_all_lists_what_there_is(path):
     assert not [name for name in module.__all__ if not hasattr(module, name)]
 
 
-def test_the_metrics_have_their_names_in_the_public_face_too():
-    face, metrics = (importlib.import_module(f"xlstm_jax.distributed{part}") for part in ("", ".metrics"))
-    assert not [name for name in metrics.__all__ if getattr(face, name, None) is not getattr(metrics, name)]
-    assert set(metrics.__all__) < set(face.__all__)
+def test_the_face_has_at_most_55_names_and_no_name_of_a_metric():
+    assert len(xlstm_jax.distributed.__all__) <= 55
+    assert not set(xlstm_jax.distributed.__all__) & set(xlstm_jax.distributed.metrics.__all__)
+    assert not set(xlstm_jax.distributed.__all__) & set(MOVED)
+
+
+@pytest.mark.parametrize("name, package", MOVED.items(), ids=MOVED)
+def test_a_moved_name_still_imports_and_warns_on_the_line_of_the_user(name, package):
+    script = f"\nfrom xlstm_jax.distributed import {name}"
+    with pytest.warns(DeprecationWarning, match=f"write `from xlstm_jax.distributed.{package} import {name}`") as told:
+        exec(compile(script, "user.py", "exec"), found := {})
+    assert {(warning.filename, warning.lineno) for warning in told} == {("user.py", 2)}
+    assert found[name] is getattr(importlib.import_module(f"xlstm_jax.distributed.{package}"), name)
+
+
+def test_a_name_that_never_was_there_is_an_error():
+    with pytest.raises(ImportError, match="cannot import name 'make_train_steps'"):
+        from xlstm_jax.distributed import make_train_steps  # noqa: F401
+
+
+def test_the_source_the_help_and_the_reference_show_the_same_groups():
+    face = xlstm_jax.distributed
+    source = Path(face.__file__).read_text().split("__all__ = [")[1].split("]\n")[0]
+    in_source = re.split(r"^    # (.+)$", source, flags=re.MULTILINE)[1:]
+    groups = dict(zip(in_source[::2], [re.findall(r"\w+", names) for names in in_source[1::2]], strict=True))
+    assert [name for names in groups.values() for name in names] == face.__all__
+
+    in_help = re.split(r"^  (\w[\w ]*\w)  +", face.__doc__.split("\n\n")[1], flags=re.MULTILINE)[1:]
+    assert dict(zip(in_help[::2], [re.findall(r"\w+", names) for names in in_help[1::2]], strict=True)) == groups
+
+    section = API.read_text().split("## `xlstm_jax.distributed`\n")[1].split("\n## ")[0]
+    in_reference = re.split(r"^### (.+)$", section, flags=re.MULTILINE)[1:]
+    tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in in_reference[1::2]]
+    assert dict(zip(map(str.lower, in_reference[::2]), tables, strict=True)) == groups
+
+    assert set(dir(face)) == {*face.__all__, *MOVED.values()}
 
 
 def test_the_name_of_the_options_is_the_function_and_no_module():

@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from xlstm_jax.distributed.processes import simulation
+from xlstm_jax.distributed.processes import devices
 from xlstm_jax.quiet_import import NOISY_RELEASE
 
 ON_CPUS = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(2); import jax; print(jax.device_count())"
@@ -19,7 +19,7 @@ def run(code, *, to_stderr="2>&2"):
 
 
 def test_a_program_that_imports_the_library_first_writes_nothing_to_stderr():
-    if not simulation._has_cpus_alone():
+    if not devices._has_cpus_alone():
         pytest.skip("this machine may have an accelerator")
     assert run(ON_CPUS) == ("2\n", "")
 

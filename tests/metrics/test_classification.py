@@ -19,8 +19,7 @@ from numpy.testing import assert_allclose
 from sklearn import metrics as sklearn_metrics
 
 from tests.support import AXES, mesh_of, on_mesh
-from xlstm_jax.distributed.metrics.catalogue.basic import Compose
-from xlstm_jax.distributed.metrics.catalogue.classification import (
+from xlstm_jax.distributed.metrics.classification import (
     AVERAGES,
     Accuracy,
     Binary,
@@ -31,7 +30,8 @@ from xlstm_jax.distributed.metrics.catalogue.classification import (
     Precision,
     Recall,
 )
-from xlstm_jax.distributed.metrics.catalogue.ranking import BinnedRanking
+from xlstm_jax.distributed.metrics.ranking import BinnedRanking
+from xlstm_jax.distributed.metrics.sums_and_means import Compose
 
 UPDATES, DEVICES, ROWS, CLASSES, BINS = 3, 8, 8, 6, 40
 # Rows per update and device; device 2 never sees any, and no update has the shares of another.

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.support import mesh_of
-from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,7 +216,7 @@ def test_a_killed_process_loses_at_most_the_pending_row(tmp_path):
     code = """if True:
         import itertools, sys
         import jax.numpy as jnp
-        from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+        from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
         logger = MetricLogger(sys.argv[1], tensorboard=False)
         for step in itertools.count(1):
             logger.log(step, {"loss": jnp.float32(step) / 8})
@@ -531,7 +531,7 @@ def test_demanding_event_files_without_a_package_says_what_to_install(tmp_path):
     code = """if True:
         import sys
         sys.modules["tensorboardX"] = sys.modules["clu"] = None
-        from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+        from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
         with MetricLogger(sys.argv[1] + "/without") as logger:
             logger.log(1, {"loss": 1.0})
         MetricLogger(sys.argv[1] + "/demanded", tensorboard=True)
@@ -557,7 +557,7 @@ def test_only_process_0_writes(tmp_path):
         import jax, jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec
         from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
-        from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+        from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
         folder, port, index = sys.argv[1:]
         simulate_cpu_devices(2)
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))

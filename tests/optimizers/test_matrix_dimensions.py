@@ -13,8 +13,10 @@ from rich.console import Console
 
 from tests.models import LanguageModel
 from tests.support import Model, data, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import ShardingPlan, matrix_dimensions, muon, plan_sharding, shard_params
+from xlstm_jax.distributed import muon, plan_sharding, shard_params
+from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices, whole_shapes
+from xlstm_jax.distributed.plan import ShardingPlan
 
 
 def shapes_of(model, *inputs):

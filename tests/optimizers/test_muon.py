@@ -32,7 +32,6 @@ from xlstm_jax.distributed import (
     create_train_state,
     elementwise_only,
     make_train_step,
-    matrix_dimensions,
     muon,
     partition_specs,
     shard_module_params,
@@ -42,6 +41,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.forecast import Workload, forecast
+from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
 
 STEPS = 10

@@ -17,11 +17,11 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     create_train_state,
     make_train_step,
-    on_whole_matrices,
     skip_nonfinite,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.trees import stored_values
+from xlstm_jax.distributed.optimizers import on_whole_matrices
 
 RATE, BETA, EPS = 0.02, 0.9, 1e-6
 

@@ -494,6 +494,12 @@ def test_json_and_back_is_the_same_plan(name):
     assert plan_of(name, tx=TX).to_json() == text
 
 
+def test_the_repr_of_a_plan_is_one_line_and_a_notebook_shows_its_table():
+    plan = plan_of("tuple axes")
+    assert len(repr(plan)) < 160 and repr(plan).startswith("<ShardingPlan on dp=")
+    assert all(text in plan._repr_html_() for text in ("<pre", "Sharding plan", plan.rows[0].path.split("/")[-1]))
+
+
 def test_a_small_change_is_a_small_diff_of_the_text():
     plain = partial(plan_sharding, Model(), {"dp": 2, "fsdp": 4}, X, axis_name="fsdp")
     before, after = (plain(min_weight_size=size).to_json().splitlines() for size in (65, 64))
@@ -633,7 +639,7 @@ def test_print_shows_the_table_as_wide_as_the_terminal(monkeypatch):
         monkeypatch.setenv("COLUMNS", str(width))
         assert str(plan) == "\n".join(line.rstrip() for line in rendered(plan, width).splitlines())
     monkeypatch.delenv("COLUMNS")
-    assert max(map(len, str(plan).splitlines())) <= 80 and "ShardingPlan(" in repr(plan)
+    assert max(map(len, str(plan).splitlines())) <= 80 and repr(plan).startswith("<ShardingPlan on ")
 
 
 @pytest.mark.parametrize("width", [100, 140])

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 import xlstm_jax
 from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
-from xlstm_jax.distributed.processes.agreement import entries_of
+from xlstm_jax.distributed.processes.initialize import _own_address
 from xlstm_jax.distributed.processes.jax_config import COMPARED_OPTIONS, jax_settings
-from xlstm_jax.distributed.processes.joining import _own_address
+from xlstm_jax.distributed.processes.same_everywhere import entries_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
@@ -409,7 +409,7 @@ def test_arrays_that_differ_in_anything_differ(change):
 
 def test_packages_are_compared_file_by_file():
     files = entries_of({"code": xlstm_jax})
-    assert {"code/distributed/processes/agreement.py", "code/__init__.py"} <= set(files)
+    assert {"code/distributed/processes/same_everywhere.py", "code/__init__.py"} <= set(files)
     assert len(set(files.values())) > 10
 
 

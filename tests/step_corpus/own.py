@@ -18,13 +18,13 @@ from tests.step_corpus import losses
 from tests.step_corpus.entries import Case, Entry, Setting, batch_on_mesh, mesh_of
 from xlstm_jax.distributed import (
     accumulate_gradients,
-    box_like,
     fold_rng_over_axis,
     partition_specs,
     sync_gradients,
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import box_like
 
 GradsOf = Callable[..., tuple[Any, Any]]
 

@@ -10,7 +10,8 @@ from jax import lax
 
 from tests.step_corpus import losses
 from tests.step_corpus.entries import Case, Entry, Setting, batch_on_mesh, mesh_of
-from xlstm_jax.distributed import Compose, WeightedMean, make_train_step, muon, skip_nonfinite, unbox
+from xlstm_jax.distributed import make_train_step, muon, skip_nonfinite, unbox
+from xlstm_jax.distributed.metrics import Compose, WeightedMean
 
 DP, XY = ("dp", "fsdp"), ("x", "y")
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))

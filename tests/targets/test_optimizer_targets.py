@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.cases import SIZES
 from benchmarks.optimizers import measured, more_than_adamw
-from xlstm_jax.distributed.optimizers.matrices.momentum import DEFAULT_NS_STEPS
+from xlstm_jax.distributed.optimizers.matrices.muon import DEFAULT_NS_STEPS
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
 
 FORMS = {(2048, 12288): 24, (2048, 6144): 48, (2048, 2048): 24}

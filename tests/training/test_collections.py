@@ -23,7 +23,6 @@ from xlstm_jax.distributed import (
     Replicas,
     TrainState,
     abstract_train_state,
-    box_like,
     bytes_per_device,
     check_replicas,
     check_step,
@@ -37,6 +36,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.forecast import Workload, forecast, lint
 from xlstm_jax.distributed.training.varying import differing_axes

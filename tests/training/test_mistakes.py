@@ -17,7 +17,6 @@ from tests.support import AXES, Block, assert_same_params, data, fsdp, mean_loss
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
-    box_like,
     check_replicas,
     check_step,
     create_train_state,
@@ -32,6 +31,7 @@ from xlstm_jax.distributed import (
     value_and_grad,
     with_ema,
 )
+from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.trees import stored_values
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.metrics.cells import Maximum, Total

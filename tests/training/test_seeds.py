@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_same_params, mesh_of, on_mesh
-from xlstm_jax.distributed import (
+from xlstm_jax.distributed import DeviceMeshManager, metrics
+from xlstm_jax.distributed.device_mesh import DataParallel
+from xlstm_jax.distributed.metrics import (
     Accuracy,
     BinnedRanking,
     Compose,
     ConfusionMatrix,
-    DataParallel,
-    DeviceMeshManager,
     DistributedMetrics,
     FBeta,
     Max,
@@ -28,7 +28,6 @@ from xlstm_jax.distributed import (
     Multiclass,
     StatefulMetric,
     WeightedMean,
-    metrics,
 )
 from xlstm_jax.distributed.metrics.stateful import _compute
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import (
-    box_like,
     check_step,
     create_train_state,
     make_train_step,
@@ -23,6 +22,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.training.checking.comparing.comparison import compare_leaves
 from xlstm_jax.distributed.training.state import sharded_opt_state
 

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
+from xlstm_jax.distributed.processes.devices import simulate_cpu_devices
 from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 

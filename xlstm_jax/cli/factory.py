@@ -104,7 +104,7 @@ class Factory:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """All that a factory may be told of these options, by every name that it may have."""
+    """These options as keyword arguments, under every name by which a factory may take them."""
     return {
         **dict.fromkeys(AXES, options.shard_axes),
         "min_weight_size": options.min_weight_size,

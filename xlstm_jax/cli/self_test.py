@@ -34,7 +34,7 @@ from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.processes.simulation import simulate_cpu_devices
+from xlstm_jax.distributed.processes.devices import simulate_cpu_devices
 from xlstm_jax.distributed.training.state import create_train_state
 from xlstm_jax.distributed.training.step import make_train_step
 

@@ -1,100 +1,65 @@
-"""The public face of the library: everything that a training script needs, by its name."""
+"""The public face of the library: the names that training needs, in groups.
 
+  devices          DeviceMeshManager, initialize_distributed, simulate_cpu_devices, assert_same_everywhere, shard_batch,
+                   abstract_batch
+  wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, freeze_params, remat_policy,
+                   BLOCK_INPUT, compiler_options
+  trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
+  training         TrainState, init_sharded, create_train_state, abstract_train_state, make_train_step, make_eval_step,
+                   make_generate, check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
+  losses           chunked_cross_entropy, LMHead
+  optimizers       muon, with_ema, ema_params, Offload, global_norm, clip_by_global_norm, elementwise_only,
+                   skip_nonfinite, skip_counts
+  plans            plan_sharding
+  checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
+  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError
+
+Metrics are in ``xlstm_jax.distributed.metrics``; forecasts, fits and the lint in ``xlstm_jax.distributed.forecast``.
+Names that fewer trainings need are in the packages below: ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``,
+``processes``, ``training``.
+"""
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from xlstm_jax.distributed import metrics
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
-    NnxModel,
     Replicas,
-    box_like,
     bytes_per_device,
     freeze_params,
-    gather_array_with_mean_grads,
     gather_params,
-    larger_than,
     nnx_model,
     partition_specs,
     remat_policy,
-    rename_leaves,
-    repeated_blocks,
     scan_layers,
     shard_module_params,
     shard_modules,
     shard_params,
     shardings,
-    split_array_over_mesh,
-    stack_params,
     sync_gradients,
     unbox,
-    unstack_params,
 )
-from xlstm_jax.distributed.device_mesh import DataParallel, DeviceMeshManager, abstract_batch, shard_batch
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
 from xlstm_jax.distributed.hardware import compiler_options
-from xlstm_jax.distributed.metrics import (
-    Accuracy,
-    Binary,
-    BinnedRanking,
-    Compose,
-    ConfusionMatrix,
-    DistributedMetrics,
-    FBeta,
-    GlobalNorm,
-    Local,
-    Max,
-    Metric,
-    MetricAccumulator,
-    MetricLogger,
-    MetricReduceOp,
-    Min,
-    Multiclass,
-    Multilabel,
-    Perplexity,
-    Precision,
-    PureMetric,
-    Recall,
-    StatefulMetric,
-    Sum,
-    Synced,
-    Throughput,
-    WeightedMean,
-    all_gather,
-    collect_from_devices,
-    make_log_step,
-    reduce_custom,
-    reduce_custom_collective,
-    reduce_max,
-    reduce_max_collective,
-    reduce_mean,
-    reduce_mean_collective,
-    reduce_min,
-    reduce_min_collective,
-    reduce_sum,
-    reduce_sum_collective,
-)
 from xlstm_jax.distributed.optimizers import (
     Offload,
     clip_by_global_norm,
     elementwise_only,
     ema_params,
     global_norm,
-    matrix_dimensions,
     muon,
-    on_whole_matrices,
     skip_counts,
     skip_nonfinite,
     with_ema,
 )
-from xlstm_jax.distributed.plan import ShardingPlan, plan_sharding
-from xlstm_jax.distributed.processes import (
-    assert_same_everywhere,
-    available_devices,
-    initialize_distributed,
-    simulate_cpu_devices,
-)
+from xlstm_jax.distributed.plan import plan_sharding
+from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
 from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
 from xlstm_jax.distributed.training import (
     LMHead,
-    StepCheck,
-    TokenLosses,
     TrainState,
     abstract_train_state,
     accumulate_gradients,
@@ -109,113 +74,109 @@ from xlstm_jax.distributed.training import (
     value_and_grad,
 )
 
-__all__ = [
-    "BLOCK_INPUT",
-    "Accuracy",
-    "Binary",
-    "BinnedRanking",
-    "CheckpointError",
-    "Checkpointer",
-    "Compose",
-    "ConfusionMatrix",
-    "DataParallel",
+__all__ = [  # noqa: RUF022 (in groups)
+    # devices
     "DeviceMeshManager",
-    "DistributedMetrics",
-    "FBeta",
-    "GlobalNorm",
-    "LMHead",
-    "Local",
-    "LoopGuard",
-    "Max",
-    "Metric",
-    "MetricAccumulator",
-    "MetricLogger",
-    "MetricReduceOp",
-    "Min",
-    "Multiclass",
-    "Multilabel",
-    "NnxModel",
-    "NonFiniteError",
-    "Offload",
-    "Perplexity",
-    "Precision",
-    "PureMetric",
-    "Recall",
-    "ReplicaError",
-    "Replicas",
-    "ShardingPlan",
-    "StatefulMetric",
-    "StepCheck",
-    "Sum",
-    "Synced",
-    "Throughput",
-    "TokenLosses",
-    "TrainState",
-    "WeightedMean",
-    "abstract_batch",
-    "abstract_train_state",
-    "accumulate_gradients",
-    "all_gather",
-    "assert_same_everywhere",
-    "available_devices",
-    "box_like",
-    "bytes_per_device",
-    "check_replicas",
-    "check_step",
-    "chunked_cross_entropy",
-    "clip_by_global_norm",
-    "collect_from_devices",
-    "compiler_options",
-    "create_train_state",
-    "elementwise_only",
-    "ema_params",
-    "export_safetensors",
-    "fold_rng_over_axis",
-    "freeze_params",
-    "gather_array_with_mean_grads",
-    "gather_params",
-    "global_norm",
-    "import_safetensors",
-    "init_sharded",
     "initialize_distributed",
-    "larger_than",
-    "make_eval_step",
-    "make_generate",
-    "make_log_step",
-    "make_train_step",
-    "matrix_dimensions",
-    "muon",
-    "nnx_model",
-    "on_whole_matrices",
-    "partition_specs",
-    "plan_sharding",
-    "reduce_custom",
-    "reduce_custom_collective",
-    "reduce_max",
-    "reduce_max_collective",
-    "reduce_mean",
-    "reduce_mean_collective",
-    "reduce_min",
-    "reduce_min_collective",
-    "reduce_sum",
-    "reduce_sum_collective",
-    "remat_policy",
-    "rename_leaves",
-    "repeated_blocks",
-    "scan_layers",
+    "simulate_cpu_devices",
+    "assert_same_everywhere",
     "shard_batch",
+    "abstract_batch",
+    # wrapped modules
     "shard_module_params",
     "shard_modules",
+    "scan_layers",
+    "nnx_model",
+    "Replicas",
+    "freeze_params",
+    "remat_policy",
+    "BLOCK_INPUT",
+    "compiler_options",
+    # trees of shards
     "shard_params",
-    "shardings",
-    "simulate_cpu_devices",
-    "skip_counts",
-    "skip_nonfinite",
-    "split_array_over_mesh",
-    "stack_params",
+    "gather_params",
     "sync_gradients",
+    "partition_specs",
+    "shardings",
     "unbox",
-    "unstack_params",
+    "bytes_per_device",
+    # training
+    "TrainState",
+    "init_sharded",
+    "create_train_state",
+    "abstract_train_state",
+    "make_train_step",
+    "make_eval_step",
+    "make_generate",
+    "check_step",
     "value_and_grad",
+    "accumulate_gradients",
+    "fold_rng_over_axis",
+    # losses
+    "chunked_cross_entropy",
+    "LMHead",
+    # optimizers
+    "muon",
     "with_ema",
+    "ema_params",
+    "Offload",
+    "global_norm",
+    "clip_by_global_norm",
+    "elementwise_only",
+    "skip_nonfinite",
+    "skip_counts",
+    # plans
+    "plan_sharding",
+    # checkpoints
+    "Checkpointer",
+    "CheckpointError",
+    "export_safetensors",
+    "import_safetensors",
+    # faults
+    "LoopGuard",
+    "NonFiniteError",
+    "check_replicas",
+    "ReplicaError",
 ]
+
+# Names that were here until version 0.2, and the packages that have them.
+_MOVED = {
+    **dict.fromkeys(metrics.__all__, "metrics"),
+    **dict.fromkeys(
+        "NnxModel box_like gather_array_with_mean_grads larger_than rename_leaves repeated_blocks "
+        "split_array_over_mesh stack_params unstack_params".split(),
+        "data_parallel",
+    ),
+    **dict.fromkeys(["matrix_dimensions", "on_whole_matrices"], "optimizers"),
+    **dict.fromkeys(["StepCheck", "TokenLosses"], "training"),
+    "DataParallel": "device_mesh",
+    "ShardingPlan": "plan",
+    "available_devices": "processes",
+}
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.data_parallel import *  # noqa: F403
+    from xlstm_jax.distributed.device_mesh import *  # noqa: F403
+    from xlstm_jax.distributed.metrics import *  # noqa: F403
+    from xlstm_jax.distributed.optimizers import *  # noqa: F403
+    from xlstm_jax.distributed.plan import *  # noqa: F403
+    from xlstm_jax.distributed.processes import *  # noqa: F403
+    from xlstm_jax.distributed.training import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A moved name, with a warning that says from where to import it."""
+        if name not in _MOVED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        package = f"{__name__}.{_MOVED[name]}"
+        warnings.warn(
+            f"{name} has moved: write `from {package} import {name}`. The next release no longer has it in {__name__}.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(package), name)
+
+
+def __dir__() -> list[str]:
+    """The names above, and the packages that have the others."""
+    return [*__all__, *sorted(set(_MOVED.values()))]

@@ -24,16 +24,11 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
+from xlstm_jax.distributed.checkpoint.backend import MakeBackend
+from xlstm_jax.distributed.checkpoint.directory import directory_path
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
-from xlstm_jax.distributed.checkpoint.orbax_io import (
-    check_dtypes,
-    directory_path,
-    new_manager,
-    read_arrays,
-    read_record,
-    save_args,
-)
-from xlstm_jax.distributed.checkpoint.owner import check_same_tree, warn_if_other_optimizer, with_optimizers
+from xlstm_jax.distributed.checkpoint.experiment import check_same_tree, warn_if_other_optimizer, with_optimizers
+from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.saved_sums import SavedSums
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
@@ -63,6 +58,7 @@ class Checkpointer:
         before it fails on all processes; whole seconds.
       peer_timeout_s: how long to wait, in each method, for a process that is alive but does not come; ``TimeoutError``
         then says which. A process that reads its shards so much slower than another is taken for one.
+      backend: the class that stores steps: see ``xlstm_jax.distributed.checkpoint.backend``.
     Raises:
       ValueError, TypeError: a number is below 1 or no whole number; or the directory is no place for folders.
 
@@ -82,6 +78,7 @@ class Checkpointer:
         async_timeout_s: int = DEFAULT_ASYNC_TIMEOUT_S,
         *,
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        backend: MakeBackend = OrbaxBackend,
     ) -> None:
         self.save_interval_steps = _at_least_1("save_interval_steps", save_interval_steps)
         self.max_to_keep = None if max_to_keep is None else _at_least_1("max_to_keep", max_to_keep)
@@ -90,6 +87,7 @@ class Checkpointer:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
         self.directory: Any = directory_path(directory)
+        self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
         self._damaged: set[int] = set()
@@ -147,24 +145,24 @@ class Checkpointer:
         # What follows waits for ever for a process that does not come.
         self._together(self.wait, CheckpointError, f"save step {step}")
         writer = self._become_writer()
-        if not self._is_new(step, writer):
+        if not self._is_new(step):
             return False
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
-        check_dtypes(arrays)
+        self._backend.check_dtypes(arrays)
         local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
         local_sums = record.checksum_each(local)
         described = with_optimizers(record.record_without_sums(leaves), state)
         self._check_same_everywhere(record.with_sums(described, local_sums))
-        self._check_same_experiment(described, writer)
+        self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
         sums = SavedSums(placed, self.async_timeout_s)
 
-        def entries() -> record.Record:
-            return record.with_sums(described, local_sums | sums.result())
+        def content() -> dict[str, Any]:
+            return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
 
         try:
-            writer.save(step, save_args(arrays | local, entries, step))
+            writer.save(step, {path: array for path, array in (arrays | local).items() if array.size}, content)
         finally:
             sums.begin()
         return True
@@ -186,8 +184,8 @@ class Checkpointer:
             if place:
                 self._writer.check_place()
 
-    def _is_new(self, step: int, writer: Writer) -> bool:
-        newest = writer.manager.latest_step()
+    def _is_new(self, step: int) -> bool:
+        newest = self._backend.latest_step()
         if newest is None or step > newest:
             return True
         if step in self._own_steps:
@@ -197,16 +195,15 @@ class Checkpointer:
             "on from there, move the newer steps away, or use another directory."
         )
 
-    def _check_same_experiment(self, entries: record.Record, writer: Writer) -> None:
+    def _check_same_experiment(self, entries: record.Record) -> None:
         """Checks, before the first save, that the newest step is of the same tree, unless this process has read one."""
-        newest, key = writer.manager.latest_step(), str(self.directory)
+        newest, key = self._backend.latest_step(), str(self.directory)
         if newest is None or newest in self._own_steps or key in _read_from:
             return
 
         def check() -> None:
-            folder = self.directory / str(newest)
             try:
-                there = read_record(folder / "leaves", newest)
+                there = self._read_record(newest)
             except (ValueError, OSError):  # of a damaged step whoever restores hears
                 return
             check_same_tree(entries, there, f"step {newest} in {self.directory}")
@@ -330,24 +327,38 @@ class Checkpointer:
 
     def _read(self, step: int, likes: dict[str, Any], part_of: Callable[[record.Record, str], str]) -> dict[str, Any]:
         """The leaves of a part of one step, checked; raises in all processes if it does in one."""
-        folder, where = self.directory / str(step), f"step {step} in {self.directory}"
-        reads = f"read step {step}"
-        everything = self._read_together(lambda: read_record(folder / "leaves", step), where, reads)
+        where, reads = f"step {step} in {self.directory}", f"read step {step}"
+        everything = self._read_together(lambda: self._read_record(step), where, reads)
         part = self._together(lambda: part_of(everything, where), _MISTAKES, reads)
         stored = {path: f"{part}{path}" for path in likes}
         entries = {path: entry for path, entry in everything.items() if path.startswith(part)}
         wanted = {stored[path]: like for path, like in likes.items()}
         self._together(lambda: record.check_fits(entries, wanted, where), _MISTAKES, reads)
-        arrays = self._read_together(lambda: read_arrays(folder / "state", entries, wanted), where, reads)
+        arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
+
+    def _read_record(self, step: int) -> record.Record:
+        try:
+            return record.from_json(self._backend.read_record(step), step)
+        except ValueError as error:
+            file = self.directory / str(step) / self._backend.record_file
+            raise ValueError(f"{file} cannot be read: {error}") from None
+
+    def _read_arrays(self, step: int, entries: record.Record, likes: dict[str, Any]) -> dict[str, Any]:
+        """What is stored for each leaf; an array without values is not stored."""
+        structs = record.read_structs(entries, likes)
+        empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
+        wanted = {path: struct for path, struct in structs.items() if struct.size}
+        return empty | self._backend.read_arrays(step, wanted)
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
         """``steps_in`` as process 0 sees them; a file system may show each process something else."""
 
         def listing() -> str:
-            found = steps.steps_in(self.directory, read_records=True) if jax.process_index() == 0 else {}
-            return json.dumps([*found.items()])
+            if jax.process_index() != 0:
+                return "[]"
+            return json.dumps([*steps.steps_in(self.directory, self._backend, read_records=True).items()])
 
         what = "list the steps of a checkpoint"
         text = allgather_text(self._read_together(listing, str(self.directory), what), what, self.peer_timeout_s)[0]
@@ -363,15 +374,11 @@ class Checkpointer:
 
     def _become_writer(self) -> Writer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
-        if self._writer is not None and self._writer.manager is not None and not self._damaged:
+        if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
         writer = self._together(self._open_and_clear, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
-        if writer.manager is not None:
-            writer.manager.reload()
-        else:
-            limits = self.save_interval_steps, self.max_to_keep, self.async_timeout_s
-            writer.manager = new_manager(self.directory, *limits)
+        writer.open()
         return writer
 
     def _open_and_clear(self) -> Writer:
@@ -379,9 +386,10 @@ class Checkpointer:
         self.directory.mkdir(parents=True, exist_ok=True)
         is_first = jax.process_index() == 0
         if self._writer is None:
-            self._writer = Writer(self.directory, self, self._own_steps, self.async_timeout_s, locks=is_first)
+            limit = self.async_timeout_s
+            self._writer = Writer(self.directory, self._backend, self, self._own_steps, limit, locks=is_first)
         if is_first:
-            steps.clear(self.directory, self._damaged)
+            steps.clear(self.directory, self._backend, self._damaged)
         return self._writer
 
 

@@ -1,8 +1,8 @@
-"""What goes wrong with checkpoints: damage, which is passed over, and errors of the system, which are not.
+"""Damage to a step, after which a restore takes an older step, told from errors of the system, which end the restore.
 
 Damage is what an intact file cannot give: a file that is missing or cut, values that do not have their checksum. A
-process without a free file descriptor, a server that does not answer, a full memory say nothing about the files: what
-cannot be read for such a reason must neither be passed over nor moved away.
+process without a free file descriptor, a server that does not answer or a full memory say nothing about the files: a
+step that cannot be read for such a reason is neither passed over nor moved away.
 """
 
 import errno

@@ -5,10 +5,10 @@
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-Boxes and padding are not saved, and of PRNG keys their data. Paths are those of the plain model, so a state that was
-split in one way can be restored as split in any other. The record is a JSON object with a digest of itself, which shows
-damage to the record, and one of the step's number, which shows that a folder was renamed or copied. (Version 0.1 wrote
-no number, and looks for none.)
+Boxes and padding are not saved; of a PRNG key its data are. Paths are the paths of the plain model, so a state that was
+split in one way can be restored split in any other. The record is a JSON object with two digests: one shows damage to
+the record, the other, of the step's number, shows that a folder was renamed or copied. (Version 0.1 wrote no number,
+and a record without one is read.)
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
@@ -283,7 +283,7 @@ def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
     """What the paths of parameters called ``names`` begin with in a record: ``path`` and a slash, or "" for all of it.
 
-    With ``path`` None it is that of the part called "params" that has these leaves; or all, if all of it has.
+    With ``path`` None it is the part called "params" that has these leaves, or all of the record if that has them.
     """
     if path is not None:
         part = f"{path.strip('/')}/" if path else ""
@@ -291,7 +291,9 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
             raise ValueError(f"{where} has no part {path!r}; it has {listed(_parts(record), PARTS_SHOWN)}.")
         return part
     called = [f"{part}/" for part in _parts(record) if part.rpartition("/")[2] == "params"]
-    fitting = [part for part in ("", *called) if {part + name for name in names} == _below(record, part)]
+    fitting = [
+        part for part in ("", *called) if {part + name for name in names} == {p for p in record if p.startswith(part)}
+    ]
     found = fitting or called
     if len(found) != 1:
         several = f"more than one part called 'params': {listed(found, PARTS_SHOWN)}" if found else "no part 'params'"
@@ -304,10 +306,6 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
 def _parts(record: Record) -> list[str]:
     """The paths of everything that has leaves below it."""
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
-
-
-def _below(record: Record, part: str) -> set[str]:
-    return {path for path in record if path.startswith(part)}
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
@@ -356,6 +354,14 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["impl"])))
         return jax.ShapeDtypeStruct((*shape, *data.shape), data.dtype)
     return jax.ShapeDtypeStruct(shape, np.dtype(PYTHON_DTYPES.get(entry["dtype"], entry["dtype"])))
+
+
+def read_structs(record: Record, likes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is read for each leaf, with the sharding by which each device reads its shard, or none: see ``Backend``."""
+    return {
+        path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)
+        for path, entry in record.items()
+    }
 
 
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:

@@ -1,12 +1,13 @@
-"""Checksums of the arrays that are being saved, off the way of the training thread.
+"""Checksums of the arrays that are being saved, without holding up the training thread.
 
-  in save        of each shard that this process stores, the bits are held as they are now
-                   on an accelerator   its checksum is begun on the device, which computes it before any later step
-                   on a CPU            a view of its memory, which no donation overwrites while there is one
-  in background  the views' checksums; all sums of this process, modulo 2^32; those of all processes, by process 0
+  in save        the bits of each shard that this process stores are held as they are now
+                   on an accelerator   the device starts to compute the checksum, and ends before any later step
+                   on a CPU            a view of its memory: no donation overwrites memory that has a view
+  in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
+                 the sums of all processes
 
-A shard is one of the copies with ``replica_id`` 0, of which there is one for each part of an array. No collective: the
-devices may be in the next step, whose collectives wait for each other.
+Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
+collective: the devices may be in the next step, whose collectives wait for each other.
 """
 
 import json
@@ -23,7 +24,7 @@ from jax._src import distributed
 
 from xlstm_jax.distributed.checkpoint.checksums import checksum_of_part
 from xlstm_jax.distributed.checkpoint.record import as_words
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.store import Store, named
 
 Sums = dict[str, list[int]]  # by path

@@ -1,9 +1,8 @@
 """Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
 
-A save goes on in the background, up to a limit that holds for its commit too. Whoever calls next learns whether it
-failed, and at the end of the program, where nobody calls any more, the exit waits for it: threads can still be started
-then, which orbax needs (in Python 3.12 they cannot). If it fails there, the exit says which step is lost, and the exit
-code is 1.
+A save goes on in the background, up to a time limit that includes its commit. If it fails, the next call raises. At the
+end of the program there is no next call: the exit waits for the save, at a point where orbax can still start threads
+(after it, Python 3.12 starts none). If the save fails there, the exit says which step is lost, and the exit code is 1.
 """
 
 import atexit
@@ -14,14 +13,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend
+from xlstm_jax.distributed.checkpoint.directory import is_url
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
-from xlstm_jax.distributed.checkpoint.orbax_io import is_url
 from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of
 
@@ -31,10 +31,11 @@ _JUMP_S = 1.0  # of the clock, beyond which it is the cause of a timeout
 
 
 class Writer:
-    """Orbax's manager of a directory, the directory's lock, and the save that is under way.
+    """The directory's lock, and the save that is under way in the backend.
 
     Args:
       directory: it exists.
+      backend: stores the steps; the writer opens and closes it.
       owner: the object that saves with it. While that lives, no other object of this process can write the directory.
       steps: numbers of saved steps; ``save`` adds to them, and a failure takes away again.
       locks: whether this process locks the directory for the job.
@@ -43,9 +44,11 @@ class Writer:
       CheckpointError: another object of this process, or another job, writes there.
     """
 
-    def __init__(self, directory: Any, owner: object, steps: set[int], timeout_s: float, *, locks: bool) -> None:
-        self.directory, self._steps, self._timeout_s = directory, steps, timeout_s
-        self.manager: Any = None  # whoever opens the writer sets it
+    def __init__(
+        self, directory: Any, backend: Backend, owner: object, steps: set[int], timeout_s: float, *, locks: bool
+    ) -> None:
+        self.directory, self._backend, self._steps, self._timeout_s = directory, backend, steps, timeout_s
+        self.is_open = False
         self._lock: Any = None
         self._saving: int | None = None  # the step
         self._begun = 0.0, 0.0  # of that save: by the clock, and by one that never jumps
@@ -70,11 +73,16 @@ class Writer:
             )
         writer.close()
 
-    def save(self, step: int, args: Any) -> None:
+    def open(self) -> None:
+        """Lets the backend look at the directory, before the first save and when steps were moved; all processes."""
+        self._backend.open()
+        self.is_open = True
+
+    def save(self, step: int, arrays: Arrays, record: Callable[[], Any]) -> None:
         """Starts to save a step; returns when its buffers may be donated."""
         self._begun = time.time(), time.monotonic()
         with self._failing_as(step):
-            self.manager.save(step, args=args, force=True)
+            self._backend.save(step, arrays, record)
         self._saving = step
         self._steps.add(step)
 
@@ -84,17 +92,17 @@ class Writer:
             with self._failing_as(step):
                 self._wait_for_commit()
                 self._saving = None
-                self.manager.wait_until_finished()
+                self._backend.wait()
             self._steps.add(step)
         self.check_place()
 
     @property
     def hangs(self) -> bool:
         """Whether the last save has passed its limit, and goes on: a rename on a file system that does not answer."""
-        return self._saving is not None and time.monotonic() >= self._deadline and self.manager.is_saving_in_progress()
+        return self._saving is not None and time.monotonic() >= self._deadline and self._backend.is_saving()
 
     def _wait_for_commit(self) -> None:
-        while self.manager.is_saving_in_progress():
+        while self._backend.is_saving():
             if time.monotonic() >= self._deadline:
                 raise TimeoutError(
                     f"it was not on disk within async_timeout_s={self._timeout_s:g} s, and writing, renaming or the "
@@ -113,7 +121,7 @@ class Writer:
 
     def check(self) -> None:
         """Raises a ``CheckpointError`` if the last save has failed by now; does not wait."""
-        if self._saving is not None and not self.manager.is_saving_in_progress():
+        if self._saving is not None and not self._backend.is_saving():
             self.wait()
 
     def close(self) -> None:
@@ -127,8 +135,9 @@ class Writer:
         if self.hangs:
             return
         with ExitStack() as at_last:
-            for resource in filter(None, (self._lock, self.manager)):
-                at_last.callback(resource.close)
+            if self._lock is not None:
+                at_last.callback(self._lock.close)
+            at_last.callback(self._backend.close)
             if self._key in _writers and _writers[self._key][1] is self:
                 del _writers[self._key]
 

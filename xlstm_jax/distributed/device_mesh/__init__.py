@@ -14,9 +14,9 @@ read together into one global array.
 
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.device_mesh.placement import DataParallel
-from xlstm_jax.distributed.processes.simulation import (  # where older code has them
+from xlstm_jax.distributed.processes.devices import (  # where older code has them
     available_devices,
     simulate_cpu_devices,
 )

@@ -15,8 +15,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
-from xlstm_jax.distributed.processes.agreement import compare, entries_of
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 
 NUMBERS = frozenset("biufcV")  # kinds of dtype; bfloat16 and the like are V, PRNG keys have none
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.
@@ -239,7 +239,7 @@ class _BatchesSeen:
 
 @cache
 def _batches_seen(mesh: Mesh) -> _BatchesSeen:
-    """One object for each mesh: the devices of a mesh are those of one job, and its processes use it in one order."""
+    """One object for each mesh: all devices of a mesh belong to one job, whose processes use it in the same order."""
     del mesh
     return _BatchesSeen()
 

@@ -1,5 +1,4 @@
-"""What functions ask of a mesh that they are given: that it is one, its axes of type ``Auto``, and the axes that they
-are told to use."""
+"""Checks of a mesh argument: that it is a mesh, that it has the named axes, and its copy with axes of type ``Auto``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -13,9 +13,9 @@ from xlstm_jax.distributed.device_mesh.batches import shard_batch
 from xlstm_jax.distributed.device_mesh.checks import auto_types, check_mesh, with_usual_names
 from xlstm_jax.distributed.device_mesh.sizes import filled_sizes, is_size
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
-from xlstm_jax.distributed.processes.agreement import assert_same_everywhere
-from xlstm_jax.distributed.processes.joining import initialize_distributed
-from xlstm_jax.distributed.processes.simulation import Device, simulate_cpu_devices
+from xlstm_jax.distributed.processes.devices import Device, simulate_cpu_devices
+from xlstm_jax.distributed.processes.initialize import initialize_distributed
+from xlstm_jax.distributed.processes.same_everywhere import assert_same_everywhere
 
 
 class DeviceMeshManager:

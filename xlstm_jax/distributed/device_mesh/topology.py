@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from xlstm_jax.distributed.data_parallel.shard_choice import HOST_AXIS, SLICE_AXIS
 from xlstm_jax.distributed.device_mesh.checks import auto_types
 from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
 
 FSDP_AXIS = "fsdp"  # the name of a single axis
 TORUS = (SLICE_AXIS, "fsdp_x", "fsdp_y", "fsdp_z", "fsdp_core")

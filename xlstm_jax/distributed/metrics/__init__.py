@@ -1,26 +1,17 @@
 """Metrics over many devices: three interfaces on the same cells and collectives.
 
-  reductions     dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
-  pure_metric    states for the training step, as pure functions: empty -> update ... update -> sync -> compute
-  stateful       metrics that keep such a state themselves, for loops outside of the step
-  catalogue/     ready metrics: sums, means, norms, classification, ranking
-  log/           ``MetricLogger``: values to files without stalling the device
+  reductions      dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
+  pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
+  stateful        metrics that keep such a state themselves, for loops outside of the step
+  sums_and_means, classification, ranking    the metrics
+  metric_logger   values to files without stalling the device; ``log_files`` writes them
 
 Below them: ``cells`` are the values that merge without losing count, ``layout`` puts those of a state into one vector
 per dtype, and ``mesh_state`` is the state that a stateful metric keeps.
 """
 
-from xlstm_jax.distributed.metrics.catalogue.basic import (
-    Compose,
-    GlobalNorm,
-    Max,
-    Min,
-    Perplexity,
-    Sum,
-    Throughput,
-    WeightedMean,
-)
-from xlstm_jax.distributed.metrics.catalogue.classification import (
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 older code has them here
+from xlstm_jax.distributed.metrics.classification import (
     Accuracy,
     Binary,
     ConfusionMatrix,
@@ -30,11 +21,10 @@ from xlstm_jax.distributed.metrics.catalogue.classification import (
     Precision,
     Recall,
 )
-from xlstm_jax.distributed.metrics.catalogue.ranking import BinnedRanking
-from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 older code has them here
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
-from xlstm_jax.distributed.metrics.log.logger import MetricLogger
+from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, make_log_step
+from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 from xlstm_jax.distributed.metrics.reductions import (
     all_gather,
     collect_from_devices,
@@ -50,6 +40,16 @@ from xlstm_jax.distributed.metrics.reductions import (
     reduce_sum_collective,
 )
 from xlstm_jax.distributed.metrics.stateful import Metric, MetricAccumulator, MetricReduceOp, StatefulMetric
+from xlstm_jax.distributed.metrics.sums_and_means import (
+    Compose,
+    GlobalNorm,
+    Max,
+    Min,
+    Perplexity,
+    Sum,
+    Throughput,
+    WeightedMean,
+)
 
 __all__ = [
     "Accuracy",

@@ -20,7 +20,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, sync_states
-from xlstm_jax.distributed.processes.simulation import Device
+from xlstm_jax.distributed.processes.devices import Device
 
 DEVICES_AXIS = "devices"
 # Where a state is moved: a device, its number among those of this process, or the name of a platform, as "cpu".

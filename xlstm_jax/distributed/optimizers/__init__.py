@@ -1,30 +1,30 @@
-"""Optimizers on shards: what a step needs that runs its optimizer inside ``shard_map``.
+"""Optimizers for sharded parameters.
 
-The straight way is ``training.make_train_step``, which runs the optimizer on global arrays, where every optax transform
-is what it is on one device. Inside ``shard_map`` it sees shards. An elementwise one (AdamW, Lion) cannot tell.
-One that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else on every
-device, without an error, and leaves that should stay equal on all devices drift apart.
+``training.make_train_step`` runs the optimizer on global arrays, where every optax transform computes what it computes
+on one device. Inside ``shard_map`` an optimizer sees shards. For an elementwise one (AdamW, Lion) that makes no
+difference. One that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else
+on every device, without an error, and leaves that should stay equal on all devices drift apart.
 
   global_norm           the norm of the whole tree from its shards, one collective for each set of axes
   clip_by_global_norm   optax's clipping with that norm
   elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
                         where the two differ
   muon                  Muon, with AdamW for the rest: each device updates whole matrices of its own; anywhere
-  on_whole_matrices     the same for any rule of optax that needs a whole matrix
-  matrix_dimensions     which leaves they take for matrices, and along which dims
+  on_whole_matrices     any rule of optax that needs whole matrices, run on them as ``muon`` runs its own
+  matrix_dimensions     which leaves these two update as matrices, and along which dims
   with_ema              keeps an average of the weights (EMA) in the optimizer's state; anywhere
-  Offload               what of the state lies in the memory of the host
+  Offload               which parts of a training state lie in host memory
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
-from xlstm_jax.distributed.optimizers.averaging import ema_params, with_ema
+from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
+from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
-from xlstm_jax.distributed.optimizers.matrices.hook import on_whole_matrices
-from xlstm_jax.distributed.optimizers.matrices.momentum import muon
+from xlstm_jax.distributed.optimizers.matrices.muon import muon
+from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
-from xlstm_jax.distributed.optimizers.shard_guard import elementwise_only
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 __all__ = [

@@ -2,8 +2,8 @@
 
   optax.adamw(schedule, mask=mask)  ->  chain(scale_by_adam, masked(add_decayed_weights), scale_by_schedule)
 
-Optax keeps no such list, so this reads closures. What is not found here is not there to be told about: nothing that is
-computed depends on it.
+Optax keeps no such list, so this reads the closures of its functions. Errors, warnings and records show what it finds;
+no computed value depends on it.
 """
 
 import inspect

@@ -7,8 +7,8 @@
     plan.to_json(), plan.diff(other)              for the review of a change
 
 ``model.init`` is traced on a mesh without devices. Nothing is computed and nothing allocated: a model of 70 billion
-parameters on 4096 devices takes seconds. Each decision is that of the wrapper which ``init`` runs through
-(``choose_shard_dim``); what an optimizer keeps is read off ``tx.init``, and lies as ``optimizer_state_shardings`` says.
+parameters on 4096 devices takes seconds. Wrapped modules decide in this ``init`` as they do in training, by
+``choose_shard_dim``. The optimizer's state comes from ``tx.init``; ``optimizer_state_shardings`` says how it is split.
 """
 
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan

@@ -1,4 +1,4 @@
-"""What a plan says of optimizers that need whole matrices: which there are, who owns them, why others are none."""
+"""Optimizers that need whole matrices, in a plan: the matrices, their owners, and why other leaves are no matrices."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.optimizers.matrices.layout import Told
+from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport
 from xlstm_jax.wording import listed, path_pattern, rich_table
 
 
@@ -68,23 +68,23 @@ class MatrixPlan:
         return cls(**{**fields, "leaves": tuple(fields["leaves"])})
 
 
-def matrix_plans(told: Iterable[Told]) -> tuple[MatrixPlan, ...]:
-    """Of each optimizer the forms of its matrices, those with the most work first, and what it takes for none."""
+def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
+    """For each optimizer its matrices by form, those with the most work first, then the leaves that are no matrices."""
     plans = []
-    for one in told:
-        for group in one.groups:
+    for report in reports:
+        for group in report.groups:
             leaves = tuple(leaf.path for leaf in group.leaves)
-            # All that there are: where layers are split over devices, a group has those of one part of the mesh.
-            parts = sum(one.choices[path].count for path in leaves) // group.count
+            # Where layers are split over devices, a group has the matrices of one part of the mesh; a plan counts all.
+            parts = sum(report.choices[path].count for path in leaves) // group.count
             size = (group.form.rows, group.form.columns)
             plans.append(
-                MatrixPlan(one.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
+                MatrixPlan(report.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
             )
         by_reason = defaultdict(list)
-        for path, choice in one.choices.items():
+        for path, choice in report.choices.items():
             if not choice.dims:
                 by_reason[choice.reason].append(path)
-        plans += [MatrixPlan(one.rule, tuple(paths), 0, 0, 0, 0, 0, why) for why, paths in by_reason.items()]
+        plans += [MatrixPlan(report.rule, tuple(paths), 0, 0, 0, 0, 0, why) for why, paths in by_reason.items()]
     return tuple(plans)
 
 

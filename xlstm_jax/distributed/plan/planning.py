@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.optimizers.matrices.layout import watching_matrices
+from xlstm_jax.distributed.optimizers.matrices.layout import matrix_reports
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     initial_state,
@@ -102,11 +102,11 @@ def plan_sharding(
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = variables.pop(PARAMETERS, {})
-    with watching_matrices() as told:
+    with matrix_reports() as reports:
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
     rows += [_other_row(name, *found, sizes) for name in variables for found in leaves_with_path(variables[name])]
-    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(told))
+    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(reports))
 
 
 def _planned_init(
@@ -208,7 +208,7 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Any) -> Reason:
-    """Why the leaf was split, else the last refusal; of several wrappers over different axes, that of each."""
+    """Why the leaf was split, or else the last refusal; with wrappers over different axes, the reason of each."""
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
@@ -232,7 +232,7 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
         return {"use_shape": decisions[-1].shape if decisions else shape}
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
-    # Of what nn.scan or nn.vmap has added, a use takes one.
+    # nn.scan and nn.vmap add dims in front, and each use gathers one entry along them (one layer).
     added = _count(set(found.axes) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)

@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
-from xlstm_jax.wording import format_bytes, format_fraction, plain_text, read_json
+from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1 has reasons in words
@@ -61,6 +61,8 @@ class ShardingPlan:
       matrices: what an optimizer that needs whole matrices takes for such, and who owns them; see ``muon``.
 
     >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
+    >>> plan
+    <ShardingPlan on dp=2,fsdp=4: 1 of 2 leaves whole; parameters 1 MiB, 129 KiB per device; all 258 KiB per device>
     >>> plan.parameters, [row.path for row in plan.replicated]
     (ByteCount(total=1049600, per_device=132096), ['bias'])
     """
@@ -132,6 +134,17 @@ class ShardingPlan:
     def explain(self, path: str) -> str:
         """One leaf in one sentence: where it lies, why, and what that costs; raises as ``row``."""
         return self.row(path).sentence(self.devices)
+
+    def __repr__(self) -> str:
+        parameters, per_device = map(format_bytes, self.parameters)
+        whole = f"{len(self.replicated)} of {len(self.rows)} leaves whole"
+        return (
+            f"<ShardingPlan on {format_mesh(self.axis_sizes)}: {whole}; "
+            f"parameters {parameters}, {per_device} per device; all {format_bytes(self.bytes_per_device)} per device>"
+        )
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self.table())
 
     def __str__(self) -> str:
         return plain_text(self.table())
@@ -276,12 +289,12 @@ def _leaf_json(row: LeafPlan) -> str:
 
 
 def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
-    """By leaf; beside the leaves, see ``_beside_leaves``."""
+    """By path of a leaf, the module that it is gathered with."""
     return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
 
 
 def _beside_leaves(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """What a plan says of a leaf beside the leaves, of which older releases read no more fields than they know."""
+    """The fields of a leaf that the JSON has beside its leaves: older releases refuse fields that they do not know."""
     return {
         "gathered_with": data.get("gathered_with", {}).get(path),
         "trainable": path not in data.get("frozen", ()),

@@ -1,8 +1,8 @@
-"""The key-value store of a job, through which processes tell each other texts, and wait no longer than a deadline.
+"""The key-value store of a job: processes exchange texts through it, and wait no longer than a deadline.
 
   every process   posts its text
-  process 0       waits for all texts, and posts what follows from them
-  every process   reads that
+  process 0       waits for all texts, and posts its answer
+  every process   reads the answer
 
 It is the store of JAX's coordination service, which ``jax.distributed.initialize`` starts. A collective
 (``multihost_utils.process_allgather``) would wait for ever for a process that does not come, needs the same number of

@@ -1,7 +1,7 @@
 """Processes fail together: when a piece of work fails in one process, all of them raise.
 
 A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
-the text of its error, empty where it had none, to all others. It waits for theirs no longer than it is told to.
+the text of its error, empty where it had none, to all others, and waits for their texts up to a time limit.
 """
 
 import json

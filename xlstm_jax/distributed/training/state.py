@@ -48,6 +48,8 @@ from xlstm_jax.distributed.training.checking.whole_params import (
     warn_if_nothing_is_split,
     warn_of_gathered_stacks,
 )
+from xlstm_jax.distributed.training.state_text import state_line, state_table
+from xlstm_jax.wording import notebook_html
 
 FlaxTrainState = train_state.TrainState
 State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclass of either
@@ -62,7 +64,18 @@ class TrainState(FlaxTrainState):
     >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
     >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
     ({}, {'batch_stats': {'mean': 0.0}})
+    >>> state.replace(params={"kernel": jnp.ones((16, 32))})
+    <TrainState at step 0: params 2 KiB, 2 KiB per device, leaves: 1>
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**{"repr": False} | options)  # else each dataclass writes its fields in full
+
+    def __repr__(self) -> str:
+        return state_line(self)
+
+    def _repr_html_(self) -> str:
+        return notebook_html(state_table(self))
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)

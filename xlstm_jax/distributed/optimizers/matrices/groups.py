@@ -1,12 +1,12 @@
 """Which matrices travel together, and which devices own them: decided from shapes and axes alone.
 
-Matrices of one form, turned so that the shorter side comes first, are a group: it is stacked, sent by one all-to-all,
-updated as one batch, and sent back. With M matrices in a group and D devices every device owns ceil(M / D) places;
-places that are left over hold zeros.
+Matrices of one form, turned so that the shorter side comes first, are a group. A group is stacked, sent by one
+all-to-all, updated as one batch, and sent back. With M matrices and D owners each owner has ceil(M / D) places; a place
+without a matrix holds zeros.
 
-Devices are those along the axes that split the matrices. Along other axes every device has the same shards; the fewest
-of these axes are taken in that make each device's part of the work the smallest, so that with fewer matrices than
-devices they are owned along a part of the mesh and the rest of it does the same work.
+The owners are the devices along the axes that split the matrices. Along the other axes devices have copies of the same
+shards, and may be owners too: a group takes in the fewest of these axes that make the work of each device smallest.
+Along the axes that it leaves out, devices repeat the same work.
 """
 
 import math

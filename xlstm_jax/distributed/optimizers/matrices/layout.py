@@ -1,8 +1,8 @@
-"""Where the leaves of an optimizer's trees lie: known of boxes inside ``shard_map``, told outside of it.
+"""How the leaves of an optimizer's trees are split over devices.
 
-Outside, an optimizer sees global arrays without boxes, and their types do not say how they are split.
-``make_train_step`` and ``create_train_state`` know, and say so around ``tx.update`` and ``tx.init``. Without that an
-optimizer runs on whole arrays, as on one device.
+Inside ``shard_map`` the boxes of the leaves say so. Outside, an optimizer sees global arrays without boxes, whose types
+do not say it: ``make_train_step`` and ``create_train_state`` set the layout for the time of ``tx.update`` and
+``tx.init``. Without a layout an optimizer runs on whole arrays, as on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ class ParameterLayout:
     specs: Mapping[str, PartitionSpec]
 
 
-_KNOWN: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
-_WATCHED: ContextVar[list["Told"] | None] = ContextVar("choices of matrix optimizers", default=None)
+_LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
+_REPORTS: ContextVar[list["MatrixReport"] | None] = ContextVar("reports of matrix optimizers", default=None)
 
 
 def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
-    """Optimizers that run within know where their leaves lie."""
-    return set_context(_KNOWN, layout)
+    """Optimizers that run within it know this layout."""
+    return set_context(_LAYOUT, layout)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What an optimizer takes its leaves for: its name, the groups of matrices with their owners, and all choices."""
+class MatrixReport:
+    """Which leaves an optimizer updates as whole matrices: its name, the groups with their owners, a choice by leaf."""
 
     rule: str
     groups: tuple[MatrixGroup, ...]
@@ -56,35 +56,35 @@ class Told:
 
 
 @contextmanager
-def watching_matrices() -> Iterator[list[Told]]:
-    """Collects what matrix optimizers that are initialised within take their leaves for."""
-    seen: list[Told] = []
-    with set_context(_WATCHED, seen):
-        yield seen
+def matrix_reports() -> Iterator[list[MatrixReport]]:
+    """Collects the reports of the matrix optimizers that are initialised within it."""
+    reports: list[MatrixReport] = []
+    with set_context(_REPORTS, reports):
+        yield reports
 
 
-def tell(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Hands what an optimizer decides about parameters to whoever is watching."""
-    if (watched := _WATCHED.get()) is not None:
-        live = {path: choice for path, choice in choices.items() if choice.dims}
-        kept = trees.map_leaves_with_path(lambda path, leaf: leaf if path in live else None, params)
-        watched.append(Told(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
+def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
+    """Adds the report of an optimizer, if somebody collects reports."""
+    if (reports := _REPORTS.get()) is not None:
+        matrices = {path for path, choice in choices.items() if choice.dims}
+        kept = trees.map_leaves_with_path(lambda path, leaf: leaf if path in matrices else None, params)
+        reports.append(MatrixReport(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
 
 
 class Owned(Sharded, repr=False):
-    """The box of what owners keep of their matrices: [matrices, ...], split over owners, padded to all places."""
+    """The box of the state that owners keep: [matrices, ...], split over the owners, padded to an equal number each."""
 
 
 def is_owned(leaf: Any) -> bool:
-    """Whether a leaf of a state is kept by owners, and handed to its optimizer as it is stored."""
+    """Whether owners keep this leaf of a state; its optimizer gets the leaf as it is stored."""
     return isinstance(leaf, Owned)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the leaves of a tree lie at a call, by path: their values here, shapes of shards, names; and the mesh.
+    """How the leaves of a tree are split, by path: values, the shapes of their shards, their names; and the mesh.
 
-    ``mesh`` is None where shards are at hand already: inside ``shard_map``, or on one device.
+    ``mesh`` is None where the values are shards already: inside ``shard_map``, or on one device.
     """
 
     values: Values
@@ -104,9 +104,9 @@ class Place:
 
 
 def place_of(tree: PyTree) -> Place:
-    """Where the leaves of a tree lie: by their boxes inside ``shard_map``, by the layout that was told outside."""
+    """How the leaves of a tree are split: inside ``shard_map`` by their boxes, outside by the layout that is set."""
     leaves = trees.leaves_with_path(tree)
-    layout = None if collectives.manual_axes() else _KNOWN.get()
+    layout = None if collectives.manual_axes() else _LAYOUT.get()
     if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
         return _on_mesh(layout, {path: leaf_of(leaf).value for path, leaf in leaves})
     names = {path: _bound(leaf_of(leaf).names) for path, leaf in leaves}
@@ -135,9 +135,9 @@ def map_groups(
     state: Mapping[str, PyTree] | None = None,
     any_order: bool = False,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """``fn`` of the groups of matrices in a tree, the shards by path, and the state by group, wherever this is called.
+    """Calls ``fn(groups of matrices, shards by path, state by group)`` on each device; returns the new tree and state.
 
-    Inside ``shard_map`` shards are at hand. Outside, where the layout is known, this enters one of its own.
+    Inside ``shard_map`` the leaves are shards already. Outside, with a layout, this enters a ``shard_map`` of its own.
     """
     place, state = place_of(tree), state or {}
     groups = place.groups(choices, any_order)

@@ -1,7 +1,7 @@
 """The way of matrices to their owners and back, inside ``shard_map``.
 
   shards     [M, d, f / n]      stacked from the leaves of the group
-  places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros in those left over
+  places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros where there is no matrix
   received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a slice comes from
   whole      [p, d, f]
 
@@ -47,7 +47,7 @@ def by_owners(
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
-        """Of what this device has received as an owner of the group, what it sends back."""
+        """What this device sends back, from what it has received as an owner of the group."""
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
         whole = _unflat(group, fn(_flat(group, _merged(group, own))))
@@ -65,7 +65,7 @@ def by_owners(
 
 
 def _in_rows(stacks: Sequence[jax.Array], owners: int) -> jax.Array:
-    """[owners, longest]: a matrix's shard in each row, zeros behind shorter ones and in the rows that are left over."""
+    """[owners, longest]: the shard of one matrix in each row, zeros behind shorter shards and in rows without one."""
     rows = [stack.reshape(stack.shape[0], -1) for stack in stacks]
     longest = max(rows, key=lambda row: row.shape[1])
     filled = jnp.concatenate([_as_long_as(longest, row) for row in rows])
@@ -77,13 +77,13 @@ def _as_long_as(longest: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
-    """Of a matrix with padding, what one device sends."""
+    """The shape of what one device sends of a matrix, padding included."""
     parts = {dim: count for (dim, _), count in zip(group.splits, _parts(group), strict=True)}
     return tuple(size // parts.get(dim, 1) for dim, size in enumerate(group.form.stored))
 
 
 def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array:
-    """[M, stored dims / n]: of the group's shards the part that this device sends."""
+    """[M, stored dims / n]: the part of the group's shards that this device sends."""
     stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
     if group.copies_dim is None:
         return stacked
@@ -127,7 +127,7 @@ def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
-    """[n, p, ...] -> [p, ...]: slices in the places that their senders' index along each axis says."""
+    """[n, p, ...] -> [p, ...]: puts the slices of the n senders together, each dim in the order of its axes."""
     sizes = [collectives.axis_size([axis]) for axis in group.axes]
     by_axis = received.reshape(*sizes, *received.shape[1:])
     order = [group.axes.index(axis) for axis in group.split_axes]

@@ -4,7 +4,7 @@
   initialize_distributed(address, n, id)      anywhere else
 
 All waits are bounded: a job whose processes do not find each other, or lose one, should end soon, so that the scheduler
-starts it again. What a process that gives up says ends the others (``leaving.py``).
+starts it again. A process that gives up ends the others, with its reason (``leaving.py``).
 """
 
 import contextlib

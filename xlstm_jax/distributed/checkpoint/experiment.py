@@ -1,7 +1,8 @@
-"""Whose a saved step is: the optimizer of its state, by name, and the experiment, by the tree that it saves.
+"""Which optimizer and which experiment a saved step belongs to.
 
-Adam's moments have the paths and shapes of NAdam's, RAdam's or Yogi's, and would be taken for these. So the record of a
-step has at the first leaf of an ``opt_state`` which optimizer it is of: ``chain(scale_by_adam, scale) of optax 0.2.6``.
+Adam's moments have the paths and shapes of NAdam's, RAdam's or Yogi's, so a restore could mix them up. The record of a
+step therefore names the optimizer, at the first leaf of each ``opt_state``: ``chain(scale_by_adam, scale) of optax
+0.2.6``. Two experiments are told apart by their trees: one directory holds steps of one tree.
 """
 
 import warnings
@@ -28,15 +29,11 @@ class HasOptimizer(Protocol):
 
 
 def optimizers_of(state: PyTree) -> dict[str, str]:
-    """For each ``opt_state`` in a state what its paths begin with, and the optimizer that it is of."""
+    """The optimizer of each ``opt_state`` in a state, by the beginning of the paths of its leaves."""
     found, _ = flatten_with_path(state, HasOptimizer)
-    nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and callable(_update_of(node.tx))}
+    nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
     return {begin[path]: f"{name_of(node.tx, flags=True)} of optax {optax.__version__}" for path, node in nodes.items()}
-
-
-def _update_of(tx: Any) -> Any:
-    return getattr(tx, "update", None)
 
 
 def with_optimizers(entries: Record, state: PyTree) -> Record:
@@ -50,7 +47,7 @@ def _first(entries: Mapping[str, Any], begin: str) -> str | None:
 
 
 def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
-    """Tells that an ``opt_state`` is to be read into that of an optimizer of another name."""
+    """Warns where the saved ``opt_state`` is of another optimizer than the target's, by their names."""
     for begin, wanted in optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
         if not _mean_the_same(saved, wanted):

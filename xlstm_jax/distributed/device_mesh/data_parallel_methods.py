@@ -35,7 +35,7 @@ REDUCE_TYPES = ("mean", "sum")
 class DataParallel(nnx.Module):
     """Data parallelism by methods, for training loops that are written so; a module without state.
 
-    All methods can be called on the class as well; three have a twin ``*_static``, as those of ``DistributedMetrics``.
+    All methods can be called on the class as well. Three have a twin ``*_static``, as in ``DistributedMetrics``.
 
     >>> data = DeviceMeshManager.create_data_parallel_mesh()
     >>> dp = DataParallel()

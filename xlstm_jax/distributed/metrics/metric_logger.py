@@ -27,7 +27,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.metrics.log.files import STEP, Number, Sink, check_name, columns_of, open_sinks
+from xlstm_jax.distributed.metrics.log_files import STEP, Number, Sink, check_name, columns_of, open_sinks
 
 Held = jax.Array | Number | list[Number]
 

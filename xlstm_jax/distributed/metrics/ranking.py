@@ -38,11 +38,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from xlstm_jax.distributed.metrics.catalogue.basic import ratio
-from xlstm_jax.distributed.metrics.catalogue.classification import check_one_score_per_label, weight_per_label
 from xlstm_jax.distributed.metrics.cells import Total, wide_float
+from xlstm_jax.distributed.metrics.classification import check_one_score_per_label, weight_per_label
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.sums_and_means import ratio
 
 MAX_BINS = 2**20  # Bin numbers are computed in float32, which holds them all; memory ends earlier.
 
@@ -110,7 +110,7 @@ class BinnedRanking(PureMetric):
         return jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        # Cumulative sums in pairs: those of a thousand float32 would be off by up to 1e-4.
+        # Cumulative sums in pairs: plain sums of a thousand float32 would be off by up to 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
         fractions = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
         auroc, auroc_bound = _auroc(fractions, reached)
@@ -141,7 +141,7 @@ def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Arr
         return Total.of(p * ratio(right.value, right.merge(wrong).value, 1)).value
 
     binned, highest, lowest = mean(tp, fp), mean(tp, _above(fp)), mean(_above(tp), fp)
-    # Each of the three is rounded, so that of equal ones a difference may be negative.
+    # Each of the three is rounded, so the difference of equal values may be negative.
     return binned, jnp.maximum(jnp.maximum(highest - binned, binned - lowest), 0)
 
 

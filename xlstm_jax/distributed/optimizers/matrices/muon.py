@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
-from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, tell
+from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, report_matrices
 from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
 from xlstm_jax.distributed.optimizers.matrices.owners import by_owners
 
@@ -139,7 +139,7 @@ def muon(
 
     def init(params: PyTree) -> PyTree:
         choices = choices_of(muon_weight_dimension_numbers, params)
-        tell(MUON, params, choices, any_order=True)
+        report_matrices(MUON, params, choices, any_order=True)
         return of(choices, params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:

@@ -3,8 +3,8 @@
   updates = tx.update(...)                                  the optimizer's own, as they are
   average += (1 - decay) * (params + updates - average)     element by element, at least in float32
 
-As a part of the optimizer's state it is split and padded like the parameters, and lies in checkpoints. A step that
-``skip_nonfinite`` passes over leaves it. No device sends anything for it. (``optax.ema`` averages updates.)
+The average is part of the optimizer's state: it is split and padded like the parameters, and saved in checkpoints. A
+step that ``skip_nonfinite`` skips does not change it, and it takes no communication. (``optax.ema`` averages updates.)
 """
 
 from typing import Any, NamedTuple
@@ -43,8 +43,8 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
     (Array([0., 0.], dtype=float32), Array([0.9, 0.9], dtype=float32))
 
     Args:
-      tx: any optax optimizer, the whole chain: what is done to updates outside of it, it does not see. But
-        ``skip_nonfinite`` and ``optax.MultiSteps`` belong around it; then it counts the updates that are made.
+      tx: any optax optimizer, the whole chain: the average does not see a transform outside of ``with_ema``. Only
+        ``skip_nonfinite`` and ``optax.MultiSteps`` belong around it, so that it counts the updates that are made.
       decay: from 0 to less than 1, or a function of the number of updates before this one: a warm-up of the decay, as
         ``lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))``, or ``lambda count: count / (count + 1)``, the
         mean of all weights so far.

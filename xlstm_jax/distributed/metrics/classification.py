@@ -35,10 +35,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from xlstm_jax.distributed.metrics.catalogue.basic import ratio
 from xlstm_jax.distributed.metrics.cells import Total, like_rows, wide_float
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.sums_and_means import ratio
 
 AVERAGES = ("micro", "macro", "weighted", "per_class")
 

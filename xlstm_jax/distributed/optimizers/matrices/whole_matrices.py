@@ -26,7 +26,7 @@ from xlstm_jax.distributed.optimizers.matrices.layout import (
     map_groups,
     named_groups,
     place_of,
-    tell,
+    report_matrices,
 )
 from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_owners
 
@@ -71,7 +71,7 @@ def on_whole_matrices(
 
     def init(params: PyTree) -> OnWholeMatricesState:
         choices = choices_of(dimension_numbers, params)
-        tell("on_whole_matrices", params, choices, any_order=False)
+        report_matrices("on_whole_matrices", params, choices, any_order=False)
         place = place_of(params)
         groups = named_groups(place.groups(choices, any_order=False))
         return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})

@@ -1,0 +1,46 @@
+"""A training state is shown in one line, and in a notebook as a table, whatever its leaves are at the moment."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.support import AXES, Model, data, fsdp, mesh_of
+from xlstm_jax.distributed import TrainState, abstract_train_state, bytes_per_device, create_train_state
+from xlstm_jax.wording import format_bytes
+
+ARGUMENTS = (Model(fsdp()), optax.adam(1e-3), mesh_of(1, 8), jax.random.key(0), data()["x"])
+
+
+class MyState(TrainState):
+    key: jax.Array
+
+
+def test_one_line_has_the_step_and_what_each_device_keeps():
+    state = create_train_state(*ARGUMENTS, batch_axes=AXES)
+    kept = f"{format_bytes(bytes_per_device(state.params))} per device, leaves: {len(jax.tree.leaves(state.params))}"
+    assert re.fullmatch(rf"<TrainState at step 0: params [^;,]*, {kept}; opt_state [^;]*>", repr(state))
+    abstract = abstract_train_state(*ARGUMENTS, batch_axes=AXES)
+    assert repr(abstract) == repr(state).replace("at step 0", "without values")
+
+
+def test_a_notebook_shows_a_table():
+    html = create_train_state(*ARGUMENTS, batch_axes=AXES)._repr_html_()
+    assert all(text in html for text in ("<pre", "TrainState at step 0", "params", "opt_state", "per device"))
+
+
+def test_traced_deleted_and_missing_values_are_shown_too():
+    state = create_train_state(*ARGUMENTS, batch_axes=AXES)
+    seen = []
+    jax.eval_shape(lambda state: seen.append(repr(state)), state)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    seen += [repr(state), repr(jax.tree.map(lambda leaf: leaf.sharding, state))]
+    assert all(text.startswith("<TrainState without values: params ") for text in seen)
+
+
+def test_a_state_with_fields_of_its_own_is_as_short():
+    params = {"kernel": jnp.ones((64, 64))}
+    mine = MyState.create(apply_fn=None, params=params, tx=optax.adam(1e-3), key=jax.random.key(0))
+    assert repr(mine).startswith("<MyState at step 0: params 16 KiB") and len(repr(mine)) < 200

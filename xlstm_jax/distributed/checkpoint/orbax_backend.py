@@ -1,0 +1,172 @@
+"""The backend that writes and reads steps with orbax: ``<step>/state`` has the arrays, ``<step>/leaves`` the record."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from xlstm_jax.distributed.checkpoint.backend import Arrays
+from xlstm_jax.wording import how_to_install
+
+# A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
+CHUNK_BYTES = 2**24
+OTHER_READS_TIMEOUT_S = 10.0  # after one has failed
+
+
+def orbax() -> Any:
+    """The module ``orbax.checkpoint``, which takes a second to import, and which not everybody has."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(f"checkpoints are made with orbax: {how_to_install('checkpoint')}.") from error
+    return orbax.checkpoint
+
+
+class OrbaxBackend:
+    """A ``Backend``. Saves go through orbax's ``CheckpointManager``, which writes in the background.
+
+    Reads go through orbax's handlers, in each process alone: the manager would wait at a barrier for all processes,
+    and a process that could not read its shards never comes there.
+    """
+
+    record_file = "leaves/metadata"  # as orbax's handler of JSON names it
+
+    def __init__(self, directory: Any, max_to_keep: int | None, timeout_s: int) -> None:
+        self._directory, self._max_to_keep, self._timeout_s = directory, max_to_keep, timeout_s
+        self._manager: Any = None
+
+    def open(self) -> None:
+        if self._manager is not None:
+            self._manager.reload()
+            return
+        options = orbax().CheckpointManagerOptions(
+            max_to_keep=self._max_to_keep,
+            cleanup_tmp_directories=True,
+            lightweight_initialize=True,
+            async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
+        )
+        self._manager = orbax().CheckpointManager(self._directory, options=options)
+
+    def check_dtypes(self, arrays: Arrays) -> None:
+        """Orbax itself would refuse a dtype later, in the background."""
+        import tensorstore  # which orbax brings along
+
+        for path, array in arrays.items():
+            try:
+                tensorstore.dtype(str(array.dtype))
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"'{path}' has the dtype {array.dtype}, which cannot be stored; cast it.") from error
+
+    def save(self, step: int, arrays: Arrays, record: Callable[[], Any]) -> None:
+        args, tree = orbax().args, unflatten_dict(arrays, sep="/")
+        chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+        parts = args.Composite(state=args.PyTreeSave(tree, save_args=chunks), leaves=_late_json()(record))
+        self._manager.save(step, args=parts, force=True)
+
+    def is_saving(self) -> bool:
+        saving: bool = self._manager.is_saving_in_progress()
+        return saving
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+    def latest_step(self) -> int | None:
+        newest: int | None = self._manager.latest_step()
+        return newest
+
+    def steps(self) -> list[int]:
+        if not self._directory.exists():
+            return []
+        return [entry.step for entry in orbax().step.standard_name_format().find_all(self._directory)]
+
+    def read_record(self, step: int) -> Any:
+        return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
+
+    def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        if not wanted:
+            return {}
+        how = {path: _restore_args(struct) for path, struct in wanted.items()}
+        tree, restore_args = unflatten_dict(wanted, sep="/"), unflatten_dict(how, sep="/")
+        restore = orbax().args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
+        handler = orbax().PyTreeCheckpointHandler(type_handler_registry=_patient_readers())
+        return flatten_dict(handler.restore(self._directory / str(step) / "state", args=restore), sep="/")
+
+
+@cache
+def _late_json() -> Any:
+    """Arguments to write a JSON of what a function returns, which is called once the save goes on in the background."""
+    ocp = orbax()
+    json_handler: type[Any] = ocp.JsonCheckpointHandler
+    checkpoint_args: type[Any] = ocp.args.CheckpointArgs
+
+    class LateJsonHandler(json_handler):  # type: ignore[misc]  # mypy: a variable
+        async def _save_fn(self, content: Callable[[], Any], directory: Any) -> None:
+            await super()._save_fn(content(), directory)
+
+    @ocp.args.register_with_handler(LateJsonHandler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class LateJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
+        item: Callable[[], Any]
+
+    return LateJsonSave
+
+
+def _restore_args(struct: jax.ShapeDtypeStruct) -> Any:
+    ocp = orbax()
+    if struct.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
+
+
+class _Reads:
+    """The reads that go on in one event loop."""
+
+    def __init__(self) -> None:
+        self.others = asyncio.all_tasks()  # which wait for the readers
+        self.readers = 0  # that have not failed, and may begin to read more
+
+    async def finish(self) -> None:
+        deadline = time.monotonic() + OTHER_READS_TIMEOUT_S
+        while (self.readers or asyncio.all_tasks() - self.others) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+@cache
+def _patient_readers() -> Any:
+    """Orbax's readers of arrays, which after a failure wait for the reads that go on beside it.
+
+    By themselves they close the event loop under those, and each says so on stderr: one damaged file that many leaves
+    share gave a hundred lines.
+    """
+    handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
+
+    def patient(reader: type[Any]) -> Any:
+        class Patient(reader):  # type: ignore[misc]  # mypy: a variable
+            async def deserialize(self, infos: Any, args: Any = None) -> Any:
+                reads = reads_of.setdefault(asyncio.get_running_loop(), _Reads())
+                reads.readers += 1
+                try:
+                    arrays = await super().deserialize(infos, args)
+                except Exception:
+                    reads.readers -= 1
+                    await reads.finish()
+                    raise
+                reads.readers -= 1
+                return arrays
+
+        return Patient()
+
+    readers = (jax.Array, patient(handlers.ArrayHandler)), (np.ndarray, patient(handlers.NumpyHandler))
+    return handlers.create_type_handler_registry(*readers)

@@ -1,1 +1,0 @@
-"""Ready metrics: sums and means, classification, ranking."""

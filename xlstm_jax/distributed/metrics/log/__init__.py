@@ -1,1 +1,0 @@
-"""Writes metrics to files: JSON lines, a CSV table, and TensorBoard."""
