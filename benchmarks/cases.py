@@ -47,8 +47,8 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.fitting.search import default_meshes, gpu_meshes
-from xlstm_jax.distributed.hardware.slices import Topology
+from xlstm_jax.distributed.forecast.fitting import default_meshes, gpu_meshes
+from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 

@@ -37,7 +37,7 @@ from benchmarks.report import QUIET, STRONG
 from benchmarks.xla_flags import BEST_FOR_JIT
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import Workload, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology, trace
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.compiling.report_cache import user_cache
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.forecast.cost.roofline import Range
@@ -244,7 +244,7 @@ def forecast_of(run: Run) -> dict[str, Any]:
     options = BEST_FOR_JIT if on_gpus else None
     compiled = compile_for_topology(step, *args, topology=run.topology, compiler_options=options, cache=user_cache())
     compiled = dataclasses.replace(compiled, topology=dataclasses.replace(topology, chip=run.chip))
-    found = read(compiled, count_flops(trace(step, args, None).jaxpr, compiled.devices), run.rows * run.context)
+    found = read(compiled, count_flops(step.trace(*args).jaxpr, compiled.devices), run.rows * run.context)
     assert found.step_time is not None
     flops = flash_flops(run) if run.flash else 0.0
     attention = Range(*(flops / chip.peak_flops["bfloat16"] for chip in (run.chip, run.chip.reached)))

@@ -18,7 +18,7 @@ from tests.forecast.test_forecast import workload
 from tests.gpu import __main__ as on_card
 from tests.gpu import measures
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.hardware import compiler_options, parse_topology
 
 SIZE, TOPOLOGY, COMPARED = "small", "h100:2x4", ["jit", "ours"]

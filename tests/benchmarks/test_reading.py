@@ -9,7 +9,7 @@ import pytest
 from benchmarks import forecasts
 from benchmarks.cases import CASES, SIZES, build, mesh_axes, options_of
 from xlstm_jax.distributed.forecast import CompileError, forecast, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import compile_here
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall, compile_here
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.forecast.forecasting import read
 
@@ -55,7 +55,7 @@ def counted(text):
 @pytest.mark.parametrize("peer", PEERS)
 def test_bytes_of_a_peer_are_those_of_an_independent_count(peer):
     step, args = build(SIZES["small"], CASES[peer], (2, 4), jax.devices(), loop=True)
-    compiled = compile_here(step, *args)
+    compiled = compile_here(StepCall(step, args))
     found, want = read(compiled, count_flops(step.trace(*args).jaxpr)), counted(compiled.hlo)
     got = {kind: size for (kind,), size in found.wire_bytes_by("kind").items() if size}
     assert got == pytest.approx(want, rel=1e-9) and sum(want.values()) > 1e6

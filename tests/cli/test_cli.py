@@ -29,11 +29,10 @@ from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import VARIED, load_factory, settings_of
 from xlstm_jax.cli.self_test import Check
-from xlstm_jax.distributed.forecast import Forecast, Range, Workload
-from xlstm_jax.distributed.forecast.compiling import child_process
+from xlstm_jax.distributed.forecast import Forecast, Range, Workload, fitting
+from xlstm_jax.distributed.forecast.compiling import compile_process
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic
-from xlstm_jax.distributed.forecast.fitting import search
-from xlstm_jax.distributed.forecast.fitting.search import Options
+from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import how_to_install
@@ -480,7 +479,7 @@ def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_p
     _, compiled, err = command(line)
     assert f"what was compiled is kept in {tmp_path / 'kept'}; --no-cache keeps nothing." in err
     # There is no compiler now, for those that have none to ask; the next is a process of its own.
-    monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(compile_process.sys, "executable", "/bin/false")
     code, _, err = command("lint --topology v5e:2x2")
     assert code != 2 and f"the program had been compiled before and came from {tmp_path / 'kept'}; --no-cache" in err
     words = [SCRIPT, *shlex.split(f"{line} --factory tiny_training:training")]
@@ -496,16 +495,17 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     """Steps are built and traced, but their bytes are a formula: with real ones see forecast/test_planner.py."""
     asked = []
 
-    def by_formula(step, *args, topology, cache):
-        asked.append((topology, dict(jax.tree.leaves(args)[0].sharding.mesh.shape)))
-        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(args[0].opt_state))
+    def by_formula(call):
+        asked.append((call.topology.name, call.axis_sizes))
+        moments = jax.tree.leaves(call.args[0].opt_state)
+        on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
         host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
         figures = SimpleNamespace(total_bytes=2**20 - 2**14 * on_host, memory=memory, host=host, **times)
         return Job(lambda: figures, seconds=None if len(asked) == 2 else 12.3)
 
-    monkeypatch.setattr(search, "begin_forecast", by_formula)
+    monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
     code, out, err = command(f"{line} 900KiB")
     found = json.loads(out)
@@ -558,7 +558,7 @@ def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compil
     def refuse(*args, **options):
         raise ValueError("it would be compiled now")
 
-    monkeypatch.setattr(search, "begin_forecast", refuse)
+    monkeypatch.setattr(fitting, "begin_forecast", refuse)
     monkeypatch.setattr(commands, "forecast", refuse)
     told = "has no argument for the axes to split over"
     _, _, err = command(line, "tiny_training:fixed")
@@ -569,12 +569,12 @@ def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compil
 def test_what_a_factory_takes_and_does_not_use_is_compiled_once(command, monkeypatch):
     program = SimpleNamespace(key="the same")
 
-    def by_formula(step, *args, topology, cache):
+    def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
         return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), request=program)
 
-    monkeypatch.setattr(search, "begin_forecast", by_formula)
+    monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     _, out, _ = command("fit --topology v5e:2x2 --mesh fsdp=4 --json", "tiny_training:passes_on")
     best, *others = json.loads(out)["trials"]
     assert best["fits"] and others and all("the same program as one before" in one["problem"] for one in others)

@@ -25,13 +25,13 @@ from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import CHIPS, Forecast
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Timing
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles
 from xlstm_jax.distributed.forecast.cost.memory import Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
-from xlstm_jax.distributed.forecast.cost.traffic import Timing
-from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, Trial
+from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
+from xlstm_jax.distributed.forecast.forecasting import GPU_NOTE, rates_note
 from xlstm_jax.distributed.forecast.linting import findings
-from xlstm_jax.distributed.forecast.reading import GPU_NOTE, rates_note
 from xlstm_jax.distributed.forecast.report import _array
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table

@@ -47,10 +47,10 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_w
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing, sent_bytes
 from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.forecasting import links_of
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.reading import links_of
 from xlstm_jax.distributed.forecast.report import _packed
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself

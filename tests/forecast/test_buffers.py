@@ -116,8 +116,8 @@ def test_an_excerpt_by_hand(assignment):
     assert [moment.point for moment in found.timeline] == list(range(12))
     assert (found.timeline[5].path, found.timeline[9].path) == ("blocks", "blocks/up")
     assert found.resident_peak_bytes == found.peak_live_bytes  # nothing comes from the host
-    with_visitor = read_memory(assignment, LIVE_RANGE, OP_NAMES, visitors={"convert.7{}"})
-    assert with_visitor.resident_peak_bytes == found.peak_live_bytes - 128 * MIB
+    with_host_buffer = read_memory(assignment, LIVE_RANGE, OP_NAMES, host_buffers={"convert.7{}"})
+    assert with_host_buffer.resident_peak_bytes == found.peak_live_bytes - 128 * MIB
 
 
 def test_of_two_that_overlap_the_larger_has_the_bytes():

@@ -30,9 +30,9 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.forecast import Collective, Forecast, Roofline, Workload, forecast
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Overlap
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles
-from xlstm_jax.distributed.forecast.cost.traffic import Overlap
-from xlstm_jax.distributed.forecast.reading import exposed_seconds
+from xlstm_jax.distributed.forecast.forecasting import exposed_seconds
 
 AXES = ("dp", "fsdp")
 LAYERS, WIDTH, ROWS = 3, 64, 16

@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 import pytest
 
+from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.products import product_flops
-from xlstm_jax.distributed.forecast.cost.schedule import Flight, kernel_seconds, timed, waits
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.distributed.hardware.chips import Efficiency
@@ -213,23 +214,23 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}
 
 def test_a_schedule_waits_for_what_is_left_of_a_collective():
     run = [0.0, 1.0, 0.0, 2.0]  # seconds of each instruction
-    flight = Flight(0, 2, ("NVLink",), 1.5)
-    assert waits(run, [flight]) == pytest.approx([0.5])
-    assert waits(run, [dataclasses.replace(flight, seconds=0.75)]) == [0.0]
-    assert waits(run, [dataclasses.replace(flight, end=0)]) == pytest.approx([1.5])  # synchronous
+    transfer = Transfer(0, 2, ("NVLink",), 1.5)
+    assert waits(run, [transfer]) == pytest.approx([0.5])
+    assert waits(run, [dataclasses.replace(transfer, seconds=0.75)]) == [0.0]
+    assert waits(run, [dataclasses.replace(transfer, end=0)]) == pytest.approx([1.5])  # synchronous
 
 
 def test_collectives_on_one_network_queue_and_those_on_two_do_not():
     run = [0.0, 0.0, 3.0, 0.0, 0.0]
-    first, second = Flight(0, 3, ("NVLink",), 2.0), Flight(1, 4, ("NVLink",), 2.0)
+    first, second = Transfer(0, 3, ("NVLink",), 2.0), Transfer(1, 4, ("NVLink",), 2.0)
     assert waits(run, [first, second]) == pytest.approx([0.0, 1.0])  # the second ends at 4
-    assert waits(run, [first, dataclasses.replace(second, networks=("network",))]) == [0.0, 0.0]
-    assert waits(run, [first, dataclasses.replace(second, networks=("NVLink", "network"))]) == pytest.approx([0.0, 1.0])
+    assert waits(run, [first, dataclasses.replace(second, links=("network",))]) == [0.0, 0.0]
+    assert waits(run, [first, dataclasses.replace(second, links=("NVLink", "network"))]) == pytest.approx([0.0, 1.0])
 
 
 def test_what_was_waited_for_is_time_that_the_next_one_has():
     run = [0.0, 0.0, 1.0, 0.0, 0.0]
-    first, second = Flight(0, 3, ("NVLink",), 3.0), Flight(1, 4, ("network",), 4.0)
+    first, second = Transfer(0, 3, ("NVLink",), 3.0), Transfer(1, 4, ("network",), 4.0)
     assert waits(run, [first, second]) == pytest.approx([2.0, 1.0])
 
 

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from tests.forecast.test_forecast import LAYERS, workload
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import forecast
-from xlstm_jax.distributed.forecast.compiling import child_process, compilers
-from xlstm_jax.distributed.forecast.compiling.child_process import child_environment
-from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
+from xlstm_jax.distributed.forecast.compiling import compile_process, compilers
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
+from xlstm_jax.distributed.forecast.compiling.compile_process import child_environment
 from xlstm_jax.distributed.hardware.chips import CHIPS
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 
 WIDTH, ROWS, FLOAT = 512, 64, 4
 # The model of test_forecast: two kernels and two biases a layer, a head of 32. Adam keeps two more of each leaf.
@@ -92,12 +92,12 @@ def test_a_key_of_the_cache_is_of_this_gpu_and_this_plugin(monkeypatch):
     def key(topology):
         mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
         x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
-        return begin_for_topology(jax.jit(jnp.sum), x, topology=topology).request.key
+        return begin_for_topology(StepCall(jax.jit(jnp.sum), (x,), topology=parse_topology(topology))).request.key
 
     keys = [key("h100:1x8"), key("h100:2x4"), key("h200:1x8")]
     assert key("h100:8") == keys[0] and len(set(keys)) == 3
-    version = child_process.version
-    monkeypatch.setattr(child_process, "version", lambda name: version(name) + "+" * name.startswith("jax-cuda12"))
+    version = compile_process.version
+    monkeypatch.setattr(compile_process, "version", lambda name: version(name) + "+" * name.startswith("jax-cuda12"))
     assert key("h100:1x8") not in keys
 
 

@@ -29,9 +29,10 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import LintError, lint, raise_if, table
+from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError, table
+from xlstm_jax.distributed.forecast.linting.lint import lint, raise_if
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
-from xlstm_jax.distributed.forecast.linting.step import Finding, Step
+from xlstm_jax.distributed.forecast.linting.step import Step
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
 SIZES = {"dp": 2, "fsdp": 4}
@@ -120,7 +121,7 @@ def found(findings: list[Finding], rule: str) -> list[str]:
 
 def each(rule, forecast, plan) -> list[Finding]:
     """What a rule finds, before findings of one cause become one."""
-    return list(RULES[rule](Step(forecast, plan, num_minibatches=1, keep_gathered=False)))
+    return RULES[rule].findings(Step(forecast, plan, num_minibatches=1, keep_gathered=False))
 
 
 # ------------------------------------------------------------------------------------------------------- nothing to say
@@ -424,7 +425,6 @@ def test_no_minibatches_are_refused():
         lint(cached(), plan_of(), num_minibatches=0)
 
 
-def test_every_rule_is_documented():
-    from xlstm_jax.distributed.forecast.linting import findings as module
-
-    assert all(f"\n  {rule} " in module.__doc__ for rule in RULES)
+def test_every_rule_says_what_it_looks_for_and_what_that_costs():
+    assert all(rule.looks_for and rule.costs in ("traffic", "memory", "FLOP") for rule in RULES.values())
+    assert [name for name, rule in RULES.items() if rule.name != name] == []

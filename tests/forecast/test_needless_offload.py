@@ -12,7 +12,7 @@ from flax import linen as nn
 from tests.support import fsdp
 from xlstm_jax.distributed import Offload, plan_sharding
 from xlstm_jax.distributed.forecast import ReportCache, Workload, fit, forecast, lint
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
 
 GIB = 2**30
 TOPOLOGY, MESH = "v5e:2x2", {"fsdp": 4}

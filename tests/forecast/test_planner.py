@@ -21,14 +21,12 @@ from flax import linen as nn
 from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
 from xlstm_jax.distributed.data_parallel.shard_choice import INTER_HOST_AXES
-from xlstm_jax.distributed.forecast import Range, Workload
-from xlstm_jax.distributed.forecast.compiling import several
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
-from xlstm_jax.distributed.forecast.compiling.several import CHILD_BYTES, room_for_jobs, side_by_side
+from xlstm_jax.distributed.forecast import Range, Workload, fitting
+from xlstm_jax.distributed.forecast.compiling import side_by_side as several
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.side_by_side import CHILD_BYTES, room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic
-from xlstm_jax.distributed.forecast.fitting import search
-from xlstm_jax.distributed.forecast.fitting.applying import code_of
-from xlstm_jax.distributed.forecast.fitting.search import (
+from xlstm_jax.distributed.forecast.fitting import (
     MAX_MINIBATCHES,
     MAX_PROBLEM,
     OTHER_MIN_WEIGHT_SIZE,
@@ -36,12 +34,13 @@ from xlstm_jax.distributed.forecast.fitting.search import (
     Options,
     Search,
     Trial,
+    code_of,
     default_meshes,
     fit,
     meshes_of,
 )
-from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD
+from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
 
 BUDGET = 45 * 2**20
 
@@ -533,7 +532,7 @@ def layer_on_host(options, passes_on=True):
 def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, monkeypatch):
     """Steps are built and traced; nothing fits by the figures that they are given."""
     figures = Figures(2**40, 1.0)
-    monkeypatch.setattr(search, "begin_forecast", lambda *_, **__: Job(lambda: figures))
+    monkeypatch.setattr(fitting, "begin_forecast", lambda *_, **__: Job(lambda: figures))
     found = fit(partial(layer_on_host, passes_on=passes_on), "v5e:2x2", meshes=[{"fsdp": 4}])
     problems = {t.problem for t in found.trials if t.options.offload == Offload() and t.options.num_minibatches == 1}
     assert found.best is None and len(problems) == 1

@@ -16,9 +16,10 @@ import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import CompileError, Forecast, ReportCache, forecast
-from xlstm_jax.distributed.forecast.compiling import child_process, report_cache
-from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
+from xlstm_jax.distributed.forecast.compiling import compile_process, report_cache
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
 from xlstm_jax.distributed.forecast.compiling.report_cache import chosen_cache, user_cache
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.distributed.plan import ShardingPlan
 
 KEY, OTHER = "0" * 64, "1" * 64
@@ -215,7 +216,7 @@ def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), s
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(tuple(axes)))
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     jitted = jax.jit(step, donate_argnums=donate)
-    return begin_for_topology(jitted, x, topology=topology, compiler_options=options).request
+    return begin_for_topology(StepCall(jitted, (x,), {}, parse_topology(topology), options)).request
 
 
 @pytest.mark.libtpu
@@ -249,7 +250,7 @@ def test_another_program_topology_or_option_has_another_key(changed):
 
 
 def bumped(name):
-    version = child_process.version
+    version = compile_process.version
     return lambda package: version(package) + (".1" if package == name else "")
 
 
@@ -257,7 +258,7 @@ def bumped(name):
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "libtpu"])
 def test_another_version_has_another_key(package, monkeypatch):
     before = request().key
-    monkeypatch.setattr(child_process, "version", bumped(package))
+    monkeypatch.setattr(compile_process, "version", bumped(package))
     assert request().key != before
 
 
@@ -277,8 +278,8 @@ def test_what_the_compiler_reads_from_the_environment_is_in_the_key(monkeypatch,
     library.write_bytes(b"another")
     assert len({before, one, request().key}) == 3
     # And the program that serves the request.
-    (tmp_path / "child.py").write_text(Path(child_process.compile_child.__file__).read_text() + "# changed")
-    monkeypatch.setattr(child_process.compile_child, "__file__", str(tmp_path / "child.py"))
+    (tmp_path / "child.py").write_text(Path(compile_process.compile_child.__file__).read_text() + "# changed")
+    monkeypatch.setattr(compile_process.compile_child, "__file__", str(tmp_path / "child.py"))
     assert request().key not in {before, one}
 
 
@@ -305,7 +306,7 @@ def test_a_step_without_shardings_is_compiled_for_one_chip(compiled):
 def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch):
     step, x, cache, found = compiled
     with monkeypatch.context() as within:
-        within.setattr(child_process.sys, "executable", "/bin/false")
+        within.setattr(compile_process.sys, "executable", "/bin/false")
         assert forecast(step, x, topology="v5e:1x1", cache=cache) == found
         # The tokens are no matter of the compiler, and the library of today reads what it said.
         assert forecast(step, x, topology="v5e:1x1", cache=cache, tokens=512).tokens == 512
@@ -323,9 +324,9 @@ def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch
 @pytest.mark.libtpu
 def test_what_another_attempt_may_answer_otherwise_is_not_kept(monkeypatch):
     errors = {None: True, "XlaRuntimeError: RESOURCE_EXHAUSTED: of HBM": True, "INTERNAL: disk": False}
-    versions = child_process._versions(packages := ["jax", "jaxlib", "libtpu"])
+    versions = compile_process._versions(packages := ["jax", "jaxlib", "libtpu"])
     told = {error: json.dumps({"error": error, "versions": versions}) for error in errors}
     for error, final in errors.items():
-        assert child_process._is_final({"result.json": told[error]}, packages) is final
-    monkeypatch.setattr(child_process, "version", bumped("libtpu"))  # installed since the child has started
-    assert not child_process._is_final({"result.json": told[None]}, packages)
+        assert compile_process._is_final({"result.json": told[error]}, packages) is final
+    monkeypatch.setattr(compile_process, "version", bumped("libtpu"))  # installed since the child has started
+    assert not compile_process._is_final({"result.json": told[None]}, packages)

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
 from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 from xlstm_jax.distributed.hardware.links import Links
-from xlstm_jax.distributed.hardware.slices import parse_topology
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
@@ -199,7 +199,7 @@ def on_torus(name, *dims_of_axes):
 
 
 def bounds(links, wire_bytes, **more):
-    return step_bounds({"bfloat16": 1e12}, 1e9, wire_bytes, links.chip, links, **more)
+    return step_bounds({"bfloat16": 1e12}, 1e9, wire_bytes, links, **more)
 
 
 def test_three_times_by_hand():
@@ -213,7 +213,7 @@ def test_three_times_by_hand():
 def test_the_step_is_bound_by_the_largest():
     assert bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {}).bound == "compute"
     links = on_torus("v5e:1x1", {"x": 1}, {})
-    assert step_bounds({"bfloat16": 1e12}, 1e12, {}, links.chip, links).bound == "memory"
+    assert step_bounds({"bfloat16": 1e12}, 1e12, {}, links).bound == "memory"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_step_is_bound_by_the_largest():
 )
 def test_each_dtype_has_its_rate(chip, dtype, rate):
     links = Links(CHIPS[chip], {"x": 1}, parse_topology(f"{chip}:1x1") if chip.startswith("v") else None, [(0, 0, 0)])
-    assert step_bounds({dtype: 1e12}, 0, {}, CHIPS[chip], links).compute_s == pytest.approx(1e12 / rate)
+    assert step_bounds({dtype: 1e12}, 0, {}, links).compute_s == pytest.approx(1e12 / rate)
 
 
 # A device that gathers 40 GB over 128 chips of v5p, over 256 of v5e: on one axis of the torus, or over all of them.
@@ -274,7 +274,7 @@ def test_ridge_is_where_compute_takes_as_long_as_the_wire():
     """Twice as many tokens compute twice as long and send as much: at the ridge the two times meet."""
     links, sent = on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("x",): 9e9}
     ridge = bounds(links, sent, tokens_per_device=512).ridge_tokens
-    at_ridge = step_bounds({"bfloat16": 1e12 * ridge / 512}, 0, sent, links.chip, links)
+    at_ridge = step_bounds({"bfloat16": 1e12 * ridge / 512}, 0, sent, links)
     assert at_ridge.compute_s == pytest.approx(at_ridge.wire_s)
     assert bounds(links, sent).ridge_tokens is None
     assert not math.isclose(ridge, 512)
@@ -285,7 +285,7 @@ def test_ridge_of_a_fully_sharded_layer_is_the_textbook_one():
     params, tokens = 1e9, 2048
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
     flops, sent = {"bfloat16": 8 * params * tokens}, {("x", "y"): 6 * params}
-    times = step_bounds(flops, 0, sent, links.chip, links, tokens_per_device=tokens)
+    times = step_bounds(flops, 0, sent, links, tokens_per_device=tokens)
     assert times.ridge_tokens == pytest.approx(0.75 * 1094, rel=0.001)
 
 

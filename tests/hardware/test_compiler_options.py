@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from xlstm_jax.distributed.forecast import CHIPS
-from xlstm_jax.distributed.forecast.compiling.child_process import CHILD_ENVIRONMENT
-from xlstm_jax.distributed.hardware.slices import every_slice, slice_shape
+from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
+from xlstm_jax.distributed.hardware.topologies import every_slice, slice_shape
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 
 ROOT = Path(__file__).parents[2]
@@ -30,10 +30,10 @@ import jax, jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from xlstm_jax.distributed.hardware.slices import slice_shape
+from xlstm_jax.distributed.hardware.topologies import slice_shape
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout
 
 devices = topologies.get_topology_desc(sys.argv[1], "tpu").devices

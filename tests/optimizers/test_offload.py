@@ -35,8 +35,8 @@ from xlstm_jax.distributed import (
     with_ema,
 )
 from xlstm_jax.distributed.data_parallel.remat import named_input
-from xlstm_jax.distributed.optimizers.offloading import streaming
-from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
+from xlstm_jax.distributed.optimizers import streaming
+from xlstm_jax.distributed.optimizers.streaming import streamed
 
 ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
 ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 9))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import CHIPS, CompileError, forecast
-from xlstm_jax.distributed.hardware.slices import every_slice
+from xlstm_jax.distributed.hardware.topologies import every_slice
 
 pytest.importorskip("libtpu")
 

@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.forecast import Workload, forecast
-from xlstm_jax.distributed.forecast.linting.findings import lint
+from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.plan.planning import plan_sharding
 

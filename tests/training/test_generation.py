@@ -13,7 +13,7 @@ from tests.support import AXES, fsdp, mesh_of, plain
 from xlstm_jax.distributed import init_sharded, make_generate, unbox
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.forecast.cost.traffic import find_collectives
+from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
 MESH = mesh_of(2, 4)

@@ -26,14 +26,14 @@ from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
-from xlstm_jax.distributed.forecast.fitting.applying import command_of
-from xlstm_jax.distributed.forecast.fitting.search import SHARD_AXIS_PREFIX, Options, Trial, fit, meshes_of
+from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, fit, meshes_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import lint, table
+from xlstm_jax.distributed.forecast.linting.findings import table
+from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.devices import simulate_cpu_devices

@@ -29,8 +29,9 @@ from xlstm_jax import __version__
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
-from xlstm_jax.distributed.forecast.compiling.compile import begin_for_topology
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
+from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
@@ -204,7 +205,7 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
-        return begin_for_topology(jax.jit(jnp.sum), x, topology=TOPOLOGIES[extra]).start()
+        return begin_for_topology(StepCall(jax.jit(jnp.sum), (x,), topology=parse_topology(TOPOLOGIES[extra]))).start()
     except ImportError as error:  # of another version than jaxlib
         return error
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from xlstm_jax.distributed.forecast.fitting.search import Options
+from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.forecast.workload import Workload, described
 
 AXES = ("shard_axes", "axis_name")  # the factory's own name for them, and that of the wrappers

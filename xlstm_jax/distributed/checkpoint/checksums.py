@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
+from xlstm_jax.distributed.optimizers.offload import is_on_host
 
 # The finalizer of MurmurHash3 (Austin Appleby, public domain), and a second one with the constants of "lowbias32" by
 # Chris Wellons (public domain): (shift, factor, shift, factor, shift), each step one-to-one on 32 bits.

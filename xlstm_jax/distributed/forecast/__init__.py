@@ -1,13 +1,13 @@
 """What a training step will cost on devices that are not there: memory, traffic, time; and what it wastes."""
 
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.distributed.forecast.fitting.search import Fit, Options, fit
+from xlstm_jax.distributed.forecast.fitting import Fit, Options, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import LintError, lint
-from xlstm_jax.distributed.forecast.linting.step import Finding
+from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError
+from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.hardware import CHIPS, Chip, Topology, parse_topology
 

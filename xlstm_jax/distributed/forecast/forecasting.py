@@ -11,52 +11,47 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.forecast import report
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
-from xlstm_jax.distributed.forecast.compiling.compile import (
-    Compiled,
-    begin_for_topology,
-    compile_here,
-    step_mesh,
-    trace,
-)
+from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.cost.custom_calls import pallas_seconds, unknown_calls
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
-from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_traffic
-from xlstm_jax.distributed.forecast.cost.memory import Memory
+from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
+from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_traffic
-from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
-from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, find_collectives
-from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.reading import (
-    exposed_seconds,
-    links_of,
-    memory_of,
-    notes_on,
-    roofline_of,
-    shared_flops,
-)
+from xlstm_jax.distributed.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
+from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline, step_bounds
+from xlstm_jax.distributed.forecast.cost.schedule import axes_of, kernel_seconds, timed
+from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
+from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
-from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.hardware.slices import parse_topology
-from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fraction
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.wording import plain_text, read_json
 
 FORMAT, DERIVED = 1, "step_time"
+CPU_NOTE = (
+    "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
+    "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
+)
+GPU_NOTE = (
+    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
+    "time matrix products on (nothing is autotuned)."
+)
 
 
 @dataclass(frozen=True)
@@ -75,22 +70,22 @@ class Forecast:
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: how long the schedule is expected to wait for collectives. TPUs: one after the other, each on its
-        own links; of an asynchronous one what its links take longer than what runs beside it. GPUs: by ``schedule``,
-        with latency and the rates that are reached. None where the roofline is.
+      exposed_seconds: how long the schedule is expected to wait for collectives. On TPUs the sum over collectives, each
+        alone on its links; an asynchronous collective counts by how much it outlasts what runs beside it. On GPUs by
+        ``schedule``, with latency and the rates that are reached. None where ``roofline`` is None.
       tokens: in the batch of all devices; None where ``forecast`` was not given it.
       unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
       kernel_seconds: on GPUs the sum of what each kernel takes at least, by its roofline; else None.
-      shared_flops: what a device does of the matrix products outside of ``shard_map``, in the compiled program; its
-        share of them is ``flops.shared``. None in forecasts of version 0.1.
-      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and of devices
+      shared_flops: FLOP of matrix products outside of ``shard_map`` that each device does in the compiled program; an
+        even share of them would be ``flops.shared``. None in forecasts of version 0.1.
+      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and for devices
         without figures.
-      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and of devices without
+      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and for devices without
         figures.
-      expected_kernel_seconds: on GPUs the same by the rates that kernels reach, ``Chip.efficiency``; else None.
+      expected_kernel_seconds: on GPUs the sum of what each kernel takes at the rates of ``Chip.efficiency``; else None.
       pallas_seconds: on TPUs what kernels of Pallas take by their roofline; None where there are none.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
@@ -136,7 +131,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is available; None where it is not known how much is, or how much is taken."""
+        """Whether ``total_bytes`` are available; None where either number is unknown."""
         if self.available_bytes is None or self.platform == "cpu":
             return None
         return self.total_bytes <= self.available_bytes
@@ -144,43 +139,42 @@ class Forecast:
     @property
     def wire_bytes(self) -> float:
         """What each device sends in a step."""
-        return sum(collective.wire_bytes_per_step for collective in self.collectives)
+        return sum_wire_bytes(self.collectives)
 
     @property
     def asynchronous_fraction(self) -> float:
-        """How much of these bytes travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
-        hidden = sum(c.wire_bytes_per_step for c in self.collectives if c.asynchronous)
+        """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
+        hidden = sum_wire_bytes(c for c in self.collectives if c.asynchronous)
         return hidden / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
     def on_gpus(self) -> bool:
-        """Whether it is of GPUs with published figures, whose collectives have a ``timing``."""
+        """Whether the devices are GPUs with published figures; their collectives have a ``timing``."""
         return self.kernel_seconds is not None
 
     @property
     def hidden_fraction(self) -> float | None:
-        """How much of the bytes is expected to travel beside matrix products that take as long; None but for GPUs."""
+        """The part of ``wire_bytes`` beside matrix products that are expected to take as long; GPUs only, else None."""
         return self._fraction(lambda collective: collective.is_hidden)
 
     @property
     def beside_products_fraction(self) -> float | None:
-        """How much of the bytes travels beside any matrix product, however short; None but for GPUs."""
+        """The part of ``wire_bytes`` beside any matrix product, however short; GPUs only, else None."""
         return self._fraction(lambda collective: bool(collective.overlapped.product_seconds))
 
     def _fraction(self, chosen: Callable[[Collective], bool]) -> float | None:
         if not self.on_gpus:
             return None
-        sent = sum(collective.wire_bytes_per_step for collective in self.collectives if chosen(collective))
-        return sent / self.wire_bytes if self.wire_bytes else 0.0
+        return sum_wire_bytes(filter(chosen, self.collectives)) / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
     def nic_bytes(self) -> float | None:
-        """What the network adapter of each GPU carries to other hosts in a step; None but for GPUs."""
+        """What the network adapter of each GPU carries to other hosts in a step; GPUs only, else None."""
         return sum(c.count * c.timing.nic_bytes for c in self.collectives if c.timing) if self.on_gpus else None
 
     @property
     def nvlink_bytes(self) -> float | None:
-        """What each GPU sends within its host in a step; None but for GPUs."""
+        """What each GPU sends within its host in a step; GPUs only, else None."""
         return None if self.nic_bytes is None else self.wire_bytes - self.nic_bytes
 
     @property
@@ -205,7 +199,7 @@ class Forecast:
 
     @property
     def cycle_seconds(self) -> float | None:
-        """The compiler's cycles at the chip's clock, and ``pallas_seconds``: the time of all but communication."""
+        """The time of all but communication: the compiler's cycles at the chip's clock, and ``pallas_seconds``."""
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles.total / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
@@ -218,7 +212,7 @@ class Forecast:
         expected: what runs takes the compiler's estimate of cycles (TPUs), or each kernel by the rates that are reached
           (GPUs), but no less than the rooflines; GPUs' collectives take what NCCL does.
 
-        No step is shorter than its links take. None where the roofline is.
+        No step is shorter than ``roofline.wire_s``. None where ``roofline`` is None.
         """
         waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
         if self.roofline is None or waits[0] is None or waits[1] is None:
@@ -231,7 +225,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """The expected of ``step_time``, by which variants of a step are compared."""
+        """The expected value of ``step_time``, by which variants of a step are compared."""
         return self.step_time.expected if self.step_time else None
 
     def __str__(self) -> str:
@@ -316,46 +310,23 @@ def forecast(
       ImportError: what the compiler for TPUs needs is not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
     """
-    if isinstance(topology, str):
-        begun = begin_forecast(
-            step, *args, topology=topology, kwargs=kwargs, tokens=tokens, compiler_options=compiler_options, cache=cache
-        )
-        return begun.start().result()
-    traced = trace(step, args, kwargs)
-    _check_mesh(topology, step_mesh(traced, args, kwargs))
-    options = resolved_on(step_mesh(traced, args, kwargs), compiler_options)
-    compiled = compile_here(step, *args, kwargs=kwargs, compiler_options=options)
-    return read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens)
-
-
-def begin_forecast(
-    step: jax.stages.Wrapped,
-    *args: PyTree,
-    topology: str,
-    kwargs: Mapping[str, PyTree] | None = None,
-    tokens: int | None = None,
-    compiler_options: dict[str, Any] | str | None = None,
-    cache: bool | ReportCache = True,
-) -> Pending[Forecast]:
-    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
-    devices = parse_topology(topology)
-    with answered_for(devices.chip):
-        traced = trace(step, args, kwargs)
-    options = resolved(compiler_options, devices.chip.device_kinds[0], devices.shape)
-    begun = begin_for_topology(
-        step, *args, topology=topology, kwargs=kwargs, compiler_options=options, cache=chosen_cache(cache)
-    )
-    return begun.then(lambda compiled: read(compiled, count_flops(traced.jaxpr, compiled.devices), tokens))
-
-
-def _check_mesh(mesh: Mesh | None, found: Mesh | AbstractMesh | None) -> None:
-    """Raises a ``ValueError`` where the arguments lie on another mesh than the one that was named."""
-    axes = dict(found.shape) if found is not None else {}
-    if mesh is not None and dict(mesh.shape) != axes:
+    devices = parse_topology(topology) if isinstance(topology, str) else None
+    call = StepCall(step, args, kwargs or {}, devices, compiler_options, chosen_cache(cache))
+    if devices is not None:
+        return begin_forecast(call, tokens).start().result()
+    if isinstance(topology, Mesh) and dict(topology.shape) != call.axis_sizes:
         raise ValueError(
-            f"topology is the mesh {dict(mesh.shape)}, but the arguments lie on {axes or 'no mesh'}. Make them on that "
-            "mesh, or leave topology out."
+            f"topology is the mesh {dict(topology.shape)}, but the arguments lie on {call.axis_sizes or 'no mesh'}. "
+            "Make them on that mesh, or leave topology out."
         )
+    compiled = compile_here(call)
+    return read(compiled, count_flops(call.traced.jaxpr, compiled.devices), tokens)
+
+
+def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
+    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
+    jaxpr = call.traced.jaxpr
+    return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
@@ -369,12 +340,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     memory = memory_of(compiled, program)
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
-    found = tuple(find_collectives(program, compiled.axis_sizes))
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    links = links_of(compiled, chip) if chip and moved else None
-    on_gpus = links is not None and compiled.platform == "gpu"
-    found = timed(program, found, links) if links and on_gpus else found
-    return Forecast(
+    untimed = Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
@@ -382,21 +349,136 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         memory=memory,
         code_bytes=(compiled.memory or {}).get("generated_code", 0),
         available_bytes=chip.usable_hbm_bytes if chip else None,
-        collectives=found,
+        collectives=tuple(find_collectives(program, compiled.axis_sizes)),
         flops=flops,
         cycles=count_cycles(program),
         hbm_bytes=moved,
-        roofline=roofline_of(links, flops, moved, found, tokens) if links and moved else None,
-        exposed_seconds=sum(exposed_seconds(links, collective) for collective in found) if links else None,
+        roofline=None,
+        exposed_seconds=None,
         tokens=tokens,
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
-        kernel_seconds=kernel_seconds(program, links.chip) if links and on_gpus else None,
         shared_flops=shared_flops(program, flops),
-        host=host_traffic(program, chip) if chip and moved else None,
-        packed=packed_traffic(program, found, links) if links else None,
-        expected_kernel_seconds=kernel_seconds(program, links.chip.reached) if links and on_gpus else None,
-        pallas_seconds=pallas_seconds(program, flops, chip) if chip and moved and not on_gpus else None,
     )
+    return _with_times(untimed, program, moved, links_of(compiled, chip)) if chip and moved else untimed
+
+
+def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
+    """The forecast with all that follows from the published figures of its chip."""
+    chip = links.chip
+    if forecast.platform == "gpu":
+        forecast = dataclasses.replace(
+            forecast,
+            collectives=timed(program, forecast.collectives, links),
+            kernel_seconds=kernel_seconds(program, chip),
+            expected_kernel_seconds=kernel_seconds(program, chip.reached),
+        )
+    else:
+        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, forecast.flops, chip))
+    return dataclasses.replace(
+        forecast,
+        roofline=roofline_of(links, forecast.flops, moved, forecast.collectives, forecast.tokens),
+        exposed_seconds=sum(exposed_seconds(links, collective) for collective in forecast.collectives),
+        host=host_traffic(program, chip),
+        packed=packed_traffic(program, forecast.collectives, links),
+    )
+
+
+def rates_note(chip: Chip) -> str:
+    """What the times of a forecast for GPUs rest on."""
+    assert chip.network_bandwidth and chip.efficiency  # a GPU
+    return (
+        f"Least, by published rates of {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM "
+        f"at {chip.hbm_bandwidth / 1e12:.3g} TB/s, NVLink at {chip.link_bandwidth / 1e9:,.0f} GB/s and the network at "
+        f"{chip.network_bandwidth / 1e9:,.0f} GB/s per GPU, one way. Expected: {chip.efficiency.products:.0%} of the "
+        f"FLOP/s, {chip.efficiency.memory:.0%} of HBM, {NVLINK_FRACTION:.0%} of NVLink, of the network "
+        f"{network_fraction('', 2):.0%} between 2 hosts and {network_fraction('', 32):.0%} among 32 (of gathers "
+        f"{network_fraction('all-gather', 32):.0%}), and the latency of what NCCL chooses."
+    )
+
+
+def memory_of(compiled: Compiled, program: Program) -> Memory:
+    """What the step takes of memory, by module where XLA's own texts are there."""
+    if compiled.buffers and compiled.live_ranges:
+        names = operation_names(program)
+        return read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=host_buffers(program))
+    stats = compiled.memory or {}
+    alias = stats.get("alias", 0)
+    return Memory(
+        argument_bytes=stats.get("argument", 0),
+        alias_bytes=alias,
+        output_bytes=stats.get("output", 0) - alias,
+        temporary_bytes=stats.get("temp", 0),
+        constant_bytes=0,
+        peak_point=0,
+        peak_live_bytes=stats.get("temp", 0),
+        temporaries=(),
+        arguments=(),
+        timeline=(),
+    )
+
+
+def links_of(compiled: Compiled, chip: Chip) -> Links:
+    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
+    topology = compiled.topology
+    if topology is None and chip.torus_axes:
+        spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
+        topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
+    return Links(chip, compiled.axis_sizes, topology, compiled.coords)
+
+
+def roofline_of(
+    links: Links, flops: Flops, moved: HbmBytes, collectives: tuple[Collective, ...], tokens: int | None
+) -> Roofline:
+    """Three bounds of the step's time."""
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    for collective in collectives:
+        sent[axes_of(links, collective)] += collective.wire_bytes_per_step
+    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
+    return step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=per_device)
+
+
+def shared_flops(program: Program, flops: Flops) -> float:
+    """What a device does of the matrix products outside of ``shard_map``.
+
+    Products to which the compiler has left no name count as far as the step does more than the named ones.
+    """
+    outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
+    nameless = executed_flops(program, lambda i: not i.op_name)
+    beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
+    return outside + max(0.0, min(nameless, beyond))
+
+
+def exposed_seconds(links: Links, collective: Collective) -> float:
+    """How long the schedule waits for a collective in a step.
+
+    An asynchronous collective of a TPU counts as hidden where the compiler gives no cycles for what runs beside it.
+    """
+    if collective.timing is not None:
+        return collective.count * collective.timing.waited_s
+    alone = links.seconds(axes_of(links, collective), collective.wire_bytes)
+    beside = collective.overlapped.cycles
+    if not collective.asynchronous:
+        return collective.count * alone
+    if beside is None or links.chip.clock_hz is None:
+        return 0.0 if collective.overlapped.instructions else collective.count * alone
+    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
+
+
+def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:
+    """What the reader of a forecast should know."""
+    if compiled.platform == "cpu":
+        yield CPU_NOTE
+    if compiled.platform == "gpu" and compiled.topology:
+        yield GPU_NOTE
+    if compiled.platform == "gpu" and chip:
+        yield rates_note(chip)
+    if compiled.without_sharding:
+        yield (
+            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
+            "Give it one, as abstract_batch and shard_batch do."
+        )
+    if flops.opaque:
+        yield f"FLOP of {', '.join(flops.opaque)} are not counted."

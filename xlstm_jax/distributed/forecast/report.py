@@ -1,18 +1,19 @@
 """A forecast for people: tables by rich, a picture by matplotlib, which is optional.
 
-A ``forecast`` is a ``Forecast`` everywhere here; its own file imports this one.
+``forecast`` is a ``Forecast`` everywhere here; the file of that class imports this file, so its name cannot stand here.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.memory import Moment
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, format_axes, format_bytes, how_to_install, joined, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
@@ -162,7 +163,7 @@ def _collectives_table(forecast: Any) -> Any:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
         alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
-    ordered = sorted(alike.items(), key=lambda item: -_sent(item[1]))
+    ordered = sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))
     counts = _counts_of_gpus if forecast.on_gpus else _counts
     rows = [[*key, *counts(members)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
@@ -176,9 +177,13 @@ def _collectives_table(forecast: Any) -> Any:
 
 
 def _overlap_table(forecast: Any) -> Any:
-    """The asynchronous collectives, the largest first, and what the schedule has beside them."""
+    """The asynchronous collectives of TPUs, the largest first, and what the schedule has beside them."""
     hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
-    rows = [[*_with_what(collective), _beside(forecast, collective)] for collective in hidden[:ROWS]]
+    clock_hz, rows = forecast.chip and forecast.chip.clock_hz, []
+    for collective in hidden[:ROWS]:
+        cycles = collective.overlapped.cycles  # by which the compiler estimates the time
+        beside = _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
+        rows.append([*_with_what(collective), beside])
     columns = ["collective", "for", "direction", "beside", "for as long as"]
     return rich_table("What runs beside those that are asynchronous", columns, rows, left=4)
 
@@ -186,7 +191,12 @@ def _overlap_table(forecast: Any) -> Any:
 def _waiting_table(forecast: Any) -> Any:
     """The collectives of GPUs, those that are waited for longest first, and what the schedule has beside them."""
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.timing.waited_s, -c.wire_bytes_per_step))
-    rows = [[*_with_what(collective), *_times_of_gpus(collective)] for collective in ordered[:ROWS]]
+    rows = []
+    for collective in ordered[:ROWS]:
+        timing, beside = collective.timing, collective.overlapped
+        each = (timing.seconds, beside.seconds, beside.product_seconds, timing.waited_s)
+        times = [_milliseconds(collective.count * seconds) for seconds in each]
+        rows.append([*_with_what(collective), *times])
     columns = ["collective", "for", "direction", "beside", "takes", "for as long as", "products", "waited"]
     return rich_table("What is waited for, and what runs beside", columns, rows, left=4)
 
@@ -195,20 +205,6 @@ def _with_what(collective: Collective) -> list[str]:
     """What it is, and the modules that compute beside it."""
     beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
     return [collective.kind, _served(collective), collective.direction, beside or "nothing"]
-
-
-def _beside(forecast: Any, collective: Collective) -> str:
-    """The time of what runs beside a collective of TPUs, by the compiler's cycles."""
-    cycles, clock_hz = collective.overlapped.cycles, forecast.chip and forecast.chip.clock_hz
-    return _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
-
-
-def _times_of_gpus(collective: Collective) -> list[str]:
-    """Of a step: alone, what runs beside it, of that the matrix products, and what the schedule waits for."""
-    timing, beside = collective.timing, collective.overlapped
-    assert timing is not None and beside.seconds is not None and beside.product_seconds is not None  # those of GPUs
-    each = (timing.seconds, beside.seconds, beside.product_seconds, timing.waited_s)
-    return [_milliseconds(collective.count * seconds) for seconds in each]
 
 
 def _served(collective: Collective) -> str:
@@ -225,20 +221,12 @@ def _array(shape: str) -> str:
     """As the compiler writes it; of a tuple, as a loop carries one, only how many arrays it has."""
     if not shape.startswith("("):
         return shape
-    nested, arrays = 0, 1
-    for character in shape[1:-1]:
-        nested += (character in "([{") - (character in ")]}")
-        arrays += character == "," and not nested
-    return f"tuple of {arrays} arrays"
-
-
-def _sent(members: Iterable[Collective]) -> float:
-    return sum(c.wire_bytes_per_step for c in members)
+    return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective]) -> list[str]:
-    sent, hidden = _sent(members), _sent(c for c in members if c.asynchronous)
-    return [f"{sum(c.count for c in members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
+    sent, hidden = sum_wire_bytes(members), sum_wire_bytes(c for c in members if c.asynchronous)
+    return [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
 
 
 def _counts_of_gpus(members: Sequence[Collective]) -> list[str]:
@@ -246,10 +234,10 @@ def _counts_of_gpus(members: Sequence[Collective]) -> list[str]:
     timings = [(c.count, c.timing) for c in members if c.timing]
     networks = sorted({network for _, timing in timings for network in timing.networks})
     carried = sum(count * timing.nic_bytes for count, timing in timings)
-    sent, hidden = _sent(members), _sent(c for c in members if c.is_hidden)
+    sent, hidden = sum_wire_bytes(members), sum_wire_bytes(c for c in members if c.is_hidden)
     return [
         "".join(networks) if len(networks) < 2 else "both",
-        f"{sum(c.count for c in members):,}",
+        f"{executions(members):,}",
         format_bytes(sent),
         format_bytes(carried) if carried else "",
         f"{hidden / sent:.0%}" if sent else "",
@@ -257,46 +245,36 @@ def _counts_of_gpus(members: Sequence[Collective]) -> list[str]:
 
 
 def _time_table(forecast: Any) -> Any:
-    flops, roofline = forecast.flops.total, forecast.roofline
+    flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
-    rows = [
-        ["matrix products at the peak rate", f"{flops:.3g} FLOP", _milliseconds(roofline.compute_s)],
-        ["memory at its full bandwidth", format_bytes(roofline.hbm_bytes), _milliseconds(roofline.memory_s)],
-        ["links at their full bandwidth", format_bytes(roofline.wire_bytes), _milliseconds(roofline.wire_s)],
+    cycles = f"{forecast.cycles.total:,} cycles" if forecast.cycles else ""
+    times: list[tuple[str, str, float | None]] = [
+        ("matrix products at the peak rate", f"{flops:.3g} FLOP", roofline.compute_s),
+        ("memory at its full bandwidth", format_bytes(roofline.hbm_bytes), roofline.memory_s),
+        ("links at their full bandwidth", format_bytes(roofline.wire_bytes), roofline.wire_s),
+        ("the compiler's estimate, without collectives", cycles, forecast.cycle_seconds),
+        ("of it kernels of Pallas, at their roofline", "", forecast.pallas_seconds),
+        ("each kernel at its roofline, one by one", "", forecast.kernel_seconds),
+        ("the same by the rates that kernels reach", "", forecast.expected_kernel_seconds),
     ]
-    if forecast.cycle_seconds is not None:
-        cycles = f"{forecast.cycles.total:,} cycles"
-        rows.append(["the compiler's estimate, without collectives", cycles, _milliseconds(forecast.cycle_seconds)])
-    if forecast.pallas_seconds is not None:
-        rows.append(["of it kernels of Pallas, at their roofline", "", _milliseconds(forecast.pallas_seconds)])
     if forecast.on_gpus:
-        rows += _rows_of_gpus(forecast)
+        count = f"{executions(forecast.collectives):,} collectives"
+        times += [
+            ("waiting for collectives, by published rates alone", "", forecast.exposed_bandwidth_seconds),
+            ("waiting for collectives, expected", count, forecast.exposed_seconds),
+        ]
     else:
-        rows.append(["collectives that the step waits for, one by one", "", _milliseconds(forecast.exposed_seconds)])
-    rows += _rows_of_host(forecast.host) if forecast.host else []
+        times.append(("collectives that the step waits for, one by one", "", forecast.exposed_seconds))
+    if host:
+        times += [
+            ("to the host's memory and back, one by one", format_bytes(host.moved_bytes), host.seconds),
+            ("waiting for it", f"{host.hidden_fraction:.0%} of it hidden", host.waited_s),
+        ]
     least, expected = forecast.step_time
-    rows.append(["a step, by published rates alone", "", _milliseconds(least)])
-    rows.append(["a step, expected", "", _milliseconds(expected)])
+    times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
+    rows = [[what, amount, _milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
     return rich_table("Time of a step", ["", "amount", "time"], rows)
-
-
-def _rows_of_host(host: Any) -> list[list[str]]:
-    moved, hidden = format_bytes(host.moved_bytes), f"{host.hidden_fraction:.0%} of it hidden"
-    return [
-        ["to the host's memory and back, one by one", moved, _milliseconds(host.seconds)],
-        ["waiting for it", hidden, _milliseconds(host.waited_s)],
-    ]
-
-
-def _rows_of_gpus(forecast: Any) -> list[list[str]]:
-    count = f"{sum(c.count for c in forecast.collectives):,} collectives"
-    return [
-        ["each kernel at its roofline, one by one", "", _milliseconds(forecast.kernel_seconds)],
-        ["the same by the rates that kernels reach", "", _milliseconds(forecast.expected_kernel_seconds)],
-        ["waiting for collectives, by published rates alone", "", _milliseconds(forecast.exposed_bandwidth_seconds)],
-        ["waiting for collectives, expected", count, _milliseconds(forecast.exposed_seconds)],
-    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- picture

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.training.loss import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import TrainStep, make_train_step

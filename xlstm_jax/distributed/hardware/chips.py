@@ -3,8 +3,8 @@
 All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
 given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
 
-A new chip is one more entry of ``CHIPS``, and of a GPU one in ``gpu_targets``. GPUs share XLA's options whatever their
-kind; those are in ``xla_options``.
+A new chip needs an entry in ``CHIPS``; a new GPU needs another in ``gpu_targets``. All GPUs share XLA's options, which
+are in ``xla_options``.
 
 Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
@@ -40,9 +40,9 @@ class Chip:
 
     Attributes:
       name: as in topologies, "v5e"; GPUs "h100".
-      device_kinds: JAX's ``device_kind`` of it.
+      device_kinds: what JAX calls it, in ``device_kind``.
       hbm_bytes: memory as the maker states it.
-      usable_hbm_bytes: of it, what a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
+      usable_hbm_bytes: the part that a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
         program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
       peak_flops: FLOP/s of matrix products by dtype, dense. float32 is at JAX's default precision: one pass of
         bfloat16 on TPUs, TF32 on GPUs.
@@ -55,7 +55,7 @@ class Chip:
       efficiency: what kernels reach of ``peak_flops`` and ``hbm_bandwidth``; None for TPUs, whose compiler estimates.
       devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
-      cube: TPU: the side of the cubes that larger slices are made of, in multiples that ascend; None: of no cubes.
+      cube: TPU: the side of the cubes that larger slices are made of, in ascending multiples; None without cubes.
       pod: TPU: the shape of the largest slice.
       sparse_cores: TPU: it has SparseCores that can run collectives, of every kind.
       xla_options: TPU: XLA's options that make collectives asynchronous, all of them switches to turn on, each with
@@ -110,13 +110,16 @@ def slices_of_cubes(cube: int, pod: tuple[int, ...]) -> Shapes:
 
 V5P_POD = (16, 16, 24)
 V5P = BELOW_CUBE + slices_of_cubes(4, V5P_POD)
-# Its sister for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
+# The same option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
-BY_SPARSE_CORES = tuple(
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+SPARSE_CORE_OPTIONS = (
+    *(
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    ),
+    ASYNC_ALL_TO_ALL,
 )
-SPARSE_CORE_OPTIONS = (*BY_SPARSE_CORES, ASYNC_ALL_TO_ALL)
 # On the larger slices libtpu refuses it: "UNIMPLEMENTED: Async all-to-all not supported on limited ICI".
 V5E_OPTIONS = {ICI_PIPELINING: FLAT, ASYNC_ALL_TO_ALL: ((1, 1), (2, 2), (2, 4), (4, 4))}
 
@@ -127,7 +130,7 @@ def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[s
 
 # What kernels of a training step reach: products as benchmarks/published.py found them, of A100 on two published runs,
 # of H100 on one; of later chips nothing was found, and that of H100 is taken. Of memory a plain copy reaches some 0.9,
-# and 0.8 is taken for all. docs/forecast.md has what the runs say that took no part in it.
+# and 0.8 is taken for all. docs/forecast.md compares them with runs that they were not fitted to.
 A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock; v4 and v5p have 2 cores of 4 units each,

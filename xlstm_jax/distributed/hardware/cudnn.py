@@ -25,7 +25,7 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 @contextlib.contextmanager
 def answered_for(chip: Chip | None) -> Iterator[None]:
-    """Within, JAX traces and lowers attention of cuDNN as on this chip; None: as on any, for shapes alone.
+    """A context in which JAX traces and lowers cuDNN's attention as on this chip; with None as on any, for the shapes.
 
     Nothing is changed for a chip that is no GPU.
     """
@@ -46,16 +46,17 @@ def answered_for(chip: Chip | None) -> Iterator[None]:
         "is_cuda_compute_capability_equal": is_equal,
     }
     before = {name: getattr(fused, name) for name in answers}
-    waiting = {one for one in dispatch.prim_requires_devices_during_lowering if one.name.startswith("dot_product_att")}
+    lowered = dispatch.prim_requires_devices_during_lowering
+    needs_devices = {primitive for primitive in lowered if primitive.name.startswith("dot_product_att")}
     try:
         for name, answer in answers.items():
             setattr(fused, name, answer)
-        dispatch.prim_requires_devices_during_lowering -= waiting
+        dispatch.prim_requires_devices_during_lowering -= needs_devices
         yield
     finally:
         for name, function in before.items():
             setattr(fused, name, function)
-        dispatch.prim_requires_devices_during_lowering |= waiting
+        dispatch.prim_requires_devices_during_lowering |= needs_devices
 
 
 def _pair(capability: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from xlstm_jax.distributed.hardware import nccl
 from xlstm_jax.distributed.hardware.chips import Chip
-from xlstm_jax.distributed.hardware.slices import Topology
+from xlstm_jax.distributed.hardware.topologies import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
 
@@ -87,7 +87,9 @@ class Links:
         """
         if not self.networks(axes):
             return None
-        return nccl.choice(kind, self._group(axes), sent, self._bus_bandwidth(axes, kind))
+        group = self._group(axes)
+        reached = self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, nccl.network_fraction(kind, group.hosts))
+        return nccl.choice(kind, group, sent, reached)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """The numbers of the devices of each group that a collective over these axes connects: [groups, devices]."""
@@ -100,7 +102,7 @@ class Links:
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
 
     def _group(self, axes: Sequence[str]) -> nccl.Group:
-        """The group over the most hosts of all groups; they differ where a host holds no whole number of them."""
+        """The group that spans the most hosts; groups differ where the GPUs of a host are no multiple of a group."""
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
         hosts = np.sort(self._groups(axes) // per_host, axis=1)
@@ -116,14 +118,14 @@ class Links:
         """
         assert self.topology is not None  # a TPU
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
-        found = {}
+        bandwidths = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
             line = np.unique(coords[:, dim])
             if len(line) > 1:
                 stride = int(np.diff(line).min())
                 closed = wraps and len(line) * stride == size
-                found[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
-        return found
+                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
+        return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
         """Bytes/s of a GPU: NVLink inside a host; between hosts the adapters of those of its group in its host."""
@@ -132,8 +134,3 @@ class Links:
         if group.hosts == 1:
             return within
         return min(within, of_network * group.per_host * self.chip.network_bandwidth)
-
-    def _bus_bandwidth(self, axes: Sequence[str], kind: str) -> float:
-        """The same as far as NCCL was measured to reach it."""
-        of_network = nccl.network_fraction(kind, self._group(axes).hosts)
-        return self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, of_network)

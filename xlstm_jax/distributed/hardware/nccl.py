@@ -62,7 +62,7 @@ _TREE_FACTORS = {protocol: [float(word) for word in text.split()] for protocol, 
 
 @dataclass(frozen=True)
 class Group:
-    """The GPUs that a collective connects: how many, on how many hosts, and how many at least on each of these."""
+    """The GPUs that a collective connects: their number, that of their hosts, and the fewest on one host."""
 
     devices: int
     hosts: int

@@ -23,13 +23,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
-from xlstm_jax.distributed.hardware.slices import every_slice, in_order, slice_shape
+from xlstm_jax.distributed.hardware.topologies import every_slice, in_order, slice_shape
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
-APART = (
-    2**20
-)  # bytes up to which GPUs combine scatters; by default the last ones of a step are combined, and waited for
+# Bytes up to which GPUs combine scatters; by default the last ones of a step are combined, and waited for.
+APART = 2**20
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
 
@@ -56,7 +55,11 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
         return {}
     if device_kind.startswith(GPUS):
         at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE}
-        return at_once | (_gpu_pipelining() if pipelined else {"xla_gpu_reduce_scatter_combine_threshold_bytes": APART})
+        if not pipelined:
+            return at_once | {"xla_gpu_reduce_scatter_combine_threshold_bytes": APART}
+        if jax.__version_info__ >= PIPELINES_BY_MODE:
+            return at_once | {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+        return at_once | {"xla_gpu_enable_pipelined_all_gather": True}
     chip = chip_of(device_kind)
     if chip is None or chip.xla_options is None:
         kinds = sorted(kind for chip in CHIPS.values() if chip.xla_options for kind in chip.device_kinds)
@@ -68,12 +71,6 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
     asked = set(every_slice(chip) if shape is None else [in_order(shape)])
     compiled = (name for name, slices in chip.xla_options.items() if asked <= set(slices))
     return {name: True for name in compiled if pipelined or name != ICI_PIPELINING}
-
-
-def _gpu_pipelining() -> dict[str, Any]:
-    if jax.__version_info__ >= PIPELINES_BY_MODE:
-        return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-    return {"xla_gpu_enable_pipelined_all_gather": True}
 
 
 def resolved(

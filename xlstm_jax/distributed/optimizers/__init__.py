@@ -24,7 +24,7 @@ from xlstm_jax.distributed.optimizers.matrices.muon import muon
 from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
-from xlstm_jax.distributed.optimizers.offloading.offload import Offload
+from xlstm_jax.distributed.optimizers.offload import Offload
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
 __all__ = [

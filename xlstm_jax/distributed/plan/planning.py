@@ -34,7 +34,7 @@ from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import matrix_reports
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     initial_state,
     optimizer_state_shardings,

@@ -27,8 +27,7 @@ from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.checks import check_transform
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned, laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload, on_host
-from xlstm_jax.distributed.optimizers.offloading.streaming import streamed
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     given_state,
     initial_state,
@@ -39,6 +38,7 @@ from xlstm_jax.distributed.optimizers.state import (
     trainable,
     with_trainable,
 )
+from xlstm_jax.distributed.optimizers.streaming import streamed
 from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
 from xlstm_jax.distributed.training.checking.mistakes import (
     check_optimizer,

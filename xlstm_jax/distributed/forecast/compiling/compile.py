@@ -1,7 +1,7 @@
 """From a training step to its compiled program: for accelerators that are not there, or for the devices at hand.
 
-  step, abstract args --trace, export--> StableHLO --child process, or cache--> Compiled   compile_for_topology
-  step, abstract args --lower, compile--> Compiled                                         compile_here
+  StepCall --trace, export--> StableHLO --child process, or cache--> Compiled   begin_for_topology, compile_for_topology
+  StepCall --trace, lower, compile--> Compiled                                  compile_here
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
 devices as the topology has. Nothing is allocated, and this process never starts a compiler for them. The mesh is the
@@ -14,7 +14,9 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -30,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
-from xlstm_jax.distributed.forecast.compiling.child_process import (
+from xlstm_jax.distributed.forecast.compiling.compile_process import (
     RESULT,
     CompileError,
     CompileRequest,
@@ -41,7 +43,8 @@ from xlstm_jax.distributed.forecast.compiling.child_process import (
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.distributed.hardware.cudnn import ALLOWED, answered_for
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
+from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
 
 COMPILE_TIMEOUT_S = 1800.0
 JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
@@ -97,66 +100,97 @@ class Compiled:
 # ------------------------------------------------------------------------------------------- a step and its arguments
 
 
-def trace(step: Wrapped, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None) -> Traced:
-    """``step.trace(*args, **kwargs)``, with an error that says what a step is.
+@dataclass(frozen=True)
+class StepCall:
+    """A step, what it is called with, and for which devices it is compiled.
 
-    Raises:
-      TypeError: ``step`` is not a ``jax.jit`` function.
+    Attributes:
+      step: a ``jax.jit`` function.
+      args, kwargs: what it takes: arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the
+        topology has; an ``AbstractMesh`` will do.
+      topology: devices that need not be there; None: those that the arguments lie on.
+      compiler_options: XLA's, "auto" for those of the chip and the slice. LIBTPU_INIT_ARGS reaches the compiler too.
+      cache: where to look for the compiler's report on a topology first, and to keep it; None: compiled anew, not kept.
     """
-    if not hasattr(step, "trace"):
-        raise TypeError(
-            f"step must be a jax.jit function, as make_train_step returns one, not {step!r}; pass jax.jit(step)."
-        )
-    return step.trace(*args, **(kwargs or {}))
 
+    step: Wrapped
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree] = field(default_factory=dict)
+    topology: Topology | None = None
+    compiler_options: Mapping[str, Any] | str | None = None
+    cache: ReportCache | None = None
 
-def step_mesh(
-    traced: Traced, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
-) -> Mesh | AbstractMesh | None:
-    """The mesh of the arguments' shardings, or of ``jax.jit(in_shardings=...)``; None where neither has one.
+    @cached_property
+    def traced(self) -> Traced:
+        """``step.trace(*args, **kwargs)``.
 
-    Of two meshes of the same shape, one with devices and one without, it is the one with devices.
+        Raises:
+          TypeError: ``step`` is not a ``jax.jit`` function.
+        """
+        if not hasattr(self.step, "trace"):
+            raise TypeError(
+                f"step must be a jax.jit function, as make_train_step returns one, not {self.step!r}; pass "
+                "jax.jit(step)."
+            )
+        with answered_for(self.topology.chip) if self.topology else nullcontext():
+            return self.step.trace(*self.args, **self.kwargs)
 
-    Raises:
-      ValueError: arguments lie on meshes of different shapes; names a leaf of each.
-    """
-    own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _argument_leaves(args, kwargs)]
-    by_jit = zip(traced.jaxpr.jaxpr.debug_info.arg_names, _in_shardings(traced), strict=False)
-    meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
-    found: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
-    for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
-        found.setdefault(tuple(mesh.shape.items()), (path, mesh))
-    if len(found) > 1:
-        (one, (path, _)), (two, (other, _)), *_ = found.items()
-        raise ValueError(
-            f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one mesh."
-        )
-    return next((mesh for _, mesh in found.values()), None)
+    @cached_property
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh of the arguments' shardings, or of ``jax.jit(in_shardings=...)``; None where neither has one.
 
+        Of two meshes of the same shape, one with devices and one without, it is the one with devices.
 
-def leaf_without_sharding(
-    traced: Traced, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None
-) -> str | None:
-    """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
+        Raises:
+          ValueError: arguments lie on meshes of different shapes; names a leaf of each.
+        """
+        own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _argument_leaves(self)]
+        by_jit = zip(self.argument_names, _in_shardings(self.traced), strict=False)
+        meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
+        by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
+        for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
+            by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
+        if len(by_shape) > 1:
+            (one, (path, _)), (two, (other, _)), *_ = by_shape.items()
+            raise ValueError(
+                f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one "
+                "mesh."
+            )
+        return next((mesh for _, mesh in by_shape.values()), None)
 
-    Scalars and PRNG keys may have none: they are small, and every device has them whole.
-    """
-    mesh = step_mesh(traced, args, kwargs)
-    if mesh is None or mesh.size == 1:
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The axes of ``mesh``; none without one."""
+        return dict(self.mesh.shape) if self.mesh is not None else {}
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The paths of the arguments' leaves, as JAX names them."""
+        return self.traced.jaxpr.jaxpr.debug_info.arg_names
+
+    @property
+    def leaf_without_sharding(self) -> str | None:
+        """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
+
+        Scalars and PRNG keys may have none: they are small, and every device has them whole.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
+        arrays = [(path, leaf) for path, leaf in _argument_leaves(self) if hasattr(leaf, "dtype") and leaf.shape]
+        infos = zip(jax.tree.leaves(self.traced.args_info), _in_shardings(self.traced), strict=False)
+        by_jit = [sharding for info, sharding in infos if info.shape]
+        for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
+            raw_key = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
+            is_key = raw_key or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            if not (is_key or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
+                return path
         return None
-    # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
-    arrays = [(path, leaf) for path, leaf in _argument_leaves(args, kwargs) if hasattr(leaf, "dtype") and leaf.shape]
-    infos = zip(jax.tree.leaves(traced.args_info), _in_shardings(traced), strict=False)
-    by_jit = [sharding for info, sharding in infos if info.shape]
-    for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
-        if not (_is_key(leaf) or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
-            return path
-    return None
 
 
-def _argument_leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None) -> list[tuple[str, Any]]:
+def _argument_leaves(call: StepCall) -> list[tuple[str, Any]]:
     """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
-    trees = (tuple(args), dict(kwargs or {}))
+    trees = (call.args, dict(call.kwargs))
     return [(path, leaf_of(leaf).value) for tree in trees for path, leaf in leaves_with_path(tree)]
 
 
@@ -170,21 +204,10 @@ def _is_sharded(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
 
 
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a PRNG key, or several; a raw one is two or four integers."""
-    raw = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
-    return raw or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 
-def compile_here(
-    step: Wrapped,
-    *args: PyTree,
-    kwargs: Mapping[str, PyTree] | None = None,
-    compiler_options: dict[str, Any] | None = None,
-) -> Compiled:
+def compile_here(call: StepCall) -> Compiled:
     """Compiles a step for the devices of its own mesh, in this process.
 
     Raises:
@@ -192,126 +215,98 @@ def compile_here(
         runs on several devices.
       CompileError: the compiler refuses the step.
     """
-    traced = trace(step, args, kwargs)
-    mesh = step_mesh(traced, args, kwargs)
+    mesh, options = call.mesh, resolved_on(call.mesh, call.compiler_options)
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"the arguments lie on the abstract mesh {_sizes(mesh)}, which has no devices. Give a topology, as "
+            f"the arguments lie on the abstract mesh {call.axis_sizes}, which has no devices. Give a topology, as "
             "topology='v5e:2x4', or make them on a mesh of devices at hand."
         )
     start = time.monotonic()
     try:
-        compiled = traced.lower().compile(compiler_options=compiler_options)
+        compiled = call.traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        said = said_of_step("the devices at hand", error, compiler_options)
+        said = said_of_step("the devices at hand", error, options)
         raise CompileError(f"the compiler refuses the step for {said}") from error
     seconds = time.monotonic() - start
     devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
     if mesh is None and len(devices) > 1:
         raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
-    device = next(iter(devices))
-    stats = compiled.memory_analysis()
+    device, stats = next(iter(devices)), compiled.memory_analysis()
     trusted = compile_child.MEMORY if device.platform != "cpu" else TRUSTED_OF_CPU
+    on_torus = [d for d in (mesh.devices.flat if mesh is not None else ()) if d.platform == "tpu"]
     return Compiled(
         platform=device.platform,
         device_kind=device.device_kind,
         topology=None,
-        axis_sizes=_sizes(mesh),
+        axis_sizes=call.axis_sizes,
         hlo=compiled.as_text() or "",
         buffers=None,
         live_ranges=None,
         memory={name: getattr(stats, f"{name}_size_in_bytes") for name in trusted},
         seconds=seconds,
-        coords=_coords(mesh),
+        coords=tuple(tuple(device.coords) for device in on_torus),
         versions={name: version(name) for name in ("jax", "jaxlib")},
-        without_sharding=leaf_without_sharding(traced, args, kwargs),
+        without_sharding=call.leaf_without_sharding,
     )
-
-
-def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
-    return dict(mesh.shape) if mesh is not None else {}
-
-
-def _coords(mesh: Mesh | None) -> tuple[tuple[int, ...], ...]:
-    """The devices' coordinates on the torus; () where they are no TPUs, or there is no mesh."""
-    devices = mesh.devices.flat if mesh is not None else ()
-    return tuple(tuple(device.coords) for device in devices if device.platform == "tpu")
 
 
 def compile_for_topology(
     step: Wrapped,
     *args: PyTree,
     topology: str,
-    kwargs: Mapping[str, PyTree] | None = None,
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     timeout_s: float = COMPILE_TIMEOUT_S,
     cache: ReportCache | None = None,
 ) -> Compiled:
-    """Compiles a step for TPUs or GPUs that are not there, in a child process that loads their compiler.
+    """Compiles a step for TPUs or GPUs that are not there, as ``begin_for_topology`` does, and waits for it.
 
-    Args:
-      step: a ``jax.jit`` function.
-      *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the topology
-        has; an ``AbstractMesh`` will do.
-      topology: as "v5e:16x16".
-      kwargs: what the step takes by keyword.
-      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile``. LIBTPU_INIT_ARGS reaches the child too.
-      timeout_s: how long the compilation may take.
-      cache: where to look for the compiler's report first, and to keep it; None: compiled anew, and not kept.
     Raises:
-      ImportError: the compiler is not installed, or is of another version than jaxlib (see ``compilers``).
-      ValueError: an unknown topology; or the mesh has another number of devices: names both; or the step calls back
-        into Python (``jax.debug.print``), which it can only on the devices of its process.
+      ImportError, ValueError: as ``begin_for_topology``.
       CompileError: the compiler refuses the step, for another reason than memory.
-      TimeoutError: it did not end in time.
+      TimeoutError: it did not end within ``timeout_s``.
     """
-    begun = begin_for_topology(
-        step, *args, topology=topology, kwargs=kwargs, compiler_options=compiler_options, cache=cache
-    )
+    devices = parse_topology(topology)
+    begun = begin_for_topology(StepCall(step, args, {}, devices, compiler_options, cache))
     begun.timeout_s = timeout_s
     return begun.start().result()
 
 
-def begin_for_topology(
-    step: Wrapped,
-    *args: PyTree,
-    topology: str,
-    kwargs: Mapping[str, PyTree] | None = None,
-    compiler_options: dict[str, Any] | None = None,
-    cache: ReportCache | None = None,
-) -> Pending[Compiled]:
-    """``compile_for_topology`` up to the compiler: what is left needs the step no more, and may run beside others.
+def begin_for_topology(call: StepCall) -> Pending[Compiled]:
+    """A step on its way to the compiler for a topology, which a child process loads.
+
+    What is left needs the step no more, and may run beside others.
 
     Raises:
-      ImportError, ValueError: as ``compile_for_topology``.
+      ImportError: the compiler is not installed, or is of another version than jaxlib (see ``compilers``).
+      ValueError: the mesh has another number of devices than the topology: names both; or the step calls back into
+        Python (``jax.debug.print``), which it can only on the devices of its process.
     """
-    slice_ = parse_topology(topology)
-    with answered_for(slice_.chip):
-        traced = trace(step, args, kwargs)
-        mesh = step_mesh(traced, args, kwargs)
-        _check_size(mesh, slice_)
-        packages = check_compiler(slice_.platform)
-        exported = _export(step, slice_.platform, args, kwargs)
-    if exported.nr_devices not in (1, slice_.num_devices):
+    topology = call.topology
+    assert topology is not None
+    _check_size(call.mesh, topology)
+    packages = check_compiler(topology.platform)
+    exported = _export(call, topology)
+    if exported.nr_devices not in (1, topology.num_devices):
         raise ValueError(
-            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh {_sizes(mesh)}. "
-            f"{GIVE_SHARDINGS}"
+            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh "
+            f"{call.axis_sizes}. {GIVE_SHARDINGS}"
         )
+    options = resolved(call.compiler_options, topology.chip.device_kinds[0], topology.shape)
     settings: dict[str, Any] = {
-        "axes": _sizes(mesh) or {"device": 1},
-        "axis_types": [kind.name for kind in mesh.axis_types] if mesh is not None else ["Auto"],
-        "donated": [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
-        "options": dict(compiler_options or {}),
-        "topology": slice_.description(),
+        "axes": call.axis_sizes or {"device": 1},
+        "axis_types": [kind.name for kind in call.mesh.axis_types] if call.mesh is not None else ["Auto"],
+        "donated": [i for i, info in enumerate(jax.tree.leaves(call.traced.args_info)) if info.donated],
+        "options": options or {},
+        "topology": topology.description(),
         "packages": packages,
         "host_memory": HOST_MEMORY,
     }
-    names, missing = traced.jaxpr.jaxpr.debug_info.arg_names, leaf_without_sharding(traced, args, kwargs)
+    names, missing = call.argument_names, call.leaf_without_sharding  # and not the call, which holds arrays
 
     def finish(texts: Texts) -> Compiled:
-        return dataclasses.replace(_read_texts(texts, slice_, settings, names), without_sharding=missing)
+        return dataclasses.replace(_read_texts(texts, topology, settings, names), without_sharding=missing)
 
-    return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, cache)
+    return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, call.cache)
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
@@ -322,21 +317,20 @@ def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
         )
     if mesh is not None and mesh.size != topology.num_devices:
         raise ValueError(
-            f"the step's mesh {_sizes(mesh)} has {mesh.size} devices, but topology={topology.name!r} has "
+            f"the step's mesh {dict(mesh.shape)} has {mesh.size} devices, but topology={topology.name!r} has "
             f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
         )
 
 
-def _export(
-    step: Wrapped, platform: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
-) -> export.Exported:
+def _export(call: StepCall, topology: Topology) -> export.Exported:
     """The step as a function of its leaves: an export can be written only with pytrees that are registered with it.
 
     It names operations, but no lines of code: who asks for the step, and a comment above it, do not change the program.
     """
     try:
-        with traceback_in_locations_limit(0):
-            exported = export.export(step, platforms=[platform], disabled_checks=ALLOWED)(*args, **(kwargs or {}))
+        with traceback_in_locations_limit(0), answered_for(topology.chip):
+            exporting = export.export(call.step, platforms=[topology.platform], disabled_checks=ALLOWED)
+            exported = exporting(*call.args, **call.kwargs)
     except ValueError as error:
         if CALLS_PYTHON not in str(error):
             raise

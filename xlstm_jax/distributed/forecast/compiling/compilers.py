@@ -27,7 +27,13 @@ def check_compiler(platform: str) -> list[str]:
         _check_installed(platform, [name for name in ("libtpu", EXPORTER) if find_spec(name) is None])
         return ["jax", "jaxlib", "libtpu"]
     _check_installed(platform, [name for name in (*OF_JAXLIB, PTXAS, EXPORTER) if _version(name) is None])
-    _check_same_version()
+    jaxlib = version("jaxlib")
+    if others := [f"{name} {version(name)}" for name in OF_JAXLIB if version(name) != jaxlib]:
+        wanted = " ".join(f"{name}=={jaxlib}" for name in OF_JAXLIB)
+        raise ImportError(
+            f"{' and '.join(others)} cannot compile with jaxlib {jaxlib}; their versions must be the same: "
+            f"pip install {wanted}."
+        )
     return ["jax", "jaxlib", PLUGIN, PTXAS]
 
 
@@ -37,17 +43,6 @@ def _check_installed(platform: str, missing: list[str]) -> None:
         raise ImportError(
             f"compiling for a {device} topology needs {' and '.join(missing)}, on a machine without {device}s too: "
             f"{how_to_install(extra)}."
-        )
-
-
-def _check_same_version() -> None:
-    jaxlib = version("jaxlib")
-    others = [f"{name} {version(name)}" for name in OF_JAXLIB if version(name) != jaxlib]
-    if others:
-        wanted = " ".join(f"{name}=={jaxlib}" for name in OF_JAXLIB)
-        raise ImportError(
-            f"{' and '.join(others)} cannot compile with jaxlib {jaxlib}; their versions must be the same: "
-            f"pip install {wanted}."
         )
 
 

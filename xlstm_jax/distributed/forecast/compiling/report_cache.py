@@ -65,16 +65,16 @@ class ReportCache:
 
     def read(self, key: str) -> Texts | None:
         """The texts of an entry; None where there is none, or none that is sound."""
-        path, found, reason = self._path(key), None, ""
+        path, texts, reason = self._path(key), None, ""
         try:
             reason = _not_ours_alone(self.folder, os.stat(self.folder)) or ""
             if not reason:
-                found = _unpacked(key, _content(path))
+                texts = _unpacked(key, _content(path))
         except _UnusableError as error:
             reason = str(error)
         except OSError:  # none is there, or the folder cannot be read: then it is compiled
             pass
-        self.hits, self.misses = self.hits + (found is not None), self.misses + (found is None)
+        self.hits, self.misses = self.hits + (texts is not None), self.misses + (texts is None)
         if reason and not self.warned:
             self.warned = True
             warnings.warn(
@@ -82,10 +82,10 @@ class ReportCache:
                 "others there of which the same is true.",
                 stacklevel=2,
             )
-        if found is not None:
+        if texts is not None:
             with contextlib.suppress(OSError):  # the folder may be one that only reads
                 os.utime(path)
-        return found
+        return texts
 
     def write(self, key: str, texts: Texts) -> None:
         """Keeps the texts, whole or not at all; where that fails, ``problem`` says why, and nothing is raised."""

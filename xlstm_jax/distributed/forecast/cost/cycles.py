@@ -17,10 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.hlo.computation import MAIN_THREAD, Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import MAIN_THREAD, Computation, Program
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _ALIASED = re.compile(r"\{(\d*)\}: \(\d+")
@@ -102,12 +101,18 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
 
 
-def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """What the main thread runs; what runs beside it counts where it is started."""
+def main_schedules(program: Program) -> Iterator[tuple[Computation, int]]:
+    """What the main thread runs, and how often; what runs beside it counts where it is started."""
     for computation, trips in program.executed():
         if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
-            for instruction in computation.instructions:
-                yield computation, trips, instruction
+            yield computation, trips
+
+
+def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
+    """The instructions of ``main_schedules``."""
+    for computation, trips in main_schedules(program):
+        for instruction in computation.instructions:
+            yield computation, trips, instruction
 
 
 def _module_by_name(program: Program) -> dict[str, str]:
@@ -126,7 +131,11 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
     operands = [computation.by_name[name] for name in instruction.operands]
     results = _results(instruction, operands)
     if callee := _callee(program, instruction):
-        read = sum(_read_inside(program, callee, number, operand, space) for number, operand in enumerate(operands))
+        read = 0
+        for number, operand in enumerate(operands):
+            whole = _in(space, operand.shapes)
+            needed = _needed(program, callee, callee.parameters[number]) if whole else 0
+            read += whole if needed is None else min(whole, needed)
         return read, _written_by(program, callee, instruction, results, space)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in _SLICES:
@@ -157,12 +166,6 @@ def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Sha
 def _callee(program: Program, instruction: Instruction) -> Computation | None:
     role = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}.get(instruction.opcode)
     return program.computations[instruction.called[role][0]] if role else None
-
-
-def _read_inside(program: Program, callee: Computation, number: int, operand: Instruction, space: int) -> int:
-    whole = _in(space, operand.shapes)
-    needed = _needed(program, callee, callee.parameters[number]) if whole else 0
-    return whole if needed is None else min(whole, needed)
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> int | None:

@@ -7,7 +7,7 @@
 Only matrix products and convolutions count, also those inside of Pallas kernels and of cuDNN's attention: the peak
 rates of chips are theirs. Of a kernel of Pallas every point of the grid counts, also one that a mask lets it skip.
 Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
-output needs, such as the value of a loss of which only the gradient is taken.
+output needs, such as the value of a loss when only its gradient is used.
 
 Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
 evenly over the devices, as it is where every operand is sharded over the whole mesh.
@@ -52,8 +52,8 @@ class Flops:
       unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
         trip.
       opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
-      shared: of the total what stands outside of ``shard_map``: the compiler shares it among devices, if it can.
-      in_kernels: of the total what is inside of kernels of Pallas, by dtype.
+      shared: the part of the total outside of ``shard_map``: the compiler shares it among devices, if it can.
+      in_kernels: the part of the total inside of kernels of Pallas, by dtype.
     """
 
     work: tuple[Work, ...]
@@ -119,17 +119,17 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
     for eqn in _live(jaxpr):
         primitive = eqn.primitive.name
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
-        found: Counts = {}
+        inside: Counts = {}
         if primitive in FORMULAS:
-            found = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
+            inside = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
             branches = [_flops_of(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
-            found = max(branches, key=lambda branch: sum(branch.values()))
+            inside = max(branches, key=lambda branch: sum(branch.values()))
         else:
-            found = _flops_inside(eqn, name, seen)
-        for key, flops in found.items():
+            inside = _flops_inside(eqn, name, seen)
+        for key, flops in inside.items():
             counted[key] += flops
     return counted
 
@@ -242,7 +242,7 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """FLOP of attention that never holds its scores (see ``custom_calls``); features of queries, and of values."""
+    """FLOP of attention that never holds its scores (see ``products``); features of queries, and of values."""
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
     return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))

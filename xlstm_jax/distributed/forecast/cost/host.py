@@ -1,31 +1,33 @@
 """What travels between the memory of the host and the device in a step, and how long the schedule waits for it.
 
 A link has two ways, each of which carries one transfer after the other at the published rate. What is started
-asynchronously travels beside what the schedule has until it is done, as far as the compiler estimates cycles for that
-(TPUs); a GPU's kernel that reads the host's memory by itself waits for every byte.
+asynchronously travels while the schedule runs what stands before its end, for as long as the compiler estimates in
+cycles (TPUs); a GPU's kernel that reads the host's memory by itself waits for every byte.
 """
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.cost.cycles import moved_by, scheduled
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
+from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.cycles import main_schedules, moved_by, scheduled
+from xlstm_jax.distributed.forecast.hlo.collective_sites import end_of
 from xlstm_jax.distributed.forecast.hlo.instruction import HOST, Instruction
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 from xlstm_jax.distributed.hardware.chips import Chip
 
-IN, OUT = range(2)  # the ways of the link
+IN, OUT = range(2)
+WAYS = "to the device", "to the host"  # of the link
 
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What one device of a step has on its host.
+    """What a step stores in the memory of the host and transfers, for one device.
 
     Attributes:
-      stored_bytes: of its arguments, those that lie there.
+      stored_bytes: the part of the step's arguments that lies in the memory of the host.
       to_device_bytes, to_host_bytes: what travels in a step.
-      seconds: what that takes, one way after the other.
-      waited_s: how long the schedule waits for it.
+      seconds: that the transfers take, one after the other.
+      waited_s: how long the schedule waits for them.
     """
 
     stored_bytes: int
@@ -41,7 +43,7 @@ class HostTraffic:
 
     @property
     def hidden_fraction(self) -> float:
-        """How much of ``seconds`` nothing waits for, as the two ways or the device are busy meanwhile: 0 to 1."""
+        """The part of ``seconds`` that nothing waits for, as both ways carry at once or the device computes: 0 to 1."""
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0
 
 
@@ -49,50 +51,44 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
     """What travels to the host and back; None where nothing lies there."""
     arguments = program.entry.parameters.values()
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
-    moved, waited = [0, 0], 0.0
-    schedules: dict[str, tuple[Computation, int]] = {c.name: (c, trips) for c, trips, _ in scheduled(program)}
-    for computation, trips in schedules.values():
-        own, wait = _of_schedule(program, computation, chip)
-        moved = [all_ + trips * part for all_, part in zip(moved, own, strict=True)]
-        waited += trips * wait
+    moved, waited_s = [0, 0], 0.0
+    for computation, trips in main_schedules(program):
+        run = [(i.estimated_cycles or 0) / (chip.clock_hz or 1.0) for i in computation.instructions]
+        transfers = list(_transfers(program, computation, chip))
+        waited_s += trips * sum(waits(run, [transfer for *_, transfer in transfers]))
+        for way, nbytes, _ in transfers:
+            moved[way] += trips * nbytes
     if not (stored or any(moved)):
         return None
-    return HostTraffic(stored, moved[IN], moved[OUT], sum(moved) / chip.host_bandwidth, waited)
+    return HostTraffic(stored, moved[IN], moved[OUT], sum(moved) / chip.host_bandwidth, waited_s)
 
 
-def visitors(program: Program) -> frozenset[str]:
-    """What in the device's memory comes from the host or leaves for it, by the names of live ranges: "fusion.3{1}"."""
-    found: set[str] = set()
+def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
+    """What one run of a computation moves to the host and back: the way, the bytes, and when they travel."""
+    for position, instruction in enumerate(computation.instructions):
+        for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
+            if nbytes:
+                end = end_of(computation, instruction) if instruction.opcode.endswith("-start") else position
+                yield way, nbytes, Transfer(position, end, (WAYS[way],), nbytes / chip.host_bandwidth)
+
+
+def host_buffers(program: Program) -> frozenset[str]:
+    """The buffers of the device that hold what comes from the host or leaves for it, by their names in live ranges.
+
+    A name is that of the instruction and the element of its result: "fusion.3{1}".
+    """
+    names: set[str] = set()
     for computation, _, instruction in scheduled(program):
         moved = moved_by(program, computation, instruction, HOST)
         if moved[IN]:
-            found |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
+            names |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
         if moved[OUT]:
-            found |= {_range_name(computation.by_name[name]) for name in instruction.operands}
-    return frozenset(found)
+            names |= {_buffer_name(computation.by_name[name]) for name in instruction.operands}
+    return frozenset(names)
 
 
-def _range_name(value: Instruction) -> str:
+def _buffer_name(value: Instruction) -> str:
     """An array by what has made it; an element of a tuple by the maker of the tuple."""
     if value.opcode == "get-tuple-element":
         return f"{value.operands[0]}{{{value.tuple_index}}}"
     return f"{value.name}{{}}"
-
-
-def _of_schedule(program: Program, computation: Computation, chip: Chip) -> tuple[list[int], float]:
-    """What one run of a computation moves, (in, out), and how long it waits."""
-    now, waited, moved = 0.0, 0.0, [0, 0]
-    free, ends = [0.0, 0.0], defaultdict[str, float](float)  # when each way is free; when each transfer ends
-    for instruction in computation.instructions:
-        own = moved_by(program, computation, instruction, HOST)
-        for way in (IN, OUT):
-            if own[way]:
-                moved[way] += own[way]
-                free[way] = max(now, free[way]) + own[way] / chip.host_bandwidth
-                ends[instruction.name] = max(ends[instruction.name], free[way])
-        started = instruction.opcode.endswith("-start")
-        awaited = instruction.operands[:1] if instruction.opcode.endswith("-done") else (instruction.name,)
-        wait = 0.0 if started else max((ends[name] - now for name in awaited if name in ends), default=0.0)
-        waited += max(0.0, wait)
-        now += max(0.0, wait) + (instruction.estimated_cycles or 0) / (chip.clock_hz or 1.0)
-    return moved, waited

@@ -4,7 +4,7 @@
     loop                                that of its body, as often as it runs; of a conditional the longest branch
     collective                          nothing: it runs beside, or is waited for
 
-Kernels of Pallas and custom calls that nobody knows (``custom_calls``) count with their bytes alone.
+Kernels of Pallas and custom calls that nobody knows (``products``) count with their bytes alone.
 By the rates that are published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one
 that is expected. TPUs need none of this, as their compiler estimates cycles.
 """
@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.cost.cycles import moved_by
 from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
-from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.text import jax_name_of
 from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
-
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -69,22 +67,15 @@ class Kernels:
         return self._known[name]
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Seconds:
-        products = self._product_seconds(computation, instruction)
-        memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
-        seconds = max(products, memory)
-        return Seconds(seconds, seconds if products else 0.0)
-
-    def _product_seconds(self, computation: Computation, instruction: Instruction) -> float:
-        """The time of the matrix products in an instruction at their peak rates."""
-        return sum(
-            flops / peak_rate(self.chip, _dtype(operand_shapes(within, inner)[0]))
+        """The roofline of a kernel: its matrix products at their peak rates, its bytes at HBM's bandwidth."""
+        products = sum(
+            flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
             for within, inner in self.program.with_fused(computation, instruction)
             if (flops := product_flops(within, inner))
         )
-
-
-def _dtype(shape: Shape) -> str:
-    return "float8" if shape.dtype.startswith("f8") else _DTYPES.get(shape.dtype, "float32")
+        memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
+        seconds = max(products, memory)
+        return Seconds(seconds, seconds if products else 0.0)
 
 
 def _called(instruction: Instruction) -> list[str]:

@@ -88,8 +88,7 @@ class Memory:
       temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
       arguments: largest first.
       timeline: use over the schedule, the peak among its points.
-      resident_peak_bytes: the bytes in use at the peak, were what comes from the host and leaves for it not there; None
-        where that is not known.
+      resident_peak_bytes: the most bytes in use, without the buffers of host transfers; None where that is not known.
     """
 
     argument_bytes: int
@@ -128,7 +127,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whose it is."""
+    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whether it holds
+    what comes from the host or leaves for it."""
 
     name: str
     shape: str
@@ -136,7 +136,7 @@ class _Value:
     stop: int
     first: int
     last: int
-    is_visitor: bool
+    is_host_buffer: bool
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def read_memory(
     live_range: str,
     op_names: Mapping[str, str],
     *,
-    visitors: Collection[str] = (),
+    host_buffers: Collection[str] = (),
     points: int = TIMELINE_POINTS,
 ) -> Memory:
     """Reads XLA's two texts (see the top of this file).
@@ -173,7 +173,7 @@ def read_memory(
       buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
       live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
       op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
-      visitors: the values that come from the host or leave for it, by their names in ``live_range``.
+      host_buffers: names in ``live_range`` of the values that come from the host or leave for it.
       points: the timeline is thinned to at most so many; of neighbours the highest is kept.
     Raises:
       ValueError: a text does not have the known form, or the two are not of one program.
@@ -182,7 +182,7 @@ def read_memory(
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     schedule, ranges = _live_ranges(live_range)
-    values, temporary_bytes = _temporaries(allocations, ranges, visitors)
+    values, temporary_bytes = _temporaries(allocations, ranges, host_buffers)
     live = _live_bytes(values, len(schedule))
     peak = int(live.argmax())
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
@@ -197,7 +197,7 @@ def read_memory(
         temporaries=_temporaries_at(peak, values, operations),
         arguments=_arguments(allocations, operations),
         timeline=_timeline(live, schedule, operations, points),
-        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_visitor], len(schedule)).max()),
+        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_host_buffer], len(schedule)).max()),
     )
 
 
@@ -207,28 +207,28 @@ def operation_names(program: Program) -> dict[str, str]:
     The compiler names nothing that it adds by itself: casts out of a loop, and copies between HBM and VMEM. An argument
     is named too, so a copy of a weight is called ``state.params['head']['kernel']``.
     """
-    found = {}
+    names_by_instruction = {}
     for computation, _ in program.executed():
         for instruction in computation.instructions:
             before = upstream(program, Value(computation, instruction.name))
             names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
-            found[instruction.name] = instruction.op_name or next(filter(None, names), "")
-    return found
+            names_by_instruction[instruction.name] = instruction.op_name or next(filter(None, names), "")
+    return names_by_instruction
 
 
 # ---------------------------------------------------------------------------------------------------------- the texts
 
 
 def _allocations(text: str) -> list[_Allocation]:
-    found: list[tuple[re.Match[str], list[re.Match[str]]]] = []
+    described: list[tuple[re.Match[str], list[re.Match[str]]]] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
-            found.append((header, []))
+            described.append((header, []))
         elif value := _VALUE.match(line):
-            found[-1][1].append(value)
-    if not found:
+            described[-1][1].append(value)
+    if not described:
         raise ValueError(f"This is no buffer assignment of XLA: no line begins an allocation: {text[:80]!r}.")
-    return [_allocation(header, lines) for header, lines in found]
+    return [_allocation(header, lines) for header, lines in described]
 
 
 def _allocation(header: re.Match[str], lines: list[re.Match[str]]) -> _Allocation:
@@ -246,8 +246,8 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     for line in text.splitlines():
         if step := _STEP.match(line):
             schedule[int(step[1])] = step[2]
-        elif found := _RANGE.match(line):
-            ranges[found[1] + found[2]] = (int(found[3]), int(found[4]))
+        elif span := _RANGE.match(line):
+            ranges[span[1] + span[2]] = (int(span[3]), int(span[4]))
     if not schedule or not ranges:
         raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
     last = max(*schedule, *(stop for _, stop in ranges.values()))
@@ -255,7 +255,7 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
 
 
 def _temporaries(
-    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], visitors: Collection[str]
+    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], host_buffers: Collection[str]
 ) -> tuple[list[_Value], int]:
     """All values that are temporaries, and the bytes of their allocations, which are laid one behind the other."""
     values, base = [], 0
@@ -268,21 +268,21 @@ def _temporaries(
                     f"live-range text; it knows {len(ranges)} values. Pass both texts of one and the same program."
                 )
             start = base + offset
-            is_visitor = name + index in visitors
+            is_host_buffer = name + index in host_buffers
             values.append(
-                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_visitor)
+                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_host_buffer)
             )
         base += allocation.bytes
     return values, base
 
 
 def _arguments(allocations: Sequence[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
-    found = []
+    arguments = []
     for allocation in (a for a in allocations if a.kind == "argument"):
         value = allocation.lines[0]  # the parameter itself; others are written over it later
         name, shape = operations.get(value[1], _Operation()).name, _LAYOUT.sub("", value[6])
-        found.append(Argument(name, shape, allocation.bytes, allocation.donated))
-    return tuple(sorted(found, key=lambda argument: -argument.bytes))
+        arguments.append(Argument(name, shape, allocation.bytes, allocation.donated))
+    return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
 
 
 # -------------------------------------------------------------------------------------------------- the use over time
@@ -312,7 +312,7 @@ def _temporaries_at(point: int, values: Sequence[_Value], operations: _Operation
     by_range = defaultdict(list)
     for value in values:
         by_range[value.start, value.stop].append(value)
-    live = {span: history for span, found in by_range.items() if (history := _history(found, point))}
+    live = {span: history for span, sharing in by_range.items() if (history := _history(sharing, point))}
     taken: list[tuple[int, int]] = []
     temporaries = []
     for span in sorted(live, key=lambda span: (span[0] - span[1], span)):

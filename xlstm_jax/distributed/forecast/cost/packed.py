@@ -3,8 +3,8 @@
   saved      what bfloat16 would send more, over the same links at their published rates
   packing    what is scheduled of ``pack`` and ``unpack``: the compiler's cycles (TPUs), or bytes at HBM's bandwidth
 
-Both are times alone, with nothing beside them. Of a matrix product that unpacks what it reads no part counts, as that
-of unpacking is not known; where the compiler merges a cast into it, that counts with it.
+Both are times of the operations alone, with nothing beside them. A matrix product that unpacks its operand does not
+count, as the part that unpacking takes of it is not known. A cast that the compiler fuses with the packing counts.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from xlstm_jax.distributed.data_parallel.wire.packing import sent_itemsize
 from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.cycles import scheduled
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.schedule import axes_of
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, upstream
 from xlstm_jax.distributed.forecast.hlo.program import Program
@@ -30,7 +30,7 @@ _SCOPE = re.compile("|".join(f"\\b{scope}\\b" for scope in PACK_SCOPES))
 
 @dataclass(frozen=True)
 class PackedOver:
-    """What each device sends packed over some mesh axes in a step, and what that saves.
+    """What each device sends in packed form over some mesh axes in a step, and what that saves.
 
     Attributes:
       axes: of the mesh.
@@ -70,16 +70,14 @@ class PackedTraffic:
 def packed_traffic(program: Program, collectives: Iterable[Collective], links: Links) -> PackedTraffic | None:
     """What is sent packed; None where nothing is."""
     wider = {site.scheduled.name: ratio for site in sites(program) if (ratio := _times_bfloat16(program, site))}
-    packed = [c for c in collectives if c.dtype == PACKED_DTYPE and c.name in wider]
-    by_axes: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for collective in packed:
-        sent = collective.wire_bytes_per_step
-        by_axes[axes_of(links, collective)].append((sent, sent * wider[collective.name]))
-    if not packed:
-        return None
-    sums = {axes: [sum(column) for column in zip(*parts, strict=True)] for axes, parts in by_axes.items()}
+    sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for collective in collectives:
+        if collective.dtype == PACKED_DTYPE and collective.name in wider:
+            over_axes, sent = sums[axes_of(links, collective)], collective.wire_bytes_per_step
+            over_axes[0] += sent
+            over_axes[1] += sent * wider[collective.name]
     over = [PackedOver(axes, sent, wide, links.seconds(axes, wide - sent)) for axes, (sent, wide) in sums.items()]
-    return PackedTraffic(tuple(over), _packing_seconds(program, links))
+    return PackedTraffic(tuple(over), _packing_seconds(program, links)) if over else None
 
 
 def _times_bfloat16(program: Program, site: Site) -> float | None:
@@ -94,12 +92,12 @@ def _times_bfloat16(program: Program, site: Site) -> float | None:
 
 
 def _format_of(program: Program, site: Site, position: int, array: Value) -> str | None:
-    """In which format an array is packed, by the scope of what packs it; of one stored so, of what unpacks it."""
+    """The format of a packed array, by the scope that packs it, or unpacks it if it is stored packed; else None."""
     if not any(shape.dtype == PACKED_DTYPE for shape in array.instruction.shapes):
         return None
     result = Value(site.within, site.inner.name, (position,) if len(site.inner.operands) > 1 else ())
     near = itertools.chain(upstream(program, array), downstream(program, result))
-    names = itertools.chain([array.instruction.op_name], (found.instruction.op_name for found in near))
+    names = itertools.chain([array.instruction.op_name], (other.instruction.op_name for other in near))
     return next((PACK_SCOPES[scope[0]] for name in names if (scope := _SCOPE.search(name))), None)
 
 

@@ -4,21 +4,31 @@
     custom call of cuBLAS          the same
     convolution                    2 x size of the result x features in x taps on a value, not on padding or dilation
     custom call of cuDNN           2 x size of its output x values of the kernel for each feature of the output
+    attention of cuDNN             b x n x t x s scores, one for each query and key of each head of d features:
+                                   forward 2 products, 4 x scores x d FLOP; backward 5, as it makes the scores again, or
+                                   2.5 x as many; half of both where the mask is causal, and of each row at most a
+                                   window's width
+    kernels of Pallas              the FLOP of the kernel's own jaxpr, once for each point of its grid (see ``flops``)
+    any other custom call          is named in a note of the forecast
 
-TPUs' programs have convolutions for all of these. A batch of products is one along a dim that is dilated so that each
-window holds one value. Attention of cuDNN counts by the formula of ``custom_calls``; kernels of Pallas do not
-show their FLOP.
+TPUs' programs have convolutions for the first four. A batch of products is one along a dim that is dilated so that each
+window holds one value. The formula of attention is that by which "FlashAttention-2" (Dao, 2023,
+arxiv.org/abs/2307.08691, section 4.1) measures it. No compiler estimates the time of a model's own custom calls; the
+bytes that they move are those of their operands and results, each once, as of any other kernel.
 """
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
-from xlstm_jax.distributed.forecast.cost.custom_calls import ATTENTION, cudnn_attention_flops, target_of
-from xlstm_jax.distributed.forecast.cost.flops import window_taps
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
+from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, moved_by, scheduled
+from xlstm_jax.distributed.forecast.cost.flops import Flops, attention_flops, window_taps
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.text import integers
+from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,"\s]*)[}\]]')
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -32,6 +42,12 @@ _CUDNN = {
     "__cudnn$convBackwardInput": (0, 1),
     "__cudnn$convBackwardFilter": (1, 2),
 }
+ATTENTION, PALLAS_ON_TPU = "__cudnn$fmha", "tpu_custom_call"
+# Of a compiler's own: products and convolutions, which are counted, and sorts and the like, which memory bounds.
+OWN = re.compile(r"__cublas|__cudnn\$(conv|norm)|__cub\$|cub\$|__gpu\$xla|TopK|PartialReduce|X64|[A-Z]\w*$")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_SETTINGS = re.compile(r'"(mask_type|sliding_window_length)":\s*"?(\w+)')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^\]]*\])')
 
 
 def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
@@ -62,7 +78,7 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 def _dot_flops(computation: Computation, instruction: Instruction) -> int:
     left = operand_shapes(computation, instruction)[0]
     match = _CONTRACTED.search(instruction.attributes)
-    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else []
+    dims = integers(match[1]) if match else ()
     return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in dims)
 
 
@@ -75,13 +91,13 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
         for names, shape in zip(labels.groups(), (left, kernel, out), strict=True)
     )
     window = _window(instruction)
-    found = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
+    flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
     for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
         one = {name: values[place] for name, values in window.items()}
         low, high = map(int, one.get("pad", "0_0").split("_"))
         stride, dilation, apart = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-        found *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
-    return found
+        flops *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
+    return flops
 
 
 def _window(instruction: Instruction) -> dict[str, list[str]]:
@@ -101,3 +117,62 @@ def _cudnn_flops(computation: Computation, instruction: Instruction, output: int
 def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
     """Of each operand, the first of a tuple."""
     return [computation.by_name[name].shapes[0] for name in instruction.operands]
+
+
+# ------------------------------------------------------------------------------- custom calls that a model brings along
+
+
+def target_of(instruction: Instruction) -> str:
+    """What a custom call calls; "" of another instruction."""
+    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return match[1] if match else ""
+
+
+def cudnn_attention_flops(computation: Computation, instruction: Instruction) -> int:
+    """FLOP of a custom call of cuDNN's attention, forward or backward."""
+    scores, settings = _SCORES.search(instruction.attributes), dict(_SETTINGS.findall(instruction.attributes))
+    if scores is None:  # fp8 has its own
+        return 0
+    *heads, queries, keys = map(int, json.loads(scores[1]))
+    query, _, value = (computation.by_name[name].shapes[0] for name in instruction.operands[:3])
+    features = query.dims[-1], value.dims[-1]
+    causal, window = "CAUSAL" in settings.get("mask_type", ""), int(settings.get("sliding_window_length", 0))
+    backward = "Backward" in target_of(instruction)
+    return attention_flops(math.prod(heads), queries, keys, features, causal=causal, window=window, backward=backward)
+
+
+def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
+    """On TPUs: the time of all kernels of Pallas by their roofline; None where there are none.
+
+    The compiler estimates no cycles for them. FLOP are those of the jaxpr, so it is one roofline of all together.
+    """
+    moved = [
+        trips * sum(moved_by(program, computation, instruction))
+        for computation, trips, instruction in scheduled(program)
+        if target_of(instruction) == PALLAS_ON_TPU and instruction.estimated_cycles is None
+    ]
+    products = sum(count / peak_rate(chip, dtype) for dtype, count in flops.in_kernels.items())
+    return max(products, sum(moved) / chip.hbm_bandwidth) if moved else None
+
+
+def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
+    """A sentence for each custom call that is not known: its work counts as nothing, which makes a share uncertain."""
+    calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for computation, trips, instruction in scheduled(program):
+        target = target_of(instruction)
+        if not target or not instruction.is_work or instruction.estimated_cycles is not None or is_known(target):
+            continue
+        calls[target][0] += trips
+        calls[target][1] += trips * sum(moved_by(program, computation, instruction))
+    for target, (count, nbytes) in calls.items():
+        share = nbytes / moved.total if moved.total else 0.0
+        yield (
+            f"Custom call {target!r}, {count:,} in a step: its work is counted as nothing, as it is not known here. "
+            f"The arrays that it reads and writes are {share:.0%} of the bytes that the step moves: at least so much "
+            "of the step is uncertain."
+        )
+
+
+def is_known(target: str) -> bool:
+    """Whether the work of a custom call is counted, or is a compiler's own."""
+    return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(OWN.match(target))

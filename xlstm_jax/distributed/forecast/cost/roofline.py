@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
+from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.hardware.links import Links
 
 
 class Range(NamedTuple):
-    """A time in seconds: the least, by published rates alone; and what is expected, by what of them is reached.
+    """A time in seconds: the least, by published rates alone, and the expected, by the rates that are reached.
 
     >>> Range(least=0.08, expected=0.13).expected
     0.13
@@ -62,7 +62,6 @@ def step_bounds(
     flops: Mapping[str, float],
     hbm_bytes: float,
     wire_bytes: Mapping[tuple[str, ...], float],
-    chip: Chip,
     links: Links,
     *,
     tokens_per_device: float | None = None,
@@ -73,12 +72,12 @@ def step_bounds(
       flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.
       hbm_bytes: bytes read and written in HBM per device and step.
       wire_bytes: bytes that each device sends per step, by the mesh axes of the collective: {("fsdp",): 8e9}.
-      chip: the device.
-      links: between the devices of the mesh.
+      links: between the devices of the mesh, and their chip.
       tokens_per_device: of this step.
     Raises:
       ValueError: bytes travel over an axis that the mesh does not have.
     """
+    chip = links.chip
     compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
     wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
     ridge = tokens_per_device * wire_s / compute_s if tokens_per_device is not None and compute_s else None

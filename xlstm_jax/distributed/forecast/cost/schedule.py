@@ -1,24 +1,18 @@
 """When the collectives of a GPU's schedule run, what runs beside each, and how long the schedule waits for it.
 
-A clock walks through the instructions of a computation:
-
-    kernel                the clock goes on by its time (``kernels``)
-    start of a collective it takes its networks as soon as they are free: who starts first is served first
-    its end               the clock waits for what is left; of a synchronous one the end comes with the start
-
-The walk is taken twice: with kernels and links at the rates that are published, and at those that are reached.
+The clock (``clock``) runs twice: with kernels (``kernels``) and networks at the rates that are published, and at those
+that are reached.
 
 A loop's body begins with free networks. What a loop waits for counts in its body and does not move the clock outside.
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
+from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels, Seconds
-from xlstm_jax.distributed.forecast.cost.traffic import Collective, Timing
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.program import Program
 from xlstm_jax.distributed.hardware.chips import Chip
@@ -26,16 +20,6 @@ from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.nccl import Way
 
 NOTHING = Way("", 0.0, 0.0)  # of one device alone
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A collective in a schedule: the positions of its start and its end, the same where the schedule waits for it."""
-
-    start: int
-    end: int
-    networks: tuple[str, ...]
-    seconds: float
 
 
 def timed(program: Program, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
@@ -46,40 +30,37 @@ def timed(program: Program, collectives: Iterable[Collective], links: Links) -> 
       collectives: as ``find_collectives`` gives them.
       links: between the devices of the mesh.
     """
-    found = list(zip(sites(program), collectives, strict=True))
-    by_computation = defaultdict(list)
-    for number, (site, _) in enumerate(found):
-        by_computation[site.computation.name].append(number)
     least, expected = Kernels(program, links.chip), Kernels(program, links.chip.reached)
-    known: dict[int, Collective] = {}
-    for numbers in by_computation.values():
-        known |= zip(numbers, _timed_in(least, expected, [found[i] for i in numbers], links), strict=True)
-    return tuple(known[number] for number in range(len(found)))
+    # The sites of a computation come one after the other.
+    groups = groupby(zip(sites(program), collectives, strict=True), key=lambda pair: pair[0].computation.name)
+    return tuple(found for _, pairs in groups for found in _timed_in(least, expected, list(pairs), links))
 
 
 def _timed_in(
-    least: Kernels, expected: Kernels, found: Sequence[tuple[Site, Collective]], links: Links
+    least: Kernels, expected: Kernels, pairs: Sequence[tuple[Site, Collective]], links: Links
 ) -> list[Collective]:
     """The collectives of one computation."""
-    computation = found[0][0].computation
+    computation = pairs[0][0].computation
     times = [expected.seconds_of(computation, instruction) for instruction in computation.instructions]
-    run = [seconds.total for seconds in times]
+    runs = [seconds.total for seconds in times]
     at_peak = [least.seconds_of(computation, instruction).total for instruction in computation.instructions]
     until = list(accumulate(times, initial=Seconds()))
-    alone = [_alone(links, collective) for _, collective in found]
-    real = [_flight(site, timing, timing.seconds) for (site, _), timing in zip(found, alone, strict=True)]
-    ideal = [_flight(site, timing, timing.bandwidth_s) for (site, _), timing in zip(found, alone, strict=True)]
+    alone = [_alone(links, collective) for _, collective in pairs]
+    real = [_transfer(site, timing, timing.seconds) for (site, _), timing in zip(pairs, alone, strict=True)]
+    ideal = [_transfer(site, timing, timing.bandwidth_s) for (site, _), timing in zip(pairs, alone, strict=True)]
     timings = [
         dataclasses.replace(timing, waited_s=waited_s, waited_by_bandwidth_s=by_bandwidth_s)
-        for timing, waited_s, by_bandwidth_s in zip(alone, waits(run, real), waits(at_peak, ideal), strict=True)
+        for timing, waited_s, by_bandwidth_s in zip(alone, waits(runs, real), waits(at_peak, ideal), strict=True)
     ]
-    beside = [until[flight.end] - until[flight.start] for flight in real]
-    return [_with_times(c, seconds, timing) for (_, c), seconds, timing in zip(found, beside, timings, strict=True)]
-
-
-def _with_times(collective: Collective, beside: Seconds, timing: Timing) -> Collective:
-    overlapped = dataclasses.replace(collective.overlapped, seconds=beside.total, product_seconds=beside.products)
-    return dataclasses.replace(collective, overlapped=overlapped, timing=timing)
+    beside = [until[transfer.end] - until[transfer.start] for transfer in real]
+    return [
+        dataclasses.replace(
+            collective,
+            overlapped=dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products),
+            timing=timing,
+        )
+        for (_, collective), run, timing in zip(pairs, beside, timings, strict=True)
+    ]
 
 
 def _alone(links: Links, collective: Collective) -> Timing:
@@ -99,29 +80,10 @@ def _alone(links: Links, collective: Collective) -> Timing:
     )
 
 
-def _flight(site: Site, timing: Timing, seconds: float) -> Flight:
+def _transfer(site: Site, timing: Timing, seconds: float) -> Transfer:
     start = site.computation.position[site.scheduled.name]
     end = start if site.during is None else start + 1 + len(site.during)
-    return Flight(start, end, timing.networks, seconds)
-
-
-def waits(run: Sequence[float], flights: Sequence[Flight]) -> list[float]:
-    """How long a schedule waits for each collective, in seconds, where each instruction runs for so long."""
-    starts, ends = defaultdict(list), defaultdict(list)
-    for number, flight in enumerate(flights):
-        starts[flight.start].append(number)
-        ends[flight.end].append(number)
-    now, free, done, waited = 0.0, defaultdict[str, float](float), {}, [0.0] * len(flights)
-    for position, seconds in enumerate(run):
-        for number in starts[position]:
-            flight = flights[number]
-            done[number] = max([now, *(free[network] for network in flight.networks)]) + flight.seconds
-            free.update(dict.fromkeys(flight.networks, done[number]))
-        for number in ends[position]:
-            waited[number] = max(0.0, done[number] - now)
-            now += waited[number]
-        now += seconds
-    return waited
+    return Transfer(start, end, timing.networks, seconds)
 
 
 def kernel_seconds(program: Program, chip: Chip) -> float:

@@ -14,9 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 _ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 _IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
@@ -73,14 +72,14 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 
 def _sites_in_fusion(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    found = list(_collectives_in(program, at))
-    role = _role_in_chain(program, at) if found else None
+    collectives = list(_collectives_in(program, at))
+    role = _role_in_chain(program, at) if collectives else None
     if role == "start":
-        within, inner = found[0]
+        within, inner = collectives[0]
         during = _during_chain(program, computation, at, _chain(inner))
         yield Site(computation, trips, at, inner.opcode, inner, within, during)
     if role is None:
-        for within, inner in found:
+        for within, inner in collectives:
             scatters = inner.opcode == "all-reduce" and _is_sliced(within, inner)
             yield Site(computation, trips, at, "reduce-scatter" if scatters else inner.opcode, inner, within, None)
 
@@ -120,14 +119,14 @@ def _during(computation: Computation, start: Instruction) -> tuple[Instruction, 
     """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
     if _IS_SYNC.search(start.attributes):
         return None
-    return computation.instructions[computation.position[start.name] + 1 : _end(computation, start)]
+    return computation.instructions[computation.position[start.name] + 1 : end_of(computation, start)]
 
 
-def _end(computation: Computation, start: Instruction) -> int:
+def end_of(computation: Computation, start: Instruction) -> int:
     """The position of the ``-done`` of what an instruction starts."""
     users = (user for user, _ in computation.users[start.name])
     end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
-    return computation.position[end.name] if end.opcode.endswith("-done") else _end(computation, end)
+    return computation.position[end.name] if end.opcode.endswith("-done") else end_of(computation, end)
 
 
 def _during_chain(

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
 
@@ -46,17 +45,17 @@ def downstream(program: Program, value: Value) -> Iterator[Value]:
 def _walk(program: Program, value: Value, step: Callable[[Program, Value], list[Value]]) -> Iterator[Value]:
     queue, seen = deque([value]), {value.key}
     while queue and len(seen) < MAX_VISITED:
-        for found in step(program, queue.popleft()):
-            if found.key not in seen:
-                seen.add(found.key)
-                queue.append(found)
-                yield found
+        for neighbour in step(program, queue.popleft()):
+            if neighbour.key not in seen:
+                seen.add(neighbour.key)
+                queue.append(neighbour)
+                yield neighbour
 
 
 def origin(program: Program, value: Value) -> Value:
     """The parameter of the program, or the operation, that a value stems from, through operations on one array.
 
-    Of an update written into a larger array it is the update's origin; of what a loop carries, that before the loop.
+    For an update written into a larger array this is the update's origin; for what a loop carries, the value before it.
     """
     while (before := sources(program, value)) and (len(before) == 1 or _has_main_source(program, value)):
         value = before[0]
@@ -75,7 +74,7 @@ def _has_main_source(program: Program, value: Value) -> bool:
 
 
 def sources(program: Program, value: Value) -> list[Value]:
-    """One step upstream, the main source first."""
+    """What a value is directly made from, the main source first."""
     computation, instruction, element = value.computation, value.instruction, value.element
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "parameter":
@@ -98,25 +97,25 @@ def sources(program: Program, value: Value) -> list[Value]:
 
 
 def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
-    number, found = value.instruction.tuple_index, []
+    number, before = value.instruction.tuple_index, []
     for caller, call in program.callers[value.computation.name]:
         if call.opcode == "while":
             body = program.computations[call.called["body"][0]]
-            found += [Value(caller, call.operands[0], value.element), Value(body, body.root.name, value.element)]
+            before += [Value(caller, call.operands[0], value.element), Value(body, body.root.name, value.element)]
         elif call.opcode == "conditional":
             branch = call.called["branches"].index(value.computation.name)
-            found.append(Value(caller, call.operands[1 + branch], value.element))
+            before.append(Value(caller, call.operands[1 + branch], value.element))
         elif _is_call(call) and number < len(call.operands):  # work offloaded to a SparseCore may be started without
-            found.append(Value(caller, call.operands[number], value.element))
-    return found
+            before.append(Value(caller, call.operands[number], value.element))
+    return before
 
 
 def uses(program: Program, value: Value) -> list[Value]:
-    """One step downstream."""
-    found = _out_of_its_computation(program, value) if value.instruction.is_root else []
+    """What is directly made from a value."""
+    users = _out_of_its_computation(program, value) if value.instruction.is_root else []
     for user, position in value.computation.users.get(value.name, ()):
-        found += _used_by(program, value, user, position)
-    return found
+        users += _used_by(program, value, user, position)
+    return users
 
 
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
@@ -143,14 +142,14 @@ def _carries_several(instruction: Instruction) -> bool:
 
 def _out_of_its_computation(program: Program, value: Value) -> list[Value]:
     """The root of a computation is the result of what calls it, and in a loop the parameter of the next trip."""
-    found = []
+    results = []
     for caller, call in program.callers[value.computation.name]:
         if call.opcode == "while" and value.computation.name in call.called["body"]:
-            found.append(Value(value.computation, value.computation.parameters[0].name, value.element))
-            found.append(Value(caller, call.name, value.element))
+            results.append(Value(value.computation, value.computation.parameters[0].name, value.element))
+            results.append(Value(caller, call.name, value.element))
         elif call.opcode == "conditional" or _is_call(call):
-            found.append(Value(caller, call.name, value.element))
-    return found
+            results.append(Value(caller, call.name, value.element))
+    return results
 
 
 def _is_call(instruction: Instruction) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from xlstm_jax.distributed.forecast.hlo.text import integers
+
 Groups = tuple[tuple[int, ...], ...]
 _Sets = frozenset[frozenset[int]]
 
@@ -28,12 +30,8 @@ _MESH_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?=(\d+)")
 _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
 
 
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)
-
-
 def _listed(text: str) -> Groups:
-    return tuple(_ints(group) for group in re.findall(r"\{([\d,]*)\}", text))
+    return tuple(integers(group) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
 def replica_groups(attributes: str) -> Groups:
@@ -47,7 +45,7 @@ def replica_groups(attributes: str) -> Groups:
     if match := _LISTED.search(attributes):
         return tuple(group for group in _listed(match[1]) if group)
     if match := _IOTA.search(attributes):
-        count, size = _ints(match[1])
+        count, size = integers(match[1])
         return _as_groups(_iota(match[2], match[3]).reshape(count, size))
     if match := _MESH.search(attributes):
         return _mesh_groups(*match.groups())
@@ -56,9 +54,9 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
-    sizes = _ints(dims)
+    sizes = integers(dims)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(_ints(permutation)) if permutation else ids
+    return ids.transpose(integers(permutation)) if permutation else ids
 
 
 def _as_groups(ids: np.ndarray) -> Groups:

@@ -12,12 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, replica_groups, source_target_pairs
+from xlstm_jax.distributed.forecast.hlo.text import bytes_of, integers, split_outside
 
 HBM, HOST = 0, 5  # memory spaces
-# By dtype. Values of less than a byte take a byte each, unless their layout says how many bits they take.
-_BYTES = {"token": 0, "opaque": 0, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
-_BYTES |= dict.fromkeys(("pred", "s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 1)
-_BYTES |= {f"{sign}{8 * size}": size for sign in "su" for size in (1, 2, 4, 8)}
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 COLLECTIVES |= {"collective-broadcast", "ragged-all-to-all"}
 
@@ -60,25 +57,11 @@ class Shape:
     nbytes: int
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(_shape(*match.groups()) for match in _ARRAY.finditer(text))
-
-
 def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
-    sizes = tuple(int(size.strip().removeprefix("<=")) for size in dims.split(",") if size.strip())
+    sizes = integers(dims)
     space, narrow = _SPACE.search(layout or ""), _ELEMENT_BITS.search(layout or "")
-    bits = int(narrow[1]) if narrow else 8 * _bytes_of(dtype)
+    bits = int(narrow[1]) if narrow else 8 * bytes_of(dtype)
     return Shape(dtype, sizes, int(space[1]) if space else HBM, -(-math.prod(sizes) * bits // 8))
-
-
-def _bytes_of(dtype: str) -> int:
-    if dtype.startswith("f8"):
-        return 1
-    if dtype not in _BYTES:
-        raise ValueError(
-            f"HLO text holds the dtype {dtype!r}, whose size is not known here; known: {sorted(_BYTES)}, f8*."
-        )
-    return _BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -95,7 +78,7 @@ class Instruction:
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result; those of a tuple, nested or not, in order."""
-        return _shapes(self.type_text)
+        return tuple(_shape(*match.groups()) for match in _ARRAY.finditer(self.type_text))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -186,22 +169,10 @@ def element(of: Instruction, index: int) -> Instruction:
     return Instruction(
         name=f"{of.name}#{index}",
         opcode="get-tuple-element",
-        type_text=_elements(of.type_text)[index],
+        type_text=split_outside(of.type_text.strip()[1:-1], ",")[index].strip(),
         operand_text=f"%{of.name}",
         attributes=f", index={index}",
     )
-
-
-def _elements(type_text: str) -> list[str]:
-    """The types in a tuple's type, split at the commas that are in no inner bracket."""
-    elements, depth = [""], 0
-    for char in type_text.strip()[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += char
-    return [text.strip() for text in elements]
 
 
 def _closing(line: str, start: int) -> int:

@@ -9,8 +9,8 @@ JAX names every operation by the scopes it was traced in, Linen adds one scope p
 
 ``module_path`` gives what a parameter's path would show, "blocks/up", and the direction. The rest of the name differs
 between releases: one writes "closed_call" where the next writes "eval_jaxpr". What a loop does around its modules
-(storing activations, gathering weights) has the name of none of them; ``module_paths`` sees the names of the whole
-program, and gives it to the module that all of the loop belongs to.
+(storing activations, gathering weights) has no module in its name; ``module_paths`` sees the names of the whole
+program, and assigns such an operation to the module that all of the loop belongs to.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
+from xlstm_jax.distributed.forecast.hlo.text import split_outside
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
 
@@ -72,12 +73,14 @@ def module_path(op_name: str) -> tuple[str, str]:
     if ARGUMENT.search(op_name):
         return "", OTHER
     scopes, transforms = _scopes(op_name.split(";")[0])
-    path = "/".join(_below_root(_module_names(scopes)))
+    names = _module_names(scopes)
+    root = next((i for i, name in enumerate(names) if CLASS.match(name)), -1)
+    path = "/".join(names[root + 1 :])
     return path, _direction(set(scopes), transforms, bool(path) and op_name.startswith(("jit(", "pjit(")))
 
 
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """``module_path`` of all names of a program, where loops lend their module.
+    """``module_path`` of all names of a program; operations in a loop may take the module of the loop.
 
     An operation without a module, in the body of a loop (``nn.scan``) whose other operations all lie in "blocks" or
     below, serves "blocks".
@@ -103,7 +106,7 @@ def _loops(op_name: str) -> list[str]:
 
     "jit(f)/while/body/closed_call/while/body/add" is in "while/body/while" and in "while".
     """
-    parts = _split(op_name.split(";")[0])
+    parts = split_outside(op_name.split(";")[0], "/", "()")
     kept = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
     ends = [i + 1 for i, part in enumerate(kept) if part == "while"]
     return ["/".join(kept[:end]) for end in reversed(ends)]
@@ -111,7 +114,7 @@ def _loops(op_name: str) -> list[str]:
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:
     """All scopes but the primitive, without transformations; and the transformations."""
-    parts, transforms = _split(op_name), set()
+    parts, transforms = split_outside(op_name, "/", "()"), set()
     if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
         parts = parts[:-1]
     scopes = []
@@ -119,21 +122,9 @@ def _scopes(op_name: str) -> tuple[list[str], set[str]]:
         inner = [part]
         while len(inner) == 1 and (match := TRANSFORM.match(inner[0])):
             transforms.add(match[1])
-            inner = _split(match[2])
+            inner = split_outside(match[2], "/", "()")
         scopes += inner
     return [scope for scope in scopes if scope], transforms
-
-
-def _split(text: str) -> list[str]:
-    """The parts between the slashes that are outside of all parentheses."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
 
 
 def _module_names(scopes: list[str]) -> list[str]:
@@ -166,11 +157,6 @@ def _is_control_flow(before: str, scope: str, after: str) -> bool:
     if before == "while" and LOOP_PARTS.match(scope):
         return True
     return bool(BRANCH.match(scope)) if before == "cond" else scope == "cond" and bool(BRANCH.match(after))
-
-
-def _below_root(path: list[str]) -> list[str]:
-    root = next((i for i, name in enumerate(path) if CLASS.match(name)), None)
-    return path if root is None else path[root + 1 :]
 
 
 def _direction(scopes: set[str], transforms: set[str], in_module: bool) -> str:

@@ -5,20 +5,70 @@ compiled.as_text() --parse--> Program: computations, each a list of instructions
 
 ``compiled.as_text()`` also holds the compiler's estimate of cycles, which files dumped by ``xla_dump_to`` as
 "after_optimizations" do not hold yet.
+
+Compilers for CPUs and GPUs write beside a loop how often it runs (``known_trip_count``). Those for TPUs do not; but
+they bring each loop of known length into the same form, in which every number is a constant:
+
+    %while = while(tuple(..., constant(0))), condition=..., body=...
+    condition:  compare(get-tuple-element(%parameter), constant(6)), direction=LT
+    body:       tuple(..., add(get-tuple-element(%parameter), constant(1)))
 """
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from xlstm_jax.distributed.forecast.hlo.computation import MAIN_THREAD, Computation
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, element, parse_instruction
-from xlstm_jax.distributed.forecast.hlo.trip_counts import trip_count
 
+MAIN_THREAD = "main"
 _END = re.compile(r'\}(?:, execution_thread="(\w+)")?\s*$')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_DIRECTION = re.compile(r"direction=(\w+)")
+_UPWARDS, _DOWNWARDS = ("LT", "LE", "NE"), ("GT", "GE", "NE")
+_INCLUSIVE = {"LE": 1, "GE": -1}
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A list of instructions in the order of their schedule.
+
+    Attributes:
+      thread: "main", or what runs beside it, such as "sparsecore".
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    is_entry: bool = False
+    thread: str = MAIN_THREAD
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """By name: the index in ``instructions``."""
+        return {instruction.name: i for i, instruction in enumerate(self.instructions)}
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {i.tuple_index: i for i in self.instructions if i.opcode == "parameter"}
+
+    @cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """By name: who reads it, and as which operand."""
+        readers = defaultdict(list)
+        for instruction in self.instructions:
+            for position, name in enumerate(instruction.operands):
+                readers[name].append((instruction, position))
+        return readers
 
 
 @dataclass(frozen=True)
@@ -107,12 +157,12 @@ class Program:
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         """By the name of a computation: who calls it, as a fusion or a reducer too."""
-        found = defaultdict(list)
+        callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
                 for name in {name for names in instruction.called.values() for name in names}:
-                    found[name].append((computation, instruction))
-        return found
+                    callers[name].append((computation, instruction))
+        return callers
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
@@ -172,7 +222,7 @@ def _computations(body: str) -> Iterator[Computation]:
             instructions = [instruction for text in lines if (instruction := parse_instruction(text))]
             yield Computation(name, _with_elements(instructions), is_entry, end[1] or MAIN_THREAD)
             name = None
-        elif lines and line[:1].strip():  # what a kernel of Pallas says of itself has line breaks
+        elif lines and line[:1].strip():  # the description of a Pallas kernel has line breaks
             lines[-1] += line
         else:
             lines.append(line)
@@ -187,8 +237,78 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
         while "#" in name:
             name, _, index = name.rpartition("#")
             wanted[name].add(int(index))
-    queue, found = deque(instructions), []
+    queue, complete = deque(instructions), []
     while queue:
-        found.append(queue.popleft())
-        queue.extendleft(element(found[-1], index) for index in sorted(wanted.pop(found[-1].name, ()), reverse=True))
-    return tuple(found)
+        complete.append(queue.popleft())
+        queue.extendleft(
+            element(complete[-1], index) for index in sorted(wanted.pop(complete[-1].name, ()), reverse=True)
+        )
+    return tuple(complete)
+
+
+# -------------------------------------------------------------------------------------------------- the trips of a loop
+
+
+def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
+    """The trips of a ``while``; None where its length is not constant.
+
+    Args:
+      computations: of the program, by name.
+      caller: the computation that the loop is in.
+    """
+    if known := _KNOWN.search(loop.attributes):
+        return int(known[1])
+    condition, body = (computations[loop.called[role][0]] for role in ("condition", "body"))
+    direction = _DIRECTION.search(condition.root.attributes)
+    if condition.root.opcode != "compare" or direction is None:
+        return None
+    left, right = condition.root.operands
+    counter, bound = _counter(condition, left), _constant(condition, right)
+    if counter is None or bound is None:
+        return None
+    index, offset = counter
+    start = _constant(caller, _element(caller, loop.operands[0], index))
+    after = _counter(body, _element(body, body.root.name, index))
+    if start is None or after is None or after[0] != index:
+        return None
+    return _count(start + offset, bound, after[1], direction[1])
+
+
+def _count(start: int, bound: int, step: int, direction: str) -> int | None:
+    """The numbers start, start + step, ... for which the comparison with the bound holds; None where all do."""
+    if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
+        return None
+    distance = bound + _INCLUSIVE.get(direction, 0) - start
+    if direction == "NE" and (distance % step or distance // step < 0):
+        return None
+    return max(0, -(-distance // step))
+
+
+def _element(computation: Computation, name: str, index: int) -> str:
+    """The instruction that makes an element of a tuple; the tuple itself where it is not made by a ``tuple``."""
+    made = computation.by_name[name]
+    return made.operands[index] if made.opcode == "tuple" else name
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """The value of an integer constant, or of its copy."""
+    instruction = computation.by_name[name]
+    if instruction.opcode == "copy":
+        return _constant(computation, instruction.operands[0])
+    is_integer = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.operand_text)
+    return int(instruction.operand_text) if is_integer else None
+
+
+def _counter(computation: Computation, name: str) -> tuple[int, int] | None:
+    """An element of the computation's parameter plus a constant, as (index of the element, constant)."""
+    instruction = computation.by_name[name]
+    if instruction.opcode == "copy":
+        return _counter(computation, instruction.operands[0])
+    if instruction.opcode == "get-tuple-element":
+        is_carried = computation.by_name[instruction.operands[0]].opcode == "parameter"
+        return (instruction.tuple_index, 0) if is_carried else None
+    if instruction.opcode != "add":
+        return None
+    left, right = instruction.operands
+    counter, constant = _counter(computation, left), _constant(computation, right)
+    return None if counter is None or constant is None else (counter[0], counter[1] + constant)

@@ -1,40 +1,37 @@
-"""The lint: what a step does that its sharding does not need, found by comparing its forecast with its plan.
+"""What the lint finds: a finding, the error that refuses a step for its findings, and their table."""
 
-    forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
-    lint.raise_if(findings)                                      a refusal, for scripts
-
-  repeated-gather        a leaf is gathered more often than forward and backward need
-  wide-gather            a leaf travels in a wider dtype than its wrapper asked for
-  all-reduce-of-shards   an all-reduce where a reduce-scatter or an all-gather of half the bytes would do
-  hoisted-gather         all layers of a loop are gathered at once, in front of it
-  kept-gathered          the gathered weights of all layers live from forward to backward
-  exposed-collective     nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes
-  small-collectives      GPUs: many collectives take longer to come around than their bytes do
-  hosts-last             GPUs: whole leaves cross hosts, where pieces would do
-  replicated-leaf        a large leaf stays whole on every device
-  shared-matrix-product  an optimizer multiplies matrices of which devices have shards
-  repeated-product       each device does more of an optimizer's matrix products than its share
-  needless-offload       the optimizer's state lies on the host, though it would fit, or though little memory is saved
-
-The plan says what the model asked for, the forecast what the compiler made of it. Leaves that are alike but for the
-number of their module (``block_0``, ``block_1``, ...) are one finding, and so are findings of a rule that differ in
-their numbers alone and have one cure.
-"""
-
-import dataclasses
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.forecast.forecasting import Forecast
-from xlstm_jax.distributed.forecast.linting.rules import RULES
-from xlstm_jax.distributed.forecast.linting.step import Finding, Step
-from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.wording import format_bytes, listed, rich_table
+from xlstm_jax.wording import format_bytes, rich_table
 
-_NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # and its unit
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs more than it must.
+
+    Attributes:
+      rule: its name, as in ``RULES``.
+      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
+        compiler gives an operation.
+      text: what was found, with the numbers.
+      cure: what to change.
+      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
+
+    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
+    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
+    """
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}: {self.text} {self.cure}"
 
 
 class LintError(ValueError):
@@ -52,90 +49,13 @@ class LintError(ValueError):
         self.findings = tuple(findings)
 
 
-def lint(
-    forecast: Forecast, plan: ShardingPlan, *, num_minibatches: int = 1, keep_gathered: bool = False
-) -> list[Finding]:
-    """Finds where a step costs more than its sharding needs.
-
-    >>> from xlstm_jax.distributed.forecast import Workload, forecast
-    >>> model, x = nn.Dense(1021), jax.ShapeDtypeStruct((8, 1023), jnp.float32)
-    >>> loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()
-    >>> step, args = Workload(model, optax.sgd(0.1), x, loss_fn).build_step(mesh)
-    >>> [(found.where, found.cure) for found in lint(forecast(step, *args), plan_sharding(model, mesh.shape, x))]
-    [('kernel', "Pass uneven='pad', or give its dim of 1023 the size 1024, which 8 divides.")]
-
-    Args:
-      forecast: of the training step.
-      plan: of the same model on the same mesh.
-      num_minibatches: of the step, each of which gathers anew; as for ``make_train_step``.
-      keep_gathered: gathered weights are kept from forward to backward on purpose, which saves the second gather.
-    Returns:
-      The findings by rule, within a rule the largest first; empty for a step that is well made.
-    Raises:
-      ValueError: the plan is of another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
-    """
-    step = Step(forecast, plan, num_minibatches, keep_gathered)
-    _check(step)
-    found = [finding for rule in RULES.values() for finding in sorted(rule(step), key=lambda finding: -finding.bytes)]
-    causes = defaultdict(list)
-    for finding in found:
-        causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
-    return [_as_one(alike) for alike in causes.values()]
-
-
-def _as_one(findings: Sequence[Finding]) -> Finding:
-    """Findings of one cause, the largest first, as one that lists all of them."""
-    first, *others = findings
-    if not others:
-        return first
-    more = ", ".join(f"{other.where} ({format_bytes(other.bytes)})" if other.bytes else other.where for other in others)
-    return dataclasses.replace(
-        first,
-        where=", ".join(dict.fromkeys(finding.where for finding in findings)),
-        text=f"{first.text} These are the numbers of {first.where}; likewise {more}.",
-        bytes=sum(finding.bytes for finding in findings),
-    )
-
-
-def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:
-    """Raises where there is a finding: the last line of a script that guards a step. Also ``lint.raise_if``.
-
-    Args:
-      findings: as ``lint`` returns them.
-      rules: names of the rules that count; None: all.
-    Raises:
-      LintError: there is one; its text lists all that count.
-      ValueError: a rule of that name does not exist; lists those that do.
-    """
-    wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
-    if unknown := [name for name in wanted if name not in RULES]:
-        raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
-    if found := [finding for finding in findings if finding.rule in wanted]:
-        raise LintError(found)
-
-
-lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
-
-
 def table(findings: Sequence[Finding]) -> RenderableType:
     """The findings as a table for ``rich``."""
-    rows = [[found.rule, found.where, f"{found.text} {found.cure}", format_bytes(found.bytes)] for found in findings]
+    rows = [
+        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
+        for finding in findings
+    ]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
-
-
-def _check(step: Step) -> None:
-    mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
-    if mesh != planned:
-        raise ValueError(
-            f"the forecast is of the mesh {mesh}, the plan of {planned}. Make the plan for the mesh of the step."
-        )
-    if step.num_minibatches < 1:
-        raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
-    if step.gathers and not any(path in step.rows for path in step.gathers):
-        raise ValueError(
-            f"the step gathers {listed(step.gathers)}, of which the plan knows none; its parameters are "
-            f"{listed(step.rows)}. Make the plan of the model that the step trains."
-        )
 
 
 def _counted(findings: Sequence[Finding]) -> str:

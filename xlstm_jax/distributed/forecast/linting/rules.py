@@ -1,33 +1,29 @@
-"""The lint's rules: each looks at a compiled step and its plan, and yields findings.
+"""The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
 
-gathers   repeated, wide, hoisted
-memory    gathered weights kept, leaves that stay whole
-traffic   all-reduces in the place of something cheaper, collectives that nothing hides
+``RULES`` is the table of them: the name, what a rule looks for, what that costs, what to change, and the function that
+looks. A cure that depends on what was found comes from the function.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
-from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD
-from xlstm_jax.distributed.forecast.linting.gpu_rules import hosts_last, small_collectives, waited_for
-from xlstm_jax.distributed.forecast.linting.offload_rules import needless_offload
-from xlstm_jax.distributed.forecast.linting.optimizer_rules import repeated_products, shared_matrix_products
+from xlstm_jax.distributed.data_parallel.shard_choice import HOST_AXIS, padded_size
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
+from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
+from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
+from xlstm_jax.distributed.forecast.linting.findings import Finding
 from xlstm_jax.distributed.forecast.linting.step import (
-    Finding,
     Step,
-    merged,
     shared_name,
     size_of,
-    sum_wire_bytes,
-    width_of,
 )
 from xlstm_jax.distributed.hardware.chips import Chip
+from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
@@ -38,8 +34,53 @@ MIN_REPLICATED_BYTES = 2**20
 # mesh, they are up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_EXPOSED_FRACTION = 0.05
+MIN_WAITED_FRACTION = 0.05  # of a step's time
+MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
+FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
+MIN_SHARED_BYTES = 2**20
+# Of a device's fair share of matrix products: below are the paddings of what devices do not divide.
+MAX_WORK = 1.5
+MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
+MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+
 F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
+_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
+OPTIMIZER = "the optimizer"
+
+
+class Defect(NamedTuple):
+    """What a rule has found: the place, the sentence, the bytes, and the cure where it is not the rule's own."""
+
+    where: str
+    text: str
+    bytes: float
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of the lint.
+
+    Attributes:
+      name: as findings carry it.
+      looks_for: in words.
+      costs: what ``Finding.bytes`` counts: "traffic" of a step, "memory", or "FLOP", which have no bytes.
+      cure: what to change; "" where that depends on what was found.
+      find: looks at a step.
+    """
+
+    name: str
+    looks_for: str
+    costs: str
+    cure: str
+    find: Callable[[Step], Iterator[Defect]]
+
+    def findings(self, step: Step) -> list[Finding]:
+        """What the rule finds, the largest first."""
+        findings = [Finding(self.name, f.where, f.text, f.cure or self.cure, round(f.bytes)) for f in self.find(step)]
+        return sorted(findings, key=lambda finding: -finding.bytes)
+
 
 # -------------------------------------------------------------------------------------------------------------- gathers
 
@@ -52,19 +93,18 @@ class _Repeat(NamedTuple):
     wasted: float
 
 
-def _repeated_gathers(step: Step) -> Iterator[Finding]:
+def _repeated_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
             executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
             planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
-            yield Finding(
-                "repeated-gather",
+            yield Defect(
                 name,
                 f"is gathered {executed} times in a step, where {planned} uses need {needed}: at most one gather in "
                 f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
+                wasted,
                 _repeat_cure(rows, step.num_minibatches),
-                round(wasted),
             )
 
 
@@ -77,9 +117,9 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
         over = [gather for gather in gathers if gather.axes == axes]
         forward = [gather for gather in over if gather.direction == FORWARD]
         need = row.uses * step.num_minibatches
-        for found, needed in ((forward, need), (over, 2 * need)):
-            if (executed := sum(gather.count for gather in found)) > needed:
-                repeats.append(_Repeat(executed, needed, sum_wire_bytes(found) * (1 - needed / executed)))
+        for some, needed in ((forward, need), (over, 2 * need)):
+            if (executed := executions(some)) > needed:
+                repeats.append(_Repeat(executed, needed, sum_wire_bytes(some) * (1 - needed / executed)))
     return max(repeats, key=lambda repeat: repeat.wasted)
 
 
@@ -93,49 +133,44 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     )
 
 
-def _wide_gathers(step: Step) -> Iterator[Finding]:
+def _wide_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
         wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
         if wide:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
-            extra = sum(
-                gather.wire_bytes_per_step * (1 - row.gather_itemsize / width_of(gather.dtype)) for row, gather in wide
-            )
-            yield Finding(
-                "wide-gather",
+            asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
+            yield Defect(
                 name,
                 f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
-                f"device and step instead of {format_bytes(sent - extra)}.",
+                f"device and step instead of {format_bytes(asked)}.",
+                sent - asked,
                 f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
                 "compute in it.",
-                round(extra),
             )
 
 
 def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
     # The CPU backend sends bfloat16 as float32, whoever asks.
     asked = row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")
-    return bool(asked) and width_of(gather.dtype) > row.gather_itemsize
+    return bool(asked) and float_bytes_of(gather.dtype) > row.gather_itemsize
 
 
-def _hoisted_gathers(step: Step) -> Iterator[Finding]:
+def _hoisted_gathers(step: Step) -> Iterator[Defect]:
     for name, rows in step.groups:
-        found = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
-        gathers = [gather for gather in found if not _VMAP.search(gather.op_name)]
+        hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
+        gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
         if not gathers:
             continue
         layers = max(map(step.layers_at_once, gathers))
         uses = max(1, *map(step.uses_at_once, gathers))
-        whole = uses * max(row.gathered_size for row in rows) * max(width_of(gather.dtype) for gather in gathers)
+        whole = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
         per_layer = round(whole / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
-            yield Finding(
-                "hoisted-gather",
+            yield Defect(
                 name,
                 f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
                 f"the loop, where a layer needs {format_bytes(per_layer)}.",
-                "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
                 extra,
             )
 
@@ -143,25 +178,20 @@ def _hoisted_gathers(step: Step) -> Iterator[Finding]:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _kept_gathered(step: Step) -> Iterator[Finding]:
+def _kept_gathered(step: Step) -> Iterator[Defect]:
     if step.keep_gathered:
         return
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
         # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
-        widths = filter(None, (width_of(gather.dtype) for gather in step.gathers[rows[0].path]))
+        widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
         if layers > 1 and kept >= MIN_KEPT_BYTES:
-            yield Finding(
-                "kept-gathered",
+            yield Defect(
                 name,
                 f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
                 f"live from one to the other: {format_bytes(kept)} per device.",
-                "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the "
-                "wrapped module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), "
-                "which keeps no gathered weight. Where memory is left and links are slow, pass keep_gathered=True to "
-                "lint.",
                 kept,
             )
 
@@ -185,26 +215,26 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     return min(most // step.num_minibatches or 1, row.layers) if most else 0
 
 
-def _replicated_leaves(step: Step) -> Iterator[Finding]:
-    found = defaultdict(list)
+def _replicated_leaves(step: Step) -> Iterator[Defect]:
+    alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
         too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
-            found[path_pattern(row.path), row.shape].append(row)
-    for rows in found.values():
+            alike[path_pattern(row.path), row.shape].append(row)
+    for rows in alike.values():
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
-        yield Finding(
-            "replicated-leaf",
+        yield Defect(
             shared_name(rows),
             f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
             f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
-            _replication_cure(rows[0]),
             kept,
+            _replication_cure(rows[0]),
         )
 
 
 def _replication_cure(row: LeafPlan) -> str:
+    """The cure for the reason that the leaf stays whole; "" for a reason without one of its own."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -216,39 +246,38 @@ def _replication_cure(row: LeafPlan) -> str:
         case Unwrapped():
             return "Put shard_module_params around the module that owns it."
         case _:
-            return "Split it over another axis, or give it a dim that the axis divides."
+            return ""
 
 
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-def _all_reduces_of_shards(step: Step) -> Iterator[Finding]:
+def _all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
-        yield from merged(stand_ins, step, _stand_in)
+        for where, members in step.merged(stand_ins):
+            yield _stand_in(step, where, members)
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
             yield _whole_gradient(collective, rows)
 
 
-def _stand_in(step: Step, where: str, members: list[Collective]) -> Finding:
+def _stand_in(step: Step, where: str, members: list[Collective]) -> Defect:
     first, sent = members[0], sum_wire_bytes(members)
-    fraction = format_fraction(sent / step.forecast.wire_bytes)
-    return Finding(
-        "all-reduce-of-shards",
+    return Defect(
         where,
         f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
-        f"{sum(c.count for c in members)} times in a step: {format_bytes(sent)} per device, {fraction} of the "
+        f"{executions(members)} times in a step: {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the "
         f"step's traffic, where {format_bytes(sent / 2)} would do.",
+        sent / 2,
         "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over one "
         f"axis of the torus is what was asked for.{_narrower(members)}",
-        round(sent / 2),
     )
 
 
 def _narrower(members: Iterable[Collective]) -> str:
     """What else makes a scatter of float32 gradients cheaper; "" for any other collective."""
-    if any("reduce-scatter" in (c.kind, c.stands_for) and width_of(c.dtype) == F32_BYTES for c in members):
+    if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
             " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
             "half of it and rounds each sum."
@@ -267,51 +296,52 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     axes = set(reduce.axes or ())
     split = [row for row in owned if any(axes & set(gather.axes or ()) for gather in step.gathers.get(row.path, ()))]
     rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
-    found = []
+    whole = []
     for row in sorted(split, key=lambda row: -row.parameters.total):
         if (size := math.prod(row.shape)) <= rest:
-            found.append(row)
+            whole.append(row)
             rest -= size
-    return found
+    return whole
 
 
-def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Finding:
-    fraction = sum(math.prod(row.shape) for row in rows) * width_of(reduce.dtype) / reduce.payload_bytes
+def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
+    fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
-    return Finding(
-        "all-reduce-of-shards",
+    return Defect(
         listed(row.path for row in rows).replace("'", ""),
         f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
         f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
         "its shard.",
+        sent / 2,
         "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
         "loss: its transpose is the reduce-scatter.",
-        round(sent / 2),
     )
 
 
-def _exposed_collectives(step: Step) -> Iterator[Finding]:
+def _exposed_collectives(step: Step) -> Iterator[Defect]:
     if step.on_cpu:
         return  # nothing is asynchronous there
     if step.forecast.on_gpus:
-        yield from waited_for(step)
+        waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
+        for where, members in step.merged(waited):
+            yield from _waited(step, where, members)
         return
     exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
-    smallest = MIN_EXPOSED_FRACTION * step.forecast.wire_bytes
-    yield from (finding for finding in merged(exposed, step, _exposed) if finding.bytes >= max(smallest, 1))
+    for where, members in step.merged(exposed):
+        if sum_wire_bytes(members) >= max(MIN_EXPOSED_FRACTION * step.forecast.wire_bytes, 1):
+            yield _exposed(step, where, members)
 
 
-def _exposed(step: Step, where: str, members: list[Collective]) -> Finding:
+def _exposed(step: Step, where: str, members: list[Collective]) -> Defect:
     kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
-    fraction = sent / forecast.wire_bytes
-    seconds = f", some {fraction * forecast.roofline.wire_s * 1e3:.2g} ms of the links" if forecast.roofline else ""
-    return Finding(
-        "exposed-collective",
+    share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
+    seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
+    return Defect(
         where,
-        f"the step waits for its {kind}, with nothing scheduled beside it: {sum(c.count for c in members)} times in a "
-        f"step, {format_bytes(sent)} per device, {format_fraction(fraction)} of the step's traffic{seconds}.",
+        f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
+        f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
+        sent,
         _overlap_cure(forecast.chip, kind) + _narrower(members),
-        round(sent),
     )
 
 
@@ -325,17 +355,194 @@ def _overlap_cure(chip: Chip | None, kind: str) -> str:
     return more
 
 
-RULES: dict[str, Callable[[Step], Iterator[Finding]]] = {
-    "repeated-gather": _repeated_gathers,
-    "wide-gather": _wide_gathers,
-    "all-reduce-of-shards": _all_reduces_of_shards,
-    "hoisted-gather": _hoisted_gathers,
-    "kept-gathered": _kept_gathered,
-    "exposed-collective": _exposed_collectives,
-    "small-collectives": small_collectives,
-    "hosts-last": hosts_last,
-    "replicated-leaf": _replicated_leaves,
-    "shared-matrix-product": shared_matrix_products,
-    "repeated-product": repeated_products,
-    "needless-offload": needless_offload,
-}
+# ----------------------------------------------------------------------------------- GPUs, by the times of the forecast
+
+
+def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Defect]:
+    """Collectives for whose bytes a step waits, as one at a time is under way by default."""
+    seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
+    takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
+    if seconds >= MIN_WAITED_FRACTION * step.seconds:
+        sent = sum_wire_bytes(members)
+        yield Defect(
+            where,
+            f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its "
+            f"bytes take: {executions(members)} times in a step, {format_bytes(sent)} per GPU, "
+            f"{step.share_of_traffic(sent)} of the step's traffic.",
+            sent,
+            "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
+            "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
+        )
+
+
+def _small_collectives(step: Step) -> Iterator[Defect]:
+    """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
+    small = defaultdict(list)
+    for collective in step.forecast.collectives:
+        if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
+            small[collective.axes].append(collective)
+    for axes, members in small.items():
+        seconds = sum(c.count * min(c.timing.latency_s, c.timing.waited_s) for c in members if c.timing)
+        if executions(members) >= MANY and seconds >= MIN_WAITED_FRACTION * step.seconds:
+            yield _small(axes, members, seconds)
+
+
+def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Defect:
+    timings, sent = [c.timing for c in members if c.timing], sum_wire_bytes(members)
+    latency_s = max(timing.latency_s for timing in timings)
+    flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for timing in timings)
+    return Defect(
+        listed(axes or ("unknown axes",)).replace("'", ""),
+        f"{executions(members)} collectives take longer to come around than their bytes do, up to "
+        f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
+        f"{format_bytes(sent)}.",
+        sent,
+        IN_TWO_STAGES if flat else "",
+    )
+
+
+def _hosts_last(step: Step) -> Iterator[Defect]:
+    """Leaves that are gathered in a host first and cross to other hosts whole."""
+    for name, rows in step.groups:
+        wasted = 0.0
+        for row in rows:
+            gathers = [(gather, gather.timing.networks) for gather in step.gathers[row.path] if gather.timing]
+            within = [gather for gather, networks in gathers if networks == (NVLINK,)]
+            for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
+                before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
+                share = 1 / len(across.leaves)
+                wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
+        if wasted:
+            yield Defect(
+                name,
+                "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
+                f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
+                wasted,
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared
+# among devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix. What the
+# compiler does not share, every device does.
+
+
+def _shared_matrix_products(step: Step) -> Iterator[Defect]:
+    """Collectives that serve matrix products outside of ``shard_map``."""
+    serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
+    sent = sum_wire_bytes(serving)
+    if sent >= MIN_SHARED_BYTES:
+        yield Defect(
+            OPTIMIZER,
+            f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
+            f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
+            "and work that devices do more than once.",
+            sent,
+        )
+
+
+def _repeated_products(step: Step) -> Iterator[Defect]:
+    """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
+    forecast = step.forecast
+    share, done = forecast.flops.shared, forecast.shared_flops or 0.0
+    if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
+        return
+    yield Defect(
+        OPTIMIZER,
+        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
+        f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
+        0,
+        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        f"{WHOLE_MATRICES} That is less work from {math.floor(forecast.devices * share / done) + 1} matrices of a "
+        "shape on.",
+    )
+
+
+def _needless_offload(step: Step) -> Iterator[Defect]:
+    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
+
+    What a step would take without offload is known in part. Its moments would lie on the device all the time:
+
+        at most    what it takes now + the moments
+        as a rule  the moments + the most that all else takes, of which the live ranges tell
+
+    So the first says for certain that a step would fit. The second is read from the schedule of the offloaded step,
+    where compilers say what is live (TPUs); without offload they might schedule otherwise.
+    """
+    host, available, memory = step.forecast.host, step.forecast.available_bytes, step.forecast.memory
+    if host is None or not host.stored_bytes:
+        return
+    stored, moved = format_bytes(host.stored_bytes), format_bytes(host.moved_bytes)
+    without = step.forecast.total_bytes + host.stored_bytes
+    if available and without <= available:
+        if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
+            yield Defect(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, though with them on the device the step would take "
+                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
+                f"step, which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for them.",
+                host.moved_bytes,
+            )
+    elif memory.resident_peak_bytes is not None:
+        saved = host.stored_bytes - (memory.peak_live_bytes - memory.resident_peak_bytes)
+        if saved < MIN_SAVED_FRACTION * host.stored_bytes:
+            saved = max(0, saved)
+            yield Defect(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
+                f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
+                f"that travel in a step, {host.seconds * 1e3:.3g} ms.",
+                host.stored_bytes - saved,
+                "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of "
+                "gradients for clipping of updates), and the step of make_train_step, which brings them in groups; or "
+                "leave offload out.",
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+IN_TWO_STAGES = (
+    f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
+    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+)
+WHOLE_MATRICES = (
+    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
+    "matrices: each device then updates whole ones of its own."
+)
+
+_TABLE = (
+    Rule("repeated-gather", "a leaf is gathered more often than forward and backward need", "traffic",
+         "", _repeated_gathers),
+    Rule("wide-gather", "a leaf travels in a wider dtype than its wrapper asked for", "traffic",
+         "", _wide_gathers),
+    Rule("all-reduce-of-shards", "an all-reduce where a reduce-scatter or an all-gather of half the bytes would do",
+         "traffic", "", _all_reduces_of_shards),
+    Rule("hoisted-gather", "all layers of a loop are gathered at once, in front of it", "memory",
+         "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
+         _hoisted_gathers),
+    Rule("kept-gathered", "the gathered weights of all layers live from forward to backward", "memory",
+         "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the wrapped "
+         "module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), which keeps no "
+         "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint.",
+         _kept_gathered),
+    Rule("exposed-collective", "nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes",
+         "traffic", "", _exposed_collectives),
+    Rule("small-collectives", "GPUs: many collectives take longer to come around than their bytes do", "traffic",
+         "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
+         "whose leaves travel together.",
+         _small_collectives),
+    Rule("hosts-last", "GPUs: whole leaves cross hosts, where pieces would do", "traffic",
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered first, "
+         "when what is sent is smallest.",
+         _hosts_last),
+    Rule("replicated-leaf", "a large leaf stays whole on every device", "memory",
+         "Split it over another axis, or give it a dim that the axis divides.", _replicated_leaves),
+    Rule("shared-matrix-product", "an optimizer multiplies matrices of which devices have shards", "traffic",
+         WHOLE_MATRICES, _shared_matrix_products),
+    Rule("repeated-product", "each device does more of an optimizer's matrix products than its share", "FLOP",
+         WHOLE_MATRICES, _repeated_products),
+    Rule("needless-offload",
+         "the optimizer's state lies on the host, though it would fit, or though little memory is saved", "memory",
+         "Leave offload out.", _needless_offload),
+)  # fmt: skip
+RULES = {rule.name: rule for rule in _TABLE}

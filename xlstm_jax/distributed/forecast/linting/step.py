@@ -1,47 +1,17 @@
-"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf; and what they find."""
+"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf."""
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
-from xlstm_jax.distributed.forecast.cost.traffic import Collective
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
+from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.wording import path_pattern
-
-FOUND = TypeVar("FOUND", bound="Finding | None")
-_FLOAT = re.compile(r"(?:bf|f)(\d+)")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that costs more than it must.
-
-    Attributes:
-      rule: its name, as in ``RULES``.
-      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
-        compiler gives an operation.
-      text: what was found, with the numbers.
-      cure: what to change.
-      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
-
-    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
-    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
-    """
-
-    rule: str
-    where: str
-    text: str
-    cure: str
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.where}: {self.text} {self.cure}"
+from xlstm_jax.wording import format_fraction, path_pattern
 
 
 @dataclass(frozen=True)
@@ -60,21 +30,21 @@ class Step:
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """By the path of a leaf the collectives that gather it; one that gathers it twice is in the list twice."""
-        found = defaultdict(list)
+        """By the path of a leaf, the collectives that gather it; one that gathers it twice is in the list twice."""
+        by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
-                found[path].append(collective)
-        return dict(found)
+                by_path[path].append(collective)
+        return dict(by_path)
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
         """The parameters that are gathered, by name; those that differ in the number of their module alone together."""
-        found = defaultdict(list)
+        alike = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
-                found[path_pattern(path), row.use_shape].append(row)
-        return [(shared_name(rows), rows) for rows in found.values()]
+                alike[path_pattern(path), row.use_shape].append(row)
+        return [(shared_name(rows), rows) for rows in alike.values()]
 
     @property
     def on_cpu(self) -> bool:
@@ -86,13 +56,36 @@ class Step:
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def uses_at_once(self, gather: Collective) -> float:
-        """How many uses of its leaves one execution of a gather serves; below 1 for one stage of several."""
+        """How many uses of its leaves one execution of a gather serves; below 1 if it is one of several stages."""
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
 
     def layers_at_once(self, gather: Collective) -> int:
-        """Of how many layers one execution brings the weights: by the plan, or by a loop that reads them in slices."""
+        """How many layers' weights one execution brings: by the plan, or by a loop that reads them in slices."""
         return max(round(self.uses_at_once(gather)), gather.slices)
+
+    @property
+    def seconds(self) -> float:
+        """What the step is expected to take; 0 where that is not known."""
+        return self.forecast.step_seconds or 0.0
+
+    def share_of_traffic(self, sent: float) -> str:
+        """Bytes as a fraction of all that each device sends in the step."""
+        return format_fraction(sent / self.forecast.wire_bytes)
+
+    def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+        """Collectives of one kind that serve the same, whatever the number of the module; each with what they serve."""
+        alike = defaultdict(list)
+        for collective in collectives:
+            served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
+            names = served if any(served) else tuple(dict.fromkeys(collective.modules))
+            patterns = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
+            alike[patterns, collective.kind, collective.stands_for].append((names, collective))
+        for (patterns, *_), members in alike.items():
+            names = members[0][0]
+            is_one = len(names) == 1 and all(others == names for others, _ in members)
+            where = ", ".join(filter(None, names if is_one else patterns)) or members[0][1].name
+            yield where, [collective for _, collective in members]
 
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
@@ -102,32 +95,5 @@ def shared_name(rows: Sequence[LeafPlan]) -> str:
 
 def size_of(collective: Collective) -> float:
     """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
-    width = width_of(collective.dtype)
+    width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
-
-
-def width_of(dtype: str) -> float:
-    """Bytes of a value, of a dtype as compilers write it; 0 of what is no float."""
-    match = _FLOAT.match(dtype)
-    return int(match[1]) / 8 if match else 0.0
-
-
-def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
-    """What each device sends for all of them in a step."""
-    return sum(collective.wire_bytes_per_step for collective in collectives)
-
-
-def merged(
-    collectives: Iterable[Collective], step: Step, finding: Callable[[Step, str, list[Collective]], FOUND]
-) -> Iterator[FOUND]:
-    """A finding for each kind of collective and what it serves, whatever the number of the module."""
-    found = defaultdict(list)
-    for collective in collectives:
-        served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
-        names = served if any(served) else tuple(dict.fromkeys(collective.modules))
-        alike = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
-        found[alike, collective.kind, collective.stands_for].append((names, collective))
-    for (alike, *_), members in found.items():
-        names = members[0][0] if len({names for names, _ in members}) == 1 and len(members[0][0]) == 1 else alike
-        where = ", ".join(filter(None, names)) or members[0][1].name
-        yield finding(step, where, [collective for _, collective in members])

@@ -61,7 +61,7 @@ class CompileError(RuntimeError):
 
 
 def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -> str:
-    """What the compiler said of a step, in a line, with the options of which it may have spoken.
+    """A compiler's message about a step, in a line, with the options that it may be about.
 
     >>> said_of_step("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
     "v5e:8x8, given {'xla_tpu_option': True}: UNIMPLEMENTED: not supported"
@@ -166,7 +166,8 @@ class Pending(Generic[T]):
 
     def is_done(self) -> bool:
         """Whether ``result`` need not wait."""
-        return self._child is None or self._child.poll() is not None or self._is_late()
+        is_late = time.monotonic() - self._started > self.timeout_s
+        return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
         """Waits to the end, and closes.
@@ -196,9 +197,6 @@ class Pending(Generic[T]):
             self._child.wait()
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._started > self.timeout_s
 
     def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
         """The texts of a child that has ended."""
@@ -235,9 +233,9 @@ def _dumped(folder: Path, name: str) -> str | None:
 
 
 def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
-    """Whether the compiler of the key has said it, and would again: it took the program, or found that it does not fit.
+    """Whether the same compiler would write the same again: it took the program, or found that it does not fit.
 
-    It is another where one was installed while the child started.
+    It is another compiler than the key says where one was installed while the child started.
     """
     result = json.loads(texts[RESULT])
     error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"

@@ -1,27 +1,28 @@
-"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast.
+"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast; and how to apply it.
 
   1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
-  2. where nothing fits: 2, 4, ... minibatches of what took least, until it fits
-  3. each other mesh: with the options of the fastest that fits; where nothing fits yet, with those of 1 that took
-     least, and then minibatches as in 2
-  4. where nothing fits on any mesh: 3 for all meshes with the optimizer's state in the memory of the host
+  2. where nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
+  3. each other mesh: with the options of the fastest trial that fits; where nothing fits yet, with the options of 1
+     that took the least memory, and then minibatches as in 2
+  4. where nothing fits on any mesh: step 3 for all meshes, with the optimizer's state in the memory of the host
   5. another threshold, with the options of the fastest that fits
 
 Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
-the step. A forecast takes seconds to a minute, so the search walks along each option and does not try all combinations:
-what is best here need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3 once
-something fits, as none of them waits for what another says; how many run at once does not change what is tried. Offload
-comes last, as its transfers are no part of any other step: it is found only where nothing fits without it. Options
-that fail (they do not divide the batch, the compiler refuses the step, the user's code raises) are a row of the result
-that says why; of the very first, or of all of 1, that is an error.
+the step. A forecast takes seconds to a minute, so the search varies one option after the other and does not try all
+combinations: its best need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3
+once something fits, as none of them depends on another; how many run at once does not change what is tried. Offload
+comes last, as it costs transfers that no other step has: it is tried only where nothing fits without it. Options that
+fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row that says why;
+if the very first options fail, or all of 1, the search raises.
 """
 
 import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,23 +32,28 @@ from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, HOST_AXIS
-from xlstm_jax.distributed.forecast.compiling.child_process import CompileError, Pending
-from xlstm_jax.distributed.forecast.compiling.compile import trace
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.compiling.several import room_for_jobs, side_by_side
-from xlstm_jax.distributed.forecast.fitting.applying import code_of
+from xlstm_jax.distributed.forecast.compiling.side_by_side import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.hardware.slices import Topology, parse_topology
-from xlstm_jax.distributed.optimizers.offloading.offload import NO_OFFLOAD, Offload
-from xlstm_jax.wording import format_bytes, format_mesh, plain_text, rich_table, shortened
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
 MAX_PROBLEM = 200  # characters of it in a table
+OFFLOADED_STATE = """\
+state = create_train_state(
+    model, tx, mesh, rng, inputs,
+    batch_axes={axes},
+    offload=Offload(),
+)"""
 
 BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract arguments
 
@@ -165,17 +171,13 @@ class Fit:
             dataclasses.asdict(trial.options)
             | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
             | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
-            | {"least_step_seconds": _least(trial.forecast)}
+            | {"least_step_seconds": times.least if times else None}
             for trial in self.trials
+            for times in [trial.forecast.step_time if trial.forecast else None]
         ]
-        found = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
+        data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         code = code_of(self.best.options) if self.best else None
-        return json.dumps(found | {"why_offload": self.why_offload, "code": code}, indent=2)
-
-
-def _least(forecast: Forecast | None) -> float | None:
-    times = forecast.step_time if forecast else None
-    return times.least if times else None
+        return json.dumps(data | {"why_offload": self.why_offload, "code": code}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:
@@ -242,21 +244,21 @@ def fit(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
 
-    def build(options: Options) -> BuiltStep:
+    def build(options: Options) -> StepCall:
         with answered_for(chip):
             step, args = build_step(options)
-            traced = trace(step, args)  # runs the user's loss here, where it may raise anything; JAX keeps the trace
-        _check_offload(options, traced)
-        return step, args
+        call = StepCall(step, tuple(args), topology=parsed, cache=kept)
+        _check_offload(options, call.traced)  # runs the user's loss here, where it may raise anything
+        return call
 
-    def begin(built: BuiltStep) -> Pending[Forecast]:
-        job = begin_forecast(built[0], *built[1], topology=topology, cache=kept)
+    def begin(call: StepCall) -> Pending[Forecast]:
+        job = begin_forecast(call)
         if job.request.key in programs:
             raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
         programs.add(job.request.key)
         return job
 
-    kept, programs = chosen_cache(cache) or False, set[str]()  # one for all trials; the keys of what was begun
+    kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
 
@@ -275,8 +277,8 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
 class Search:
     """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
 
-    build: Callable[[Options], BuiltStep]
-    begin: Callable[[BuiltStep], Pending[Forecast]]
+    build: Callable[[Options], StepCall]
+    begin: Callable[[StepCall], Pending[Forecast]]
     budget_bytes: int
     on_trial: Callable[[Options], None] | None = None
     on_done: Callable[[Trial], None] | None = None
@@ -402,3 +404,46 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
     hybrid = {"dp": dims[0], **dict(list(staged.items())[1:])}
     return [staged, flat, hybrid]
+
+
+def code_of(options: Options) -> str:
+    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
+    gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
+    wrapper = [
+        "    shard_module_params,",
+        f"    axis_name={format_axes(options.shard_axes)},",
+        f"    min_weight_size={options.min_weight_size},",
+        *(["    reshard_after_forward=True,"] if gathered_again else []),
+    ]
+    return "\n".join(
+        [
+            "mesh = DeviceMeshManager.create_device_mesh(",
+            f"    {dict(options.mesh)}",
+            ")",
+            *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
+            *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
+            *(OFFLOADED_STATE.format(axes=tuple(options.mesh)).splitlines() if options.offload != NO_OFFLOAD else []),
+            "step = make_train_step(",
+            f"    loss_fn, mesh, {tuple(options.mesh)}, num_minibatches={options.num_minibatches}",
+            ")",
+        ]
+    )
+
+
+def command_of(options: Options, factory: str, topology: str, settings: Mapping[str, Any]) -> str:
+    """The command that forecasts these options again, over several lines.
+
+    Args:
+      options: those to forecast.
+      factory: as ``--factory`` takes it.
+      topology: as ``--topology`` takes it.
+      settings: values of the factory's arguments, each of which becomes a ``--set``.
+    """
+    more = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
+    more += ["--offload"] if options.offload != NO_OFFLOAD else []
+    parts = [
+        f"xlstm-jax forecast --factory {factory}",
+        " ".join([f"--topology {topology} --mesh {format_mesh(options.mesh)}", *more]),
+        *(f"--set {shlex.quote(f'{name}={value!r}')}" for name, value in settings.items()),
+    ]
+    return " \\\n    ".join(parts)

@@ -1,4 +1,4 @@
-"""Many devices by one name: slices of TPU chips that can be rented, as "v5e:16x16"; hosts of GPUs, as "h100:32x8"."""
+"""Names of sets of devices: slices of TPU chips that can be rented, as "v5e:16x16"; hosts of GPUs, as "h100:32x8"."""
 
 import math
 import re
@@ -34,17 +34,17 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which dims are rings: of v5e and v6e one of the whole pod's length; of v4 and v5p all, or none.
+        """Which dims are rings: on v5e and v6e those as long as the pod; on v4 and v5p all dims, or none.
 
         The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
-        so smaller slices have none. On a dim that is no ring, half the bandwidth is left for collectives. GPUs are
-        joined by switches: no dim is a ring.
+        so smaller slices have none. A dim that is no ring has half the bandwidth for collectives. Switches join
+        GPUs, so none of their dims is a ring.
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
         if self.chip.cube is None:
             return tuple(size == max(self.chip.pod) for size in self.shape)
-        return (_is_of_cubes(self.shape, self.chip.cube),) * len(self.shape)
+        return (all(size and size % self.chip.cube == 0 for size in self.shape),) * len(self.shape)
 
     @property
     def platform(self) -> str:
@@ -108,7 +108,7 @@ def every_slice(chip: Chip) -> Shapes:
 
 
 def slice_shape(device: Any) -> tuple[int, ...] | None:
-    """The slice that a TPU belongs to, whatever part of it a mesh takes; None for what is no TPU, or an unknown one."""
+    """The whole slice that a TPU belongs to, of which a mesh may take a part; None for GPUs, CPUs and unknown TPUs."""
     chip = chip_of(device.device_kind)
     if chip is None or not chip.torus_axes:
         return None
@@ -142,10 +142,6 @@ def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
             f"topology={name!r} has {gpus} GPUs per {host}, but NVLink joins at most {per_host} {chip}. {example}"
         )
     return hosts, gpus
-
-
-def _is_of_cubes(shape: tuple[int, ...], cube: int) -> bool:
-    return all(size and size % cube == 0 for size in shape)
 
 
 def _slices(chip: Chip) -> str:

@@ -1,10 +1,10 @@
-"""Host offload: the optimizer's state lies in the memory of the host, and visits the device for its update.
+"""Host offload: the optimizer's state lies in the memory of the host, and comes to the device for its update.
 
   create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without it
   make_train_step                                 sees in the types of the state what lies there; see ``streaming``
 
-What lies on the host are leaves that are at least as large as the split parameter that they belong to. Counts, factored
-moments and what belongs to whole parameters are small and stay on the device.
+Leaves of the state lie on the host if they are at least as large as the sharded parameter that they belong to. Counts,
+factored moments and the moments of replicated parameters are small and stay on the device.
 """
 
 import math
@@ -28,8 +28,8 @@ class Offload:
 
     Attributes:
       optimizer_state: of the optimizer's state what is split like the parameters.
-      params: False; True is refused. JAX would have the gradient of what lies on the host lie there, too, where nothing
-        can be computed with it; and parameters that all come in as the step begins need as much memory as ever.
+      params: must be False. JAX would put the gradients of parameters on the host, too, where nothing can be computed
+        with them; and parameters that all come in as the step begins need as much memory as without offload.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> where = {"batch_axes": ("dp", "fsdp"), "offload": Offload()}

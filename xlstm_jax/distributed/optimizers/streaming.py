@@ -9,29 +9,152 @@ device's memory as without offload. So the update is traced once, as it is, and 
 The fetch of a group waits for the group before it (``optimization_barrier``): while group k is updated, k + 1 travels
 in and k - 1 out, so that the device holds two groups, and the new values of one. (XLA's schedule for TPUs begins many
 transfers of 1 MiB at once all the same: see docs/offload.md.) Whatever the transform is, the equations are the
-same, and so is every value. One that couples moments of several parameters (Muon's rounds, a norm of the updates) has
-its coupled part in the phase of the last of them.
+same, and so is every value. A transform that couples moments of several parameters (Muon's rounds, a norm of the
+updates) runs its coupled part in the phase of the last of these parameters.
 
-A leaf larger than a group, layers that ``nn.scan`` has stacked, say, is a loop over its leading dim, if that is whole
-and if what happens to the leaf is arithmetic on single elements; else it is brought in whole.
+A leaf larger than a group, such as layers that ``nn.scan`` has stacked, is updated in a loop over its leading dim, if
+no axis splits that dim and the update is arithmetic on single elements; else the leaf comes in whole.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.optimizers.offloading.offload import is_on_host
-from xlstm_jax.distributed.optimizers.offloading.traced_update import Number, Op, Operand, TracedUpdate
+from xlstm_jax.distributed.data_parallel.remat import ARITHMETIC
+from xlstm_jax.distributed.optimizers.offload import is_on_host
+
+ELEMENTWISE = frozenset(f"{ARITHMETIC} convert_element_type copy sharding_constraint".split())
+SPREAD = "broadcast_in_dim"  # a scalar to an array, as jnp.where does it
+FUNCTIONS = ("jit", "pjit")
+UPDATE_SCOPE = "update"
+BY_CALLER = -1  # the user of a result
+
+Number = int  # of a value in a program
+Operand = Any  # a number, or a literal
 
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
 _Carry = tuple[dict[int, Any], dict[Number, Any]]  # of a loop over rows: moments by place, what else it computes
+
+
+class Op(NamedTuple):
+    """An equation between values that have numbers."""
+
+    eqn: core.JaxprEqn
+    operands: tuple[Operand, ...]
+    results: tuple[Number, ...]
+
+    @property
+    def numbers(self) -> list[Number]:
+        return [x for x in self.operands if isinstance(x, Number)]
+
+    @property
+    def result(self) -> Any:
+        """The type of its first result; None where it has none."""
+        return self.eqn.outvars[0].aval if self.results else None
+
+    def is_elementwise(self, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether its result is an array, of this shape, each element made of those in its place and of scalars."""
+        own = tuple(self.result.shape) if self.results else ()
+        if not own or (shape is not None and own != shape):
+            return False
+        name, shapes = self.eqn.primitive.name, {getattr(x.aval, "shape", None) for x in self.eqn.invars} - {()}
+        return (name in ELEMENTWISE and shapes <= {own}) or (name == SPREAD and not shapes)
+
+    def run(self, values: Mapping[Number, Any], rows: int | None = None) -> dict[Number, Any]:
+        """The results by their numbers; of an elementwise one also where ``values`` are so many rows of each."""
+        operands = [values[x] if isinstance(x, Number) else x.val for x in self.operands]
+        primitive, scope = self.eqn.primitive, str(self.eqn.source_info.name_stack)
+        with self.eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
+            if rows and primitive.name == SPREAD:
+                results = jax.lax.broadcast(operands[0], (rows, *self.result.shape[1:]))
+            else:
+                results = primitive.bind(*operands, **primitive.get_bind_params(self.eqn.params))
+        return dict(zip(self.results, results if primitive.multiple_results else [results], strict=True))
+
+
+@dataclass
+class TracedUpdate:
+    """A function as a list of operations.
+
+    Attributes:
+      count: what gives values their numbers.
+      given: what it is computed from beside its arguments, by number.
+      inputs, outputs: the arguments and the results.
+    """
+
+    count: Iterator[Number] = field(default_factory=itertools.count)
+    ops: list[Op] = field(default_factory=list)
+    given: dict[Number, Any] = field(default_factory=dict)
+    inputs: list[Number] = field(default_factory=list)
+    outputs: list[Operand] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, closed: Any) -> "TracedUpdate":
+        """Of what ``jax.make_jaxpr`` returns."""
+        program = cls()
+        program.inputs = [next(program.count) for _ in closed.jaxpr.invars]
+        program.outputs = program._add(closed, program.inputs)
+        return program
+
+    def _add(self, closed: Any, operands: Sequence[Operand]) -> list[Operand]:
+        """Adds the equations of a jaxpr, those of functions in it one by one; returns its results."""
+        numbers: dict[Any, Operand] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            numbers[var] = next(self.count)
+            self.given[numbers[var]] = const
+        for eqn in closed.jaxpr.eqns:
+            own = [_read(numbers, x) for x in eqn.invars]
+            if eqn.primitive.name in FUNCTIONS:
+                results = self._add(eqn.params["jaxpr"], own)
+            else:
+                results = [next(self.count) for _ in eqn.outvars]
+                self.ops.append(Op(eqn, tuple(own), tuple(results)))
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return [_read(numbers, x) for x in closed.jaxpr.outvars]
+
+    def phases(self, arrival: Mapping[Number, int]) -> tuple[dict[Number, int], dict[int, list[Op]]]:
+        """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
+
+        An operation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one
+        later phase needs, such as a clipped gradient: until then no memory holds the result.
+        """
+        phase, by_op = dict.fromkeys(self.given, 0) | dict(arrival), [0] * len(self.ops)
+        for i, op in enumerate(self.ops):
+            by_op[i] = max((phase[x] for x in op.numbers), default=0)
+            phase |= dict.fromkeys(op.results, by_op[i])
+        users: dict[Number, set[int]] = defaultdict(set)
+        for x in self.outputs:
+            if isinstance(x, Number):
+                users[x].add(BY_CALLER)
+        for i, op in reversed(list(enumerate(self.ops))):
+            needed = set[int]().union(*(users[x] for x in op.results))
+            if op.is_elementwise() and len(needed) == 1 and BY_CALLER not in needed:
+                (by_op[i],) = needed
+                phase |= dict.fromkeys(op.results, by_op[i])
+            for x in op.numbers:
+                users[x].add(by_op[i])
+        ops: dict[int, list[Op]] = defaultdict(list)
+        for k, op in zip(by_op, self.ops, strict=True):
+            ops[k].append(op)
+        return phase, ops
+
+
+def _read(numbers: Mapping[Any, Operand], x: Any) -> Operand:
+    return x if isinstance(x, core.Literal) else numbers[x]
+
+
+# ------------------------------------------------------------------------------------------------- the update in groups
 
 
 def streamed(
@@ -43,9 +166,9 @@ def streamed(
       update: takes a state on the device and returns the next one, of the same structure, and anything else.
       opt_state: a state of which some leaves lie on the host; without any it is updated as it is.
       shardings: of all its leaves.
-      owners: for each leaf the parameter, say, that it belongs to: what has one owner comes together.
+      owners: for each leaf the name of the parameter that it belongs to; leaves of one owner come together.
     Returns:
-      What ``update`` returns, the leaves of the state where they were.
+      What ``update`` returns; leaves that were on the host are there again.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state)
@@ -57,8 +180,8 @@ def streamed(
 
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
         there = dict(zip((moment.place for moment in moments), fetched, strict=True))
-        found = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        flat, out_tree = jax.tree.flatten(found)
+        updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        flat, out_tree = jax.tree.flatten(updated)
         structure.append(out_tree)
         return flat
 
@@ -68,7 +191,7 @@ def streamed(
 
 
 class _Moment(NamedTuple):
-    """A leaf on the host: its place in the state, the array, where it lies, and whose it is."""
+    """A leaf on the host: its place in the state, the array, its sharding, and the parameter that it belongs to."""
 
     place: int
     value: Any
@@ -107,14 +230,14 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
 
 def _upstream(x: Number, makers: Mapping[Number, Op]) -> list[Number]:
     """What a value is computed from, the nearest first."""
-    found = [x]
-    for y in found:  # which grows meanwhile
-        found += [z for z in (makers[y].numbers if y in makers else ()) if z not in found]
-    return found
+    queue = [x]
+    for y in queue:  # goes on to what it appends
+        queue += [z for z in (makers[y].numbers if y in makers else ()) if z not in queue]
+    return queue
 
 
 class _Streaming:
-    """A program on its way: the values that are there, and which moments were written back last."""
+    """A program that is being run: the values so far, and which moments were written back last."""
 
     def __init__(self, program: TracedUpdate, moments: Sequence[_Moment]):
         self.program, self.groups = program, _grouped(moments)
@@ -123,7 +246,7 @@ class _Streaming:
         self.phase, self.ops = program.phases(arrival)
         self.values: dict[Number, Any] = dict(program.given)
         self.stored: dict[int, Any] = {}
-        self.before: list[int] = []  # what the phase before has stored
+        self.before: list[int] = []  # what the phase before this one has stored
 
     def outputs(self) -> list[Any]:
         """Runs it; returns what the update returns, moments on the host."""
@@ -135,8 +258,8 @@ class _Streaming:
                 self._run_in_rows(k, group, rows)
             else:
                 self._run_whole(k, group)
-        found = enumerate(self.program.outputs)
-        return [self.stored[i] if i in self.number else self._value(x) for i, x in found]
+        outputs = enumerate(self.program.outputs)
+        return [self.stored[i] if i in self.number else self._value(x) for i, x in outputs]
 
     def _value(self, x: Operand) -> Any:
         return self.values[x] if isinstance(x, Number) else x.val
@@ -150,9 +273,9 @@ class _Streaming:
 
     def _store(self, k: int) -> None:
         """Sends the moments to the host that phase ``k`` has computed."""
-        found = [i for i in self.number if self._phase_of(self.program.outputs[i]) == k]
-        self.stored |= {i: jax.device_put(self._value(self.program.outputs[i]), jax.memory.Space.Host) for i in found}
-        self.before = found
+        places = [i for i in self.number if self._phase_of(self.program.outputs[i]) == k]
+        self.stored |= {i: jax.device_put(self._value(self.program.outputs[i]), jax.memory.Space.Host) for i in places}
+        self.before = places
 
     def _after_those_before(self, arrays: list[Any]) -> list[Any]:
         """The arrays, which are used once the moments of the phase before are on the host."""
@@ -186,18 +309,18 @@ class _Streaming:
         return [x for op in self.ops[k] for x in op.results if x in used]
 
     def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Number, Number | None]:
-        """For each value that a phase hands out an operand of it of the same form, over which it is written.
+        """For each value that leaves a phase, an operand of the same shape and dtype that it may overwrite; or None.
 
-        The sum that is the next parameter is written over the parameter, which the step has taken over.
+        The next value of a parameter overwrites the parameter, whose buffer was donated to the step.
         """
         makers = {x: op for op in self.ops[k] for x in op.results}
-        found: dict[Number, Number | None] = {}
+        buffers: dict[Number, Number | None] = {}
         for x in self._escaping(k):
             form = (shape, makers[x].result.dtype)
             near = [y for y in _upstream(x, makers) if y in self.values]
             fitting = [y for y in near if (self.values[y].shape, self.values[y].dtype) == form]
-            found[x] = next((y for y in fitting if y not in found.values()), None)
-        return found
+            buffers[x] = next((y for y in fitting if y not in buffers.values()), None)
+        return buffers
 
     def _run_in_rows(self, k: int, group: Sequence[_Moment], rows: int) -> None:
         shape, ops = group[0].value.shape, self.ops[k]

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
-from xlstm_jax.distributed.forecast.hlo.computation import Computation
 from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 MIXED = "mixed"
 MIN_S = 1e-12  # so that nothing hides beside nothing
@@ -66,12 +65,12 @@ class Timing:
     """The time of one execution of a collective of GPUs.
 
     Attributes:
-      networks: that it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
+      networks: which it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
       nic_bytes: that the network adapter of each GPU carries.
       bandwidth_s: of its bytes alone, at the links' published rates: the least.
       latency_s: before its bytes count, in the way that NCCL chooses, see ``hardware.nccl``.
-      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` at its end, with all that
-        was under way before it, and kernels at the rates that they reach.
+      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` when its result is needed,
+        after the collectives that were under way before it, with kernels at the rates that they reach.
       waited_by_bandwidth_s: the same by published rates alone: no latency, and each kernel at its roofline.
       bytes_s: of its bytes, as fast as NCCL sends them.
       choice: of NCCL, as "Ring LL128".
@@ -107,18 +106,18 @@ class Collective:
       kind: what is executed: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
       stands_for: what was asked for, where an all-reduce does the work of a "reduce-scatter" or an "all-gather".
       count: executions per step; those in a loop of unknown length count once per execution of the loop.
-      dtype: of communication; "mixed" where arrays of different dtypes travel together.
+      dtype: in which it travels; "mixed" where arrays of different dtypes travel together.
       payload_bytes: of one execution, the whole array; of several arrays that travel together, their sum.
-      wire_bytes: sent by each device in one execution.
-      group_size: the devices that take part in one exchange; of a permute those that it connects.
+      wire_bytes: that each device sends in one execution.
+      group_size: how many devices take part in one exchange; for a permute, how many it connects.
       axes: of the mesh that it runs over; None if its groups follow no set of axes.
-      op_name: the name that JAX gave it, or where the compiler dropped it, that of the nearest operation with one.
-      modules: that it serves, one for each array that travels.
+      op_name: the name that JAX gave it; where the compiler dropped that, the name of the nearest named operation.
+      modules: modules that it serves, one for each array that travels.
       leaves: paths of the parameters that are gathered, one for each array; empty where they are not known.
       slices: how many pieces a loop cuts out of what was gathered before it, one in each trip; 1 without such a loop.
       direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
       asynchronous: whether the schedule goes on while it is under way.
-      overlapped: what is scheduled meanwhile.
+      overlapped: what is scheduled while it is under way.
       timing: on GPUs how long it takes, and how long the schedule waits for it; else None.
     """
 
@@ -153,6 +152,16 @@ class Collective:
     def is_hidden(self) -> bool:
         """On GPUs: whether matrix products are expected to run beside it for as long as it takes."""
         return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.seconds, MIN_S)
+
+
+def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
+    """What each device sends for all of them in a step."""
+    return sum(collective.wire_bytes_per_step for collective in collectives)
+
+
+def executions(collectives: Iterable[Collective]) -> int:
+    """How often they run in a step, all together."""
+    return sum(collective.count for collective in collectives)
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
@@ -192,7 +201,8 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = _gathered_leaves(program, site) if gathers else ()
+    leaves = tuple(_leaf(program, value) for value in _operands(site)) if gathers else ()
+    leaves = leaves if all(leaves) else ()
     return Collective(
         name=site.scheduled.name,
         kind=site.kind,
@@ -222,7 +232,7 @@ def _sent_shapes(site: Site) -> list[Shape]:
 
 def _direction_of(site: Site, name: str, gathers: bool) -> str:
     direction = module_path(name)[1] if name else OTHER
-    # The name of a gather that has lost its own is a neighbour's; in the backward pass it serves to compute again.
+    # A gather that has lost its own name has a neighbour's; in the backward pass it serves to compute forward again.
     return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
 
 
@@ -255,13 +265,9 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
         return site.own_names
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
-    near = own or [name for value in _operands(site) if (name := _name_near(program, value))]
-    return (near[0] if near else "",)
-
-
-def _name_near(program: Program, value: Value) -> str:
-    names = (found.instruction.op_name for found in (value, *upstream(program, value)))
-    return next((name for name in names if "/" in name), "")
+    near = (other for value in _operands(site) for other in (value, *upstream(program, value)))
+    names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
+    return (next(names, ""),)
 
 
 def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str, ...]) -> str | None:
@@ -293,8 +299,8 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
 def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
     """A module for each array: that of its own name, or of what computes it, or of what reads it where it is gathered.
 
-    A gather carries the name of the module around the one that it serves, as the parameters are gathered before that
-    one's scope is entered; so its own name is only the last resort.
+    Parameters are gathered before the scope of their module is entered, so a gather carries the name of the module
+    around it. That name is therefore the last resort.
     """
     values = _operands(site)
     names = names if len(names) == len(values) else names[:1] * len(values)
@@ -307,7 +313,7 @@ def _modules_served(program: Program, site: Site, names: tuple[str, ...], gather
         else _first_module(itertools.chain([value], upstream(program, value)))
         for position, value in enumerate(values)
     ]
-    return tuple(found or path for found, path in zip(near, own, strict=True))
+    return tuple(nearest or path for nearest, path in zip(near, own, strict=True))
 
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
@@ -327,10 +333,10 @@ def _cuts(program: Program, array: Value) -> Iterator[tuple[Value, Value]]:
     queue, seen = [array], {array.key}
     while queue and len(seen) < MAX_VISITED:
         value = queue.pop()
-        found = [use for use in uses(program, value) if use.key not in seen]
-        seen.update(use.key for use in found)
-        yield from ((value, use) for use in found if use.instruction.opcode == "dynamic-slice")
-        queue += [use for use in found if use.instruction.opcode in _SAME_VALUES]
+        new = [use for use in uses(program, value) if use.key not in seen]
+        seen.update(use.key for use in new)
+        yield from ((value, use) for use in new if use.instruction.opcode == "dynamic-slice")
+        queue += [use for use in new if use.instruction.opcode in _SAME_VALUES]
 
 
 def _scheduled_in(program: Program, computation: Computation) -> str:
@@ -354,11 +360,6 @@ def _first_module(values: Iterable[Value]) -> str:
     names = (value.instruction.op_name for value in values)
     paths = (module_path(name)[0] for name in names if name and not _is_in_own_scope(name))
     return next((path for path in paths if path), "")
-
-
-def _gathered_leaves(program: Program, site: Site) -> tuple[str, ...]:
-    leaves = tuple(_leaf(program, value) for value in _operands(site))
-    return leaves if all(leaves) else ()
 
 
 def _leaf(program: Program, value: Value) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xlstm_jax.distributed.forecast.compiling.child_process import POLL_S, Pending
+from xlstm_jax.distributed.forecast.compiling.compile_process import POLL_S, Pending
 
 CHILD_BYTES = 2 * 2**30  # of a step of some 0.2 billion parameters with scanned layers, 0.7 GiB
 CORES_OF_ONE = 2
@@ -32,9 +32,14 @@ def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Gener
       limit: how many may run at once, asked before each start; one may always.
     """
     under_way: deque[tuple[T, W]] = deque()
+
+    def limit_reached() -> bool:
+        running = sum(not _is_done(job) for job, _ in under_way)
+        return running > 0 and running >= limit()
+
     try:
         for job, what in jobs:
-            while job is not None and (running := _running(under_way)) and running >= limit():
+            while job is not None and limit_reached():
                 time.sleep(POLL_S)
             under_way.append((job, what))
             if job is not None:
@@ -53,10 +58,6 @@ def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Gener
 
 def _is_done(job: "Pending[Any] | None") -> bool:
     return job is None or job.is_done()
-
-
-def _running(jobs: Iterable[tuple[Any, Any]]) -> int:
-    return sum(not _is_done(job) for job, _ in jobs)
 
 
 def room_for_jobs() -> int:
