@@ -87,9 +87,6 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
 lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
 
 
-lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
-
-
 def _check(step: Step) -> None:
     mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
     if mesh != planned:

@@ -134,11 +134,14 @@ class Comparison:
 
     def with_same_draws(self, key: Any) -> tuple[Any, Found]:
         """A constant key, and the loss of the batch with it: the first that gives finite gradients which are not 0."""
-        for u in CHOICES:
-            same_key = constant_like(key, u)
-            found = self.one.whole(same_key)
+        first, *others = CHOICES
+        same_key = constant_like(key, first)
+        found = self.one.whole(same_key)
+        for u in others:
             if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
                 break
+            same_key = constant_like(key, u)
+            found = self.one.whole(same_key)
         return same_key, found
 
     def observed(self, rng: Any, truth: Found) -> SeenStep:
