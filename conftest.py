@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
 import os
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def pytest_runtest_setup(item):
     for marker, platform in PLATFORMS.items():
         if item.get_closest_marker(marker) and (lacks := _lacks_compiler(platform)):
             pytest.skip(lacks)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
+def pytest_collection_modifyitems(items):
+    """Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th."""
+    cases = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % marker.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 def pytest_ignore_collect(collection_path):

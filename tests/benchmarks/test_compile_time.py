@@ -60,6 +60,7 @@ def test_tracing_alone(tmp_path, capsys):
         assert row["ratio"] > 0  # a time: the aim is tested where nothing else runs
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_one_compilation_is_told_and_drawn(tmp_path, capsys):
     found = {"tracing": [], "compiling": []}

@@ -8,6 +8,7 @@ from benchmarks.large_models import SIZES, language_model
 from xlstm_jax.distributed.plan.planning import plan_sharding
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["xLSTM, FSDP", "Transformer, replicated"])
 def test_forecasts_agree_with_facts(case):
     found = list(forecast_accuracy.compare(case, jax.devices()))

@@ -88,6 +88,7 @@ def kept(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_plugin
 def test_ours_sends_the_least_and_across_hosts_the_least(kept):
     found = traffic.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, COMPARED))["cases"]
@@ -125,6 +126,7 @@ def text_with(options):
     return re.sub(r", metadata=\{[^}]*\}|HloModule.*", "", text)
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_plugin
 def test_every_option_of_gpus_is_accepted_and_changes_the_program():
     options = compiler_options(parse_topology("h100:1x2").chip.device_kinds[0])
@@ -144,6 +146,7 @@ def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):
     assert " jax\n" not in run.stderr and " json\n" in run.stderr  # JAX would look for devices
 
 
+@pytest.mark.slow
 def test_what_is_measured_on_a_card_can_be_measured_here():
     device = jax.devices()[0]
     text = measures.same_text(device)

@@ -22,6 +22,7 @@ def kept(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_flat_algorithm(kept):
     found = memory.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))

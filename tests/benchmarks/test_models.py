@@ -56,6 +56,7 @@ def close(got, want, tolerance):
     assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: jnp.dtype(dtype).name)
 @pytest.mark.parametrize("block_size", [1, 8, 10, 24, 100])
 def test_attention_by_blocks_of_queries_is_attention(block_size, dtype):
@@ -95,6 +96,7 @@ def test_no_array_holds_all_scores_whatever_policy_is_outside(around):
     assert largest == {"all": 6 * length * length, "blocks": 6 * block * length}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", ["xlstm", "transformer"])
 def test_the_losses_of_a_model_are_those_of_its_logits(block):
     model = LanguageModel(block, 16, 2, 2, wrap=fsdp, remat=jax.checkpoint_policies.dots_saveable)
@@ -106,6 +108,7 @@ def test_the_losses_of_a_model_are_those_of_its_logits(block):
     assert found.loss.std() > 0.01  # guard: the labels matter
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "shard_axes, remat", [((), False), (AXES, True), (AXES, jax.checkpoint_policies.dots_saveable)]
 )
@@ -133,6 +136,7 @@ def attention_of_each_group(q, k, v):
     return jnp.swapaxes(plain_attention(q, k, v), 1, 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_sharded_decoder_with_an_attention_that_it_is_given_has_the_gradient_of_the_plain_one(tied):
     size = decoder.DecoderSize(32, 2, 4, 64, hidden=48, kv_heads=2, tied=tied)
@@ -178,6 +182,7 @@ def test_pictures_say_what_the_names_of_cases_mean():
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_decoded_text_is_that_of_the_model_that_reads_it_whole(block):
     """Greedily from prompts of 3 bytes; in float64, where no rounding changes which byte is the likeliest."""

@@ -78,6 +78,7 @@ def test_flash_attention_takes_the_flop_of_its_products():
     assert in_place_of_flash(q, k, k).shape == q.shape
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_plugin
 def test_a_small_run_is_forecast():
     size = DecoderSize(512, 2, 4, 1024, hidden=1024, kv_heads=2)

@@ -52,6 +52,7 @@ def counted(text):
     return {kind: size for kind, size in sent.items() if size}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("peer", PEERS)
 def test_bytes_of_a_peer_are_those_of_an_independent_count(peer):
     step, args = build(SIZES["small"], CASES[peer], (2, 4), jax.devices(), loop=True)

@@ -26,6 +26,7 @@ def out(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_all_cases_do_the_same_work(out):
     losses = {case: found["losses"] for case, found in json.loads((out / "tiny.json").read_text())["cases"].items()}
     assert list(losses) == CHOSEN

@@ -208,6 +208,7 @@ def runs(corpus, tmp_path_factory):
     return run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", [None, {"dp": 2, "fsdp_x": 2, "fsdp_y": 2}], ids=str)
 def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, mesh):
     sharded, replicated = runs(mesh=mesh), runs(replicated=True)
@@ -219,6 +220,7 @@ def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, mesh):
     assert len(set(map(str, replicated.memory.values()))) == 1
 
 
+@pytest.mark.slow
 def test_remat_minibatches_an_average_of_the_weights_and_rows_of_several_steps_leave_the_losses_alone(
     runs, corpus, capsys
 ):
@@ -274,6 +276,7 @@ def undisturbed(corpus, tmp_path_factory):
     return train_lm.train(config), config
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
 def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path, mesh, exact):
     want, config = undisturbed
@@ -293,6 +296,7 @@ def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path,
 SMALLEST = "--batch-size 2 --mesh fsdp=1 --context 8 --d-model 8 --layers 1 --heads 1 --model transformer"
 
 
+@pytest.mark.slow
 def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printed(
     monkeypatch, corpus, tmp_path, capsys
 ):
@@ -334,6 +338,7 @@ def test_what_is_printed_after_sigterm_names_the_folders_or_says_what_is_lost(fo
     assert want in train_lm.how_to_go_on(config, 7)
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overwritten(runs, corpus, tmp_path, capsys):
     one = runs()
     sizes = "--steps 6 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64"
@@ -422,6 +427,7 @@ def x64_stays_off():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow
 def test_in_float64_the_loss_curves_differ_by_rounding_alone(runs, x64_stays_off):
     """Training magnifies a difference by some factor in every step: from 1e-15 to no more than 1e-12 here.
 

@@ -43,6 +43,7 @@ def test_divided_after_the_sum_float16_overflows_where_the_mean_does_not():
     assert relative_error(x, reduced_mean(x, "float16", (256,), divide="after")) == np.inf
 
 
+@pytest.mark.slow
 def test_a_training_with_narrow_gradients_is_near_that_in_float32_and_is_another(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("the cat sat on the mat. " * 400)
@@ -81,6 +82,7 @@ def test_what_is_kept_is_drawn_again(tmp_path, capsys):
     assert (tmp_path / "wire_dtypes.png").stat().st_size > 50_000
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_base_of_each_dtype_and_on_it_alone(tmp_path, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_text("the cat sat on the mat. " * 400)

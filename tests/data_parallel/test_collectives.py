@@ -38,6 +38,7 @@ def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda 
     return variables, on_mesh(fn, mesh, check_vma, (specs, P(split)), (P(), specs)).lower(variables, BATCH)
 
 
+@pytest.mark.one_in(5)
 @BOTH_MODES
 @pytest.mark.parametrize("remat", [False, True], ids=["keep", "remat"])
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def instructions(compiled_text):
     return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][a-z\-]*)\(", compiled_text))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(  # any two of the three in each of their four ways
     "scan, remat, check_vma", [(False, False, True), (False, True, False), (True, False, False), (True, True, True)]
 )

@@ -100,6 +100,7 @@ def test_gathers_in_a_branch_that_devices_take_differently_are_refused(kind, fla
         gradients(model, loss_by(flag), WITH_FLAG, INPUTS, check_vma)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kind, flag, check_vma",
     [("cond", "scalar", True), ("cond", "scalar", False), ("cond", "reduced", False), ("where", "rows", True)],
@@ -183,6 +184,7 @@ def is_model(path, module):
     return path == ""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name, where, check_vma",
     [

@@ -112,6 +112,7 @@ READY = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case, check_vma", [("split", False), *zip(READY, [True, True, False] * 3, strict=True)])
 def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh, params):
     model, options = READY[case]
@@ -154,6 +155,7 @@ WAYS = {"by hand": by_hand, "ready": lambda loss, *args: value_and_grad(loss, AX
 OWN = [("by hand", True), ("by hand", False), ("ready", True), ("several", False)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way, check_vma", OWN)
 @pytest.mark.parametrize("model", [wrapped(), MoE()], ids=["wrapped", "plain"])
 def test_a_step_of_ones_own_has_them_too(model, way, check_vma, mesh, params):

@@ -131,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_trained_as_one_device_trains_it(case):
     make_model, options = CASES[case]
@@ -152,6 +153,7 @@ def test_the_rest_is_trained_as_one_device_trains_it(case):
     assert moments and all(map(is_trained, moments))
 
 
+@pytest.mark.slow
 def test_muon_beside_frozen_leaves_is_that_of_one_device_wherever_its_momenta_lie():
     def state_of(offload):
         return create_train_state(
@@ -238,6 +240,7 @@ def merged(params):
     return {"kernel": params["kernel"] + params["lora_a"] @ params["lora_b"], "bias": params["bias"]}
 
 
+@pytest.mark.slow
 def test_lora_on_a_transformer_is_that_of_one_device_and_its_merged_weights_are_the_plain_models(tmp_path):
     model = Transformer(LoRADense, fsdp())
     state = create_train_state(model, SGD, MESH, KEY, TOKENS[:, :-1], batch_axes=AXES, **LORA)

@@ -48,6 +48,7 @@ def units_apart(a, b):
     return np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)) / np.asarray(spacing, np.float64), initial=0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dp, fsdp_size", [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", ["blocks", "initializers"])
 def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):

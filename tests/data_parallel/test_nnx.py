@@ -86,6 +86,7 @@ def back(names):
 CASES = [("2x4", True, True, True), ("4x2", False, False, False)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh_shape, check_vma, scan, remat", CASES)
 def test_a_twin_trains_as_the_linen_model_does_on_one_device(mesh_shape, check_vma, scan, remat):
     shape = MESHES[mesh_shape]
@@ -282,6 +283,7 @@ def trained_by_nnx_on_one_device():
     return losses, nnx_model(Model).unbind(whole)["params"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [True, False], ids=["nnx.shard_map", "jax.shard_map"])
 def test_a_step_of_nnx_with_its_optimizer(own):
     """``nnx.jit``, ``nnx.Optimizer`` and a sharded module, against the plain module on one device."""

@@ -107,6 +107,7 @@ def trained_on_one_device(params):
     return params, losses
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_adapters_train_as_on_one_device_above_the_unpacked_base(dtype):
     start, losses, state = trained(dtype)

@@ -109,6 +109,7 @@ def padding_of(tree):
 
 
 # What an optimizer sees of the padding does not depend on the mode, nor on the number of devices.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "devices, check_vma, tx", [(8, True, "adamw"), (8, True, "adafactor"), (8, False, "lamb"), (4, True, "adamw")]
 )
@@ -156,6 +157,7 @@ def test_by_default_such_a_leaf_stays_whole_and_the_plan_says_both():
         shard_module_params(nn.Dense, "fsdp", uneven="cut")
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_true_shape_and_fit_any_number_of_devices(tmp_path):
     state, _ = trained(8)
     want = true_tree((state.params, state.opt_state))

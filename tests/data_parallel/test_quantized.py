@@ -224,6 +224,7 @@ def as_they_arrive(params, count, format_name):
     return map_leaves_with_path(arrived, params)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "cls, by, check_vma", [(Layers, "wrapper", True), (Layers, "wrapper", False), (Padded, "reading", True)]
 )
@@ -366,6 +367,7 @@ def compiled(topology):
     return compile_for_topology(jax.jit(step), *args, topology=topology, cache=None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "topology",
     [

@@ -230,6 +230,7 @@ def test_prng_keys_pass_and_a_sharded_one_is_gathered():
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("shape", [(16, 3), (3, 16), (3, 5), (8,)], ids=str)
 @MESHES
 @BOTH_MODES

@@ -352,6 +352,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_programs_in_flight_together_do_not_wait_for_each_other_for_ever():
     """Without the threads that simulate_cpu_devices asks for, two runs in five never end on JAX 0.10."""
     for _ in range(2):

@@ -26,6 +26,7 @@ SPLIT = LAYERS * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH) + 32 * WIDTH  # a stack of 
 WHOLE = LAYERS * WIDTH + 32
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     "topology, mesh, kind",

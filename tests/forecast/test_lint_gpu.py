@@ -93,6 +93,7 @@ def test_the_time_is_that_of_the_kernels_and_of_what_is_waited_for():
     assert Forecast.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_more_collectives_under_way_are_waited_for_less():
     options = compiler_options(CHIPS["h100"].device_kinds[0])
     before, after = findings(**WAITING), findings(**WAITING, options=tuple(options.items()))
@@ -116,6 +117,7 @@ def test_whole_leaves_that_cross_hosts_do_not_where_the_axis_is_known_to():
     assert "fsdp_host" in last[0].cure and not of_rule(staged, "hosts-last")
 
 
+@pytest.mark.slow
 def test_many_small_collectives_are_fewer_where_small_leaves_stay_whole():
     split, whole = findings(64, 128), findings(64, 128, min_weight_size=2**20)
     small = of_rule(split, "small-collectives")

@@ -485,6 +485,7 @@ def tight():
     return fit(build_step, "v5e:2x2", BUDGET, meshes=[{"fsdp": 4}], on_trial=tried.append), tried
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_best_is_the_fastest_of_what_fits(tight):
     found, _ = tight

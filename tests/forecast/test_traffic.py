@@ -524,6 +524,7 @@ def collectives_on_tpu(topology, sizes):
     return find_collectives(parse(compile_for_topology(step, state, batch, rng, topology=topology).hlo), sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_rectangular_torus_gathers_and_scatters():
     found = collectives_on_tpu("v5e:2x4", {"dp": 2, "fsdp": 4})

@@ -118,11 +118,13 @@ def all_become_asynchronous(found):
     assert share(found[NONE]) <= 0.05  # guard: it is the options that do it
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_on_v6e_all_bytes_become_asynchronous():
     all_become_asynchronous(traffic("v6e:2x4"))
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_kind():
     found = traffic("v5p:2x2x1", "each")

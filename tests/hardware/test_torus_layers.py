@@ -131,6 +131,7 @@ def all_layers(request):
     return compiled(request.param, LAYERS, grad_scatter_dtype="bfloat16")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.libtpu
 def test_no_gradient_of_a_split_leaf_is_all_reduced(all_layers):
     found, leaves = all_layers

@@ -7,6 +7,7 @@ import pytest
 from tests.third_party import table
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "check_vma"), [("GPT-2", True), ("T5, remat", False)])
 def test_a_model_that_nobody_edited_trains_as_on_one_device(name, check_vma):
     pytest.importorskip("transformers", reason="needs the extra 'models'")

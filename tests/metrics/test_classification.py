@@ -204,6 +204,7 @@ def reference(name, statistic, average, scores, labels, weight):
 # --------------------------------------------------------------------------------------------------- confusion matrices
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("statistic, average", GRID)
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("kind", ["ones", "fractional"])

@@ -507,6 +507,7 @@ def observed_loss(params, apply_fn, batch, rng):
     return error.mean(), {"error": (error, batch["weight"]), "square": batch["x"], "n": error.size}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_the_train_step_carries_the_state_without_a_further_collective(check_vma, num_minibatches):

@@ -117,6 +117,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_are_those_of_one_device(name):
     model, mesh, of_muon, of_step = CASES[name]
@@ -181,6 +182,7 @@ def on_one_device(shapes=SHAPES, **options):
     return jax.jit(lambda p, g: two_updates(tx, p, g))(random_tree(0, shapes), random_tree(1, shapes))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 def test_inside_shard_map_however_leaves_are_split(check_vma):
     tx = muon(RATE, muon_weight_dimension_numbers=DIMS)
@@ -250,6 +252,7 @@ def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
     assert jax.tree.structure(unbox(state.opt_state)) == jax.tree.structure(theirs.init(started(Model())))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
     """A training that the other optimizer goes on with after five of ten steps is that of one device."""
     model, x = Model(wrap=fsdp), data()["x"]
@@ -337,6 +340,7 @@ def square(params, apply_fn, x, rng):
     return jnp.mean(apply_fn({"params": params}, x) ** 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "topology, sizes",
     [

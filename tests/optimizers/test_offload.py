@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tx, wrap, loss, check_vma, options, accumulation", CASES.values(), ids=CASES)
 def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, accumulation):
     batches = [data(seed=1), data(seed=2), data(seed=3)]
@@ -139,6 +140,7 @@ def test_an_abstract_state_lies_where_the_real_one_will():
     assert [x.sharding for x in jax.tree.leaves(abstract)] == [x.sharding for x in jax.tree.leaves(real)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("after", [ON_HOST, ON_DEVICE], ids=["stays", "comes back"])
 def test_a_checkpoint_is_restored_into_either_memory(tmp_path, after):
     before = ON_HOST if after == ON_DEVICE else ON_DEVICE

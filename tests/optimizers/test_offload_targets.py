@@ -50,6 +50,7 @@ def adams_update(shapes, topology, on_host):
     return forecast(jax.jit(update, donate_argnums=(0, 1)), params, state, params, topology=topology)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [V5E])
 @pytest.mark.parametrize("shapes", FORMS.values(), ids=FORMS)
 def test_of_20_gib_half_are_on_the_host_and_the_rest_fits(topology, shapes):
@@ -60,6 +61,7 @@ def test_of_20_gib_half_are_on_the_host_and_the_rest_fits(topology, shapes):
     assert adams_update(shapes, topology, False).fits is False  # guard: it is the offload that makes room
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [V5E, H100])
 def test_of_1_gib_most_moments_are_saved(topology):
     shapes = [(8192, 1024)] * 24 + [(40, 8192, 1024)]  # 256 MiB each of parameters and gradients per device
@@ -91,6 +93,7 @@ def backward_of_layers(topology, offload):
     return forecast(step, params, x, topology=topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [V5E])
 def test_activations_on_the_host_leave_less_than_half_of_the_temporaries(topology):
     there, here = (backward_of_layers(topology, names) for names in ([BLOCK_INPUT], []))

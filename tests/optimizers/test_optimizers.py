@@ -126,6 +126,7 @@ def started(tx):
     return state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh_of(2, 4)))
 
 
+@pytest.mark.one_in(4)
 @each_case
 def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
     mesh, traces = mesh_of(2, 4), []
@@ -220,6 +221,7 @@ def off_shards(tx):
     return jax.jit(lambda params, grads: four_updates(tx, params, grads))(plain_start(), four_gradients())
 
 
+@pytest.mark.one_in(4)
 @each_case
 def test_guard_lets_through_what_is_right_and_refuses_the_rest(case):
     tx = elementwise_only(case.build())

@@ -262,6 +262,7 @@ def test_every_process_raises_what_differs_and_where(two, name, message):
     assert first.count("\n") == 1  # guard: only what differs is named
 
 
+@pytest.mark.slow
 def test_the_process_that_differs_is_named_among_four(four):
     assert len(set(raised(four, "seed", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2$"))) == 1
     (told,) = set(raised(four, "two differ", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2\n"))
