@@ -63,6 +63,7 @@ def mlstm_inputs(length, input_gate_scale=2.0):
     return q, k, v, i_gate, log_f
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 24, 64])
 def test_chunkwise_mlstm_is_the_recurrence(chunk_size):
     inputs = mlstm_inputs(24)
@@ -95,6 +96,7 @@ def test_gradients_of_chunkwise_mlstm_are_those_of_the_recurrence():
     assert_allclose(got, (steps[0] - steps[1]) / 2e-6, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("i_gate, log_f", [(-120.0, -120.0), (120.0, -120.0), (120.0, -0.1), (0.0, -1000.0)])
 def test_chunkwise_mlstm_has_finite_gradients_with_gates_wide_open_or_shut(i_gate, log_f):
     q, k, v, gate, _ = (jnp.asarray(x, jnp.float32) for x in mlstm_inputs(24))
@@ -107,6 +109,7 @@ def small_model(block, **kwargs):
     return LanguageModel(block, dim=16, num_layers=2, num_heads=2, **kwargs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", models.BLOCKS)
 def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
     monkeypatch.setattr(models, "CHUNK_SIZE", 8)
@@ -117,6 +120,7 @@ def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
     assert np.all(np.abs(after[:, 13:] - before[:, 13:]).max(-1) > 0)  # guard: every later step does see it
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", models.BLOCKS)
 def test_wrapping_and_remat_change_no_name_shape_or_value(block):
     def wrap(module):
@@ -359,6 +363,7 @@ def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overw
 # --------------------------------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "arguments, message",
     [

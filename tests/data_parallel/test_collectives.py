@@ -57,6 +57,7 @@ def test_one_gather_forward_at_most_one_backward_one_scatter(shape, axis_name, s
     assert count["reduce_scatter"] == stages * len(boxed)
 
 
+@pytest.mark.one_in(3)
 @BOTH_MODES
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"dp": 2, "fsdp": 4}], ids=["fsdp8", "dp2xfsdp4"])
 def test_no_all_reduce_of_a_sharded_gradient(shape, check_vma):

@@ -90,6 +90,7 @@ WITH_FLAG = {"x": X, "flag": jnp.float32(1)}
 INPUTS = X, jnp.array(True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kind, flag, check_vma",
     [("cond", "rows", True), ("switch", "key", True), ("cond", "index", False), ("switch", "rows", False)],

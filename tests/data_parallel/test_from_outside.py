@@ -316,6 +316,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use", USES)
 def test_it_is_used_as_the_plain_model(use):
     variables = three_steps_on_one_device(Tied())[0]

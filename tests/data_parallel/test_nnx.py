@@ -129,6 +129,7 @@ def lowered_step(model, mesh, batch, loss, check_vma=True, inputs=None):
     return step.lower(state, abstract_batch(batch, mesh, AXES), key).as_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block, check_vma", [("mlp", False), ("transformer", True), ("recurrent", False)])
 def test_a_twin_has_the_plan_and_the_collectives_of_the_linen_model(block, check_vma):
     mesh, remat = mesh_of(2, 4), check_vma

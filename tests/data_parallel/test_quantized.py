@@ -80,6 +80,7 @@ def largest_of_blocks(x):
 # ----------------------------------------------------------------------------------------------- what is lost of values
 
 
+@pytest.mark.one_in(2)
 @every_format
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(

@@ -61,6 +61,7 @@ OPTIONS = {
 RUNS = [*((name, True) for name in OPTIONS), ("padded", False), ("copies", False)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
 def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(name, check_vma):
     options, features = OPTIONS[name]

@@ -190,6 +190,7 @@ def counted(module, policy, name, scan=False):
 # ------------------------------------------------------------------------------------------------------ what is kept
 
 
+@pytest.mark.one_in(3)
 @in_and_out_of_scan
 @every_module
 def test_no_whole_weight_is_kept(module, scan):
@@ -236,6 +237,7 @@ def keep_but(refused, primitive, *_, **__):
 # -------------------------------------------------------------------------------------------- what is computed again
 
 
+@pytest.mark.one_in(3)
 @in_and_out_of_scan
 @every_module
 def test_everything_computes_no_product_again(module, scan):

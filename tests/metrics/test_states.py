@@ -237,6 +237,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_sync_issues_one_collective_or_one_per_operation_and_dtype_and_update_none(way, check_vma):
     mesh, split = mesh_of(2, 4), P(AXES)

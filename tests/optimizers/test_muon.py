@@ -289,6 +289,7 @@ def test_a_step_that_is_not_finite_is_skipped():
 # ------------------------------------------------------------------------------------------------------- its arguments
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"preconditioning": p} for p in ("spectral", "aol", "schatten")], ids=str)
 def test_on_one_device_options_are_those_of_optax(options):
     shapes = {name: SHAPES[name] for name in ("up", "down")}

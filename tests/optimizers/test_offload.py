@@ -189,6 +189,7 @@ def on_one_device(tx, on_host):
     return params, placed, jax.tree.map(lambda p: jnp.sin(p + 1), params), update
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tx", COUPLED.values(), ids=COUPLED)
 def test_a_transform_that_couples_leaves_is_the_same(tx):
     found = []

@@ -117,6 +117,7 @@ def three_steps_of_shampoo():
     return trained(mesh_of(2, 4), skip_nonfinite(transform(shampoo)))
 
 
+@pytest.mark.slow
 def test_shampoo_is_that_of_each_matrix_on_one_device():
     got, want = whole(three_steps_of_shampoo()), by_hand(shampoo)
     assert_same_params(got, want, 1e-4)  # eigenvectors of Gram matrices: ten times their rounding

@@ -1,9 +1,12 @@
 """The quick part of the fault suite (all of it: ``make test-faults``): the training job killed, and started again."""
 
+import pytest
+
 from tests.faults import job
 from tests.faults.test_kills import kill_until_done
 
 
+@pytest.mark.slow
 def test_a_job_killed_in_a_step_ends_as_if_nothing_had_happened(tmp_path):
     with job.started(tmp_path / "undisturbed", 2) as processes:
         processes.wait_gone(job.STARTING_S)

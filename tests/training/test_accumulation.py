@@ -43,6 +43,7 @@ def on_one_device():
 WRAP = (("replicas", Replicas("dp")),)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):

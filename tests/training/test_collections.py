@@ -249,6 +249,7 @@ def test_a_leaf_that_the_model_has_boxed_stays_split(check_vma):
 # ----------------------------------------------------------------------------------------------------- minibatches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation, check_vma", [
     ("reduce_each", True), ("reduce_once", False), ("reduce_replicas_once", True),
 ])  # fmt: skip

@@ -65,6 +65,7 @@ def close(got, want, tolerance):
 # ---------------------------------------------------------------------------------------------------------- exactness
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "dtype, chunk_size",
     [(jnp.float32, 1), (jnp.float32, 8), (jnp.float32, 37), (jnp.float32, 4096), (jnp.bfloat16, 8), (jnp.float64, 8)],
@@ -227,6 +228,7 @@ def scanned(losses_of):
     return losses
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "around", [jax.remat, scanned, lambda f: jax.vmap(f, in_axes=(0, None, 0))], ids=["remat", "scan", "vmap"]
 )
@@ -238,6 +240,7 @@ def test_under_remat_scan_and_vmap(around):
         close(g, w, 2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("varying", ["all", "hidden and labels", "kernel"])
 def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, check_vma):
@@ -337,6 +340,7 @@ def test_the_head_can_be_initialised_by_its_losses():
 
 
 # Half of all combinations: any two of the three meet in each of their four ways.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "check_vma, gather_dtype, tied",
     [(True, None, False), (True, jnp.bfloat16, True), (False, None, True), (False, jnp.bfloat16, False)],

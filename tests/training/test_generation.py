@@ -86,6 +86,7 @@ def by_the_plain_model(params, prompt, scan=True, forgetful=False):
     return tokens
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "gather, scan, check_vma",
     [("each_token", True, True), ("once", True, False), ("each_token", False, False), ("once", False, True)],

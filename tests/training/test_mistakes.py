@@ -314,6 +314,7 @@ TXS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
 def test_apply_gradients_takes_what_value_and_grad_returns(tx):
     plain, mesh = nn.Dense(18), MESH

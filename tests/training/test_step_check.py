@@ -136,6 +136,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found_and_named(mistake, mesh, state):
     grads_of, check_vma, says = MISTAKES[mistake]
@@ -144,6 +145,7 @@ def test_a_mistake_is_found_and_named(mistake, mesh, state):
     assert re.search(says, in_one_line(found)), str(found)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("grads_of", [right, then(sync, of_jax), then(sync, right)], ids=["ours", "jax", "twice"])
 def test_a_right_step_is_found_right(grads_of, check_vma, mesh, state):
@@ -169,6 +171,7 @@ def uneven_mean(params, apply_fn, batch, rng):
     return total / (weight + 1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loss, says",
     [
@@ -193,6 +196,7 @@ def test_the_ready_step_is_right_whatever_it_is_told(mesh, state):
     int(state.step)  # neither changed nor donated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tx, compared", [(optax.adam(0.1), "updates"), (optax.sgd(0.1), "updates")])
 def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradients(tx, compared, mesh, state):
     own = state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh))
@@ -203,6 +207,7 @@ def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradien
     assert "8 x the right ones: summed over" in in_one_line(found)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
     """That of the bias of attention's keys is 0: softmax does not see what is added to all its inputs."""
 

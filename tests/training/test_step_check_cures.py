@@ -75,6 +75,7 @@ PAIRS = {  # what is wrong, what is said, what is right
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_loss_that_is_no_mean_over_rows_gets_a_cure_that_works(name, state):
     wrong, says, right = PAIRS[name]
@@ -90,6 +91,7 @@ def test_minibatches_that_change_a_loss_are_named(state):
     assert found.verdict == "wrong" and "num_minibatches=2 changes it" in in_one_line(found), str(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loss, says",
     [

@@ -53,6 +53,7 @@ def check(loss, state=None, **options):
     return check_step(make_train_step(loss, mesh_of(2, 4), AXES, **options), state or state_of(), BATCH, KEY)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rate, minibatches", [(0.1, 1), (0.8, 2)])
 def test_a_mean_is_right_and_a_sum_exactly_that_many_times_off_at_any_dropout(rate, minibatches):
     state = state_of(Net(rate))
@@ -91,12 +92,14 @@ def test_draws_that_go_by_a_row_s_position_are_no_statistic():
     assert found.verdict == "wrong" and "it is a sum over examples" in " ".join(str(found).split())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reduce", [lambda x: x[:-1].mean(), jnp.max], ids=["without the last row", "the worst row"])
 def test_a_row_s_weight_is_not_taken_for_a_draw_that_goes_by_its_position(reduce):
     found = check(loss_by(reduce))
     assert found.verdict == "wrong" and "no mean over rows" in " ".join(str(found).split())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options", [{"gather_dtype": "int8"}, {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}], ids=str
 )

@@ -73,6 +73,7 @@ def global_weighted_mean(params, apply_fn, batch):
 # ------------------------------------------------------------------------------------------------------ value_and_grad
 
 
+@pytest.mark.one_in(2)
 @BOTH_MODES
 def test_averages_are_known_again_and_not_divided_twice(check_vma):
     """By what they are: as another array an average has the type of a sum under ``check_vma=True``."""
@@ -102,6 +103,7 @@ def test_what_is_known_of_averages_goes_when_they_go():
     del grads
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(  # every mesh with and without weights, and on two axes in both modes
     "dp, fsdp_size, weighted, check_vma",
     [(2, 4, weighted, check_vma) for weighted in (False, True) for check_vma in (True, False)]
@@ -312,6 +314,7 @@ def test_rng_folded_over_axes_differs_on_every_device():
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "weighted, count, check_vma",
     [(False, 2, True), (False, 2, False), (True, 2, True), (True, 2, False), (True, 1, True)],
