@@ -37,6 +37,7 @@ class Finding:
 class LintError(ValueError):
     """A step has findings; its text lists them, ``findings`` has them as data.
 
+    >>> from xlstm_jax.distributed.forecast import lint
     >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
     >>> lint.raise_if([found])
     Traceback (most recent call last):
