@@ -56,7 +56,13 @@ def cycles_of_entries(package: Path = PACKAGE) -> list[list[str]]:
     What an ``__init__`` hands on is no import of its folder's entries by each other.
     """
     files = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in package.rglob("*.py")}
-    arrows = {(path, files[name]) for path in files.values() for name in _imported(path) if name in files}
+    arrows = {
+        (path, files[module])
+        for path in files.values()
+        for name in names_imported(path.read_text())
+        for module in (name, name.rpartition(".")[0])
+        if module in files
+    }
     found = []
     folders = {parent for path in files.values() for parent in path.parents if package in (parent, *parent.parents)}
     for folder in folders:
@@ -82,13 +88,12 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+def names_imported(source: str) -> Iterator[str]:
+    """Everything that a file imports, by its full name, wherever in the file it does."""
+    for node in ast.walk(ast.parse(source)):
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from [f"{module}{alias.name}" for alias in node.names]
 
 
 def calls(run: Callable[[], Any], until: str = "", value: Any = None) -> list[CodeType]:

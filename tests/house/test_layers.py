@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.measures import names_imported
+
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
 ORDER = """common_types, quiet_import < wording, hardware < data_parallel < processes, optimizers
@@ -28,14 +30,6 @@ FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # of all folders
 def folder_of(module):
     """The folder that a module belongs to, as ``ORDER`` names it."""
     return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
-
-
-def names_imported(source):
-    """Everything that a file imports, by its full name, wherever in the file it does."""
-    for node in ast.walk(ast.parse(source)):
-        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from [f"{module}{alias.name}" for alias in node.names]
 
 
 def imported(source):
