@@ -387,8 +387,14 @@ def _as_read(leaf: Any, value: Any) -> Any:
 def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
     """The value gathered over ``axes``, without padding; in a box where other axes still split it."""
     note_branch(path)
-    value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf_of(leaf).names, axes, how, path)
-    return as_gathered(leaf, value, names, axes, how)
+    found = leaf_of(leaf)
+
+    def gather() -> Any:
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), found.names, axes, how, path)
+        return as_gathered(leaf, value, names, axes, how)
+
+    # The box but for its shard says how the shard is gathered, and what becomes of it then.
+    return running_loss().gathered_once(found.value, (found.replace(value=None), axes, how), gather)
 
 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:

@@ -7,13 +7,14 @@ are read off the stack, as no trace tells. All of it is asked while a model is t
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from flax.core import lift
+from flax.core.tracers import current_trace
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,30 @@ class RunningLoss:
 
     ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
     which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
-    ``gathered_in_branches``.
+    ``gathered_in_branches``. ``gathers`` has what each shard was gathered to, with how, and in which trace.
     """
 
     axes: tuple[str, ...] = ()
     model_axes: frozenset[str] = frozenset()
     gathered_in_branches: list[str] = field(default_factory=list)
+    gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
+
+    def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any]) -> Any:
+        """``gather()``, or what it returned for the same shard before.
+
+        A loss that reads a parameter twice (a tied embedding) then has one gather of it, and JAX adds up the gradients
+        of both reads before the one reduce-scatter. An array that was made within a transformation (``nn.remat``,
+        ``lax.scan``) does not exist outside of it, nor in another one: each of them gathers by itself.
+        """
+        if not self.axes:
+            return gather()
+        key = (current_trace(), how)
+        for known, of, whole in self.gathers:
+            if known is shard and of == key:
+                return whole
+        whole = gather()
+        self.gathers.append((shard, key, whole))
+        return whole
 
 
 # Between value_and_grad, which knows the axes, and the gathers within the model stands the user's loss function.
