@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.shard_choice import balanced_orders
+from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import _matrix_shape, reduce_scatter
 
@@ -49,25 +49,29 @@ def busiest(sizes, orders, axis_sizes):
 )
 def test_the_busiest_axis_carries_a_bounded_share_of_what_it_would(axis_sizes, at_most):
     sizes = list(TRANSFORMER.values())
-    orders = balanced_orders(sizes, axis_sizes)
+    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes)
     rotated, total = busiest(sizes, orders, axis_sizes)
     as_given, unrotated_total = busiest(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes)
     assert rotated <= at_most * as_given
     assert total == pytest.approx(unrotated_total)  # the bytes are the same in every order
 
 
-def test_the_largest_leaf_has_the_order_that_was_asked_for_and_others_rotate():
-    assert balanced_orders([1, 5, 1, 1], {"x": 4, "y": 4})[1] == ("x", "y")
-    assert set(balanced_orders([1] * 6, dict.fromkeys(AXES, 2))) == {("x", "y", "z"), ("y", "z", "x"), ("z", "x", "y")}
-    assert balanced_orders([3], {"x": 4}) == [("x",)]
-    assert balanced_orders([], {"x": 4}) == []
+def orders(sizes, axis_sizes, slow_axes=()):
+    return balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, slow_axes)
+
+
+def test_the_largest_leaf_has_the_order_that_was_asked_for_and_others_take_turns():
+    assert orders([1, 5, 1, 1], {"x": 4, "y": 4})[1] == ("x", "y")
+    assert {order[0] for order in orders([1] * 6, dict.fromkeys(AXES, 2))} == set(AXES)
+    assert orders([3], {"x": 4}) == [("x",)]
+    assert orders([], {"x": 4}) == []
 
 
 def test_axes_over_slow_links_stay_innermost():
-    orders = balanced_orders([1] * 4, {"fsdp_host": 4, "x": 2, "y": 2})
-    assert {order[-1] for order in orders} == {"fsdp_host"} and {order[0] for order in orders} == {"x", "y"}
-    assert balanced_orders([1, 1], {"fsdp_host": 4, "fsdp_device": 8}) == [("fsdp_device", "fsdp_host")] * 2
-    assert balanced_orders([1], {"fsdp_host": 4}) == [("fsdp_host",)]
+    found = orders([1] * 4, {"fsdp_host": 4, "x": 2, "y": 2}, ["fsdp_host"])
+    assert {order[-1] for order in found} == {"fsdp_host"} and {order[0] for order in found} == {"x", "y"}
+    assert orders([1, 1], {"host": 4, "device": 8}, ["host"]) == [("device", "host")] * 2
+    assert orders([1], {"host": 4}, ["host"]) == [("host",)]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -11,14 +11,15 @@ import numpy as np
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
+from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.shard_choice import (
     DEFAULT_MIN_WEIGHT_SIZE,
+    INTER_HOST_AXES,
     UNEVEN,
     ShardChoice,
-    balanced_orders,
     choose_shard_dim,
     padded_size,
 )
@@ -50,7 +51,7 @@ def shard_params(
     Args:
       params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
       axis_name: an axis or a tuple of axes; a dim is split over all of them. The order given is that of the largest
-        leaf, outermost first, and rotates from leaf to leaf, so that all axes carry the same load.
+        leaf, outermost first; other leaves take the order that lets all axes carry the same load.
       min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
       uneven: what happens to a leaf none of whose dims the axis divides; "replicate": it stays whole; "pad": it is
         split along its largest dim, with zeros up to the next multiple of N.
@@ -103,7 +104,8 @@ def _decisions(
     choices = {path: _choice(leaf, axis_sizes, policy) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
     sizes = [leaf_of(leaves[path]).stored_bytes for path in split]
-    order_of = dict(zip(split, balanced_orders(sizes, axis_sizes), strict=True))
+    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, INTER_HOST_AXES)
+    order_of = dict(zip(split, orders, strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
 

@@ -1,11 +1,6 @@
-"""Which dim of a leaf is split, why, and in what order of the axes, from shapes alone. Sharding and the plan ask here.
-
-Over several axes the order differs from leaf to leaf. The axis that is gathered last, the outermost, carries most of a
-leaf's bytes: so each axis of a torus is the outermost of some leaves.
-"""
+"""Which dim of a leaf is split, and why, from shapes alone. Sharding and the plan ask here."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.reasons import (
@@ -81,35 +76,3 @@ def choose_shard_dim(
 def padded_size(size: int, multiple: int) -> int:
     """``size``, rounded up to a multiple."""
     return -(-size // multiple) * multiple
-
-
-def balanced_orders(sizes: Sequence[int], axis_sizes: dict[str, int]) -> list[tuple[str, ...]]:
-    """For each leaf the order of the axes, outermost first, so that every axis carries about the same load.
-
-    A leaf of B bytes over axes of sizes n_0 (outermost), n_1, ... sends B (n_0 - 1) / n_0 over the first, and over the
-    next B / n_0 * (n_1 - 1) / n_1: nearly all over the outermost. So the order rotates. The largest leaf has it as
-    given; the others, by size, that under which the busiest axis carries least. ``INTER_HOST_AXES`` stay innermost.
-
-    ``sizes`` are bytes of the leaves that are gathered together; ``axis_sizes`` has the axes in the order asked for.
-    """
-    inter_host = [axis for axis in axis_sizes if axis in INTER_HOST_AXES]
-    others = [axis for axis in axis_sizes if axis not in INTER_HOST_AXES]
-    rotations = [(*others[i:], *others[:i], *inter_host) for i in range(len(others))] or [tuple(inter_host)]
-    load, orders = dict.fromkeys(others, 0.0), [rotations[0]] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        loads = {order: _loads(load, sizes[index], order, axis_sizes) for order in rotations}
-        if any(load.values()):
-            # Of equally good ones the last, so that the first axis is left to the modules that have a single leaf.
-            orders[index] = min(reversed(rotations), key=lambda order: sorted(loads[order].values(), reverse=True))
-        load = loads[orders[index]]
-    return orders
-
-
-def _loads(load: dict[str, float], size: float, order: tuple[str, ...], axis_sizes: dict[str, int]) -> dict[str, float]:
-    """``load`` with what a leaf of ``size`` sends over each axis, gathered in this order."""
-    load = dict(load)
-    for axis in order:
-        if axis in load:
-            load[axis] += size * (axis_sizes[axis] - 1) / axis_sizes[axis]
-        size /= axis_sizes[axis]
-    return load

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -101,7 +102,7 @@ def plan_sharding(
         variables = variables | with_unit(plan_params(params, over, ShardPolicy(tuple(over), threshold)), params)
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
-    params = variables.pop(PARAMETERS, {})
+    params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
     with matrix_reports() as reports:
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]

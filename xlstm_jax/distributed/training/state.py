@@ -20,6 +20,7 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.modules.unit import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
@@ -196,7 +197,10 @@ def jitted_init(
             variables = model.init(rng, *inputs, **kwargs)
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
-            return with_frozen(variables, trainable, frozen_dtype)
+            variables = with_frozen(variables, trainable, frozen_dtype)
+            if "params" not in variables:
+                return variables
+            return {**variables, "params": balanced_over_model(variables["params"], dict(mesh.shape))}
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
     out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)

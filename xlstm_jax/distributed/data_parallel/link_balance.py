@@ -1,0 +1,171 @@
+"""Links in balance: in what order of the mesh axes each sharded parameter travels.
+
+A leaf of B bytes that is split over axes of sizes n_0 (outermost), n_1, ... is gathered innermost first, and its
+gradient is scattered outermost first. Over the outermost axis travel B (n_0 - 1) / n_0 bytes, over the next
+B / n_0 (n_1 - 1) / n_1: nearly all over the outermost. Each axis of a torus is a link of its own, so leaves take turns
+in which axis is their outermost, by bytes: a step waits for the busiest link.
+
+Slow axes, which cross hosts or slices, stay innermost: they are gathered first, when what is sent is smallest.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.shard_choice import INTER_HOST_AXES
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.packing import sent_itemsize
+
+Order = tuple[str, ...]
+
+# The layers of a Python loop keep one order, so that JAX traces and XLA compiles one layer, unless that makes the
+# busiest axis carry this much more than the mean.
+SHARED_ORDER_LIMIT = 1.05
+
+# All orders of more axes are too many to try; then an order is a rotation.
+MOST_PERMUTED_AXES = 3
+
+
+def balanced_orders(
+    sizes: Sequence[float], given: Sequence[Order], axis_sizes: Mapping[str, int], slow_axes: Sequence[str] = ()
+) -> list[Order]:
+    """For each leaf the order of its axes, outermost first, so that the busiest axis carries as little as possible.
+
+    The largest leaf keeps the order given. The others follow by size, each in the order under which the busiest axis
+    carries least.
+
+    Args:
+      sizes: bytes of each leaf.
+      given: the axes of each leaf, in the order that the user asked for.
+      axis_sizes: the number of devices along each axis.
+      slow_axes: axes that stay innermost, in the order given.
+    """
+    total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
+
+    def loads(size: float, order: Order) -> list[float]:
+        """What the axes carry with this leaf, the busiest axis first."""
+        sent = _traffic(size, order, axis_sizes)
+        return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
+
+    orders = list(given)
+    for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        choices = _orders(given[leaf], slow_axes)
+        # Of equally good orders the last: the first axis is left to modules that have a single leaf.
+        choices = choices[::-1] if any(total.values()) else choices[:1]
+        orders[leaf] = min(choices, key=partial(loads, sizes[leaf]))
+        for axis, sent in _traffic(sizes[leaf], orders[leaf], axis_sizes).items():
+            if axis in total:
+                total[axis] += sent
+    return orders
+
+
+def _orders(axes: Order, slow_axes: Sequence[str]) -> list[Order]:
+    """The orders that a leaf may have, the given order first."""
+    slow = tuple(axis for axis in axes if axis in slow_axes)
+    fast = tuple(axis for axis in axes if axis not in slow_axes)
+    if len(fast) <= MOST_PERMUTED_AXES:
+        return [(*order, *slow) for order in permutations(fast)]
+    return [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))]
+
+
+def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that a leaf of ``size`` bytes sends over each axis in one gather in this order."""
+    sent = {}
+    for axis in order:
+        sent[axis] = size * (axis_sizes[axis] - 1) / axis_sizes[axis]
+        size /= axis_sizes[axis]
+    return sent
+
+
+# ------------------------------------------------------------------------------------------------- of a whole model
+
+
+def balanced_over_model(
+    params: PyTree, axis_sizes: Mapping[str, int], slow_axes: Sequence[str] = INTER_HOST_AXES
+) -> PyTree:
+    """The parameters with the orders of their axes balanced over the whole model; values are global arrays.
+
+    A wrapped module sees its own leaves alone when it boxes them. This function sees all leaves, those of a scan with
+    all their layers. Only names change: the same dim is split over the same axes. Axes that the model itself splits a
+    leaf over stay where they are, and so does every leaf that only one axis gathers.
+
+    Args:
+      params: boxed arrays, or abstract arrays, of global shapes.
+      axis_sizes: the axes of the mesh, in its order, with their sizes.
+      slow_axes: axes that stay innermost.
+    """
+    found = {
+        path: (_travelling_bytes(leaf), dim, axes)
+        for path, leaf in leaves_with_path(params)
+        if is_ours(leaf)
+        for dim, axes in [_reorderable(leaf, axis_sizes)]
+        if axes
+    }
+    order_of = _shared_orders(found, axis_sizes, slow_axes)
+
+    def reorder(path: str, leaf: Any) -> Any:
+        if path not in order_of:
+            return leaf
+        names, dim = list(leaf_of(leaf).names), found[path][1]
+        order = iter(order_of[path])
+        movable = set(order_of[path])
+        names[dim] = axes_entry(tuple(next(order) if axis in movable else axis for axis in entry_axes(names[dim])))
+        return leaf.replace(names=tuple(names))
+
+    return map_leaves_with_path(reorder, params)
+
+
+def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, Order]:
+    """The first dim that several axes gather, with these axes in the order of the mesh; no axes where there is none."""
+    found = leaf_of(leaf)
+    for dim, entry in enumerate(found.names):
+        gathered = [axis for axis in entry_axes(entry) if axis in found.gathered_axes]
+        if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
+            return dim, tuple(axis for axis in axis_sizes if axis in gathered)
+    return 0, ()
+
+
+def _travelling_bytes(leaf: Any) -> float:
+    """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
+    found = leaf_of(leaf)
+    shape = np.shape(found.value)
+    if found.packed:
+        return float(found.stored_bytes)
+    gathered, summed = found.communication.dtypes(found.value)
+    sent = sent_itemsize(found.communication.format_of(found.value) or np.dtype(gathered).name)
+    return math.prod(shape) * (sent + (np.dtype(summed).itemsize if found.is_differentiable else 0))
+
+
+def _shared_orders(
+    found: dict[str, tuple[float, int, Order]], axis_sizes: Mapping[str, int], slow_axes: Sequence[str]
+) -> dict[str, Order]:
+    """Orders by path: layers of a Python loop share theirs where the links are in balance all the same."""
+
+    def orders_of(key: Callable[[str], Any]) -> dict[str, Order]:
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for path in found:
+            groups[key(path)].append(path)
+        sizes = [sum(found[path][0] for path in paths) for paths in groups.values()]
+        given = [found[paths[0]][2] for paths in groups.values()]
+        orders = balanced_orders(sizes, given, axis_sizes, slow_axes)
+        return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
+
+    def in_balance(orders: dict[str, Order]) -> bool:
+        load = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
+        for path, order in orders.items():
+            for axis, sent in _traffic(found[path][0], order, axis_sizes).items():
+                load[axis] = load.get(axis, 0.0) + sent
+        loads = [load[axis] for axis in load if axis not in slow_axes and load[axis]]
+        return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
+
+    shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *found[path][1:]))
+    return shared if in_balance(shared) else orders_of(lambda path: path)
