@@ -13,6 +13,7 @@ import numpy as np
 
 from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
@@ -123,6 +124,18 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
             if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
                 found += equations(param, (*within, eqn.primitive.name))
     return found
+
+
+def bytes_by_axis(plan, axis_sizes):
+    """Bytes over each axis in one gather of every leaf of a plan, by walking through its stages."""
+    load = dict.fromkeys(axis_sizes, 0.0)
+    for row in plan.rows:
+        axes = next((entry_axes(entry) for entry in row.names if entry), ())
+        piece = np.prod(row.shape) / np.prod([axis_sizes[axis] for axis in axes])
+        for axis in reversed(axes):
+            load[axis] += piece * (axis_sizes[axis] - 1)
+            piece *= axis_sizes[axis]
+    return load
 
 
 def count_collectives(text: str) -> int:
