@@ -23,7 +23,7 @@ from flax import linen as nn
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
-from xlstm_jax.distributed.training.checking import mistakes
+from xlstm_jax.distributed.training import mistakes
 
 TESTS = Path(__file__).parent / "tests"
 

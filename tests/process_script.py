@@ -39,7 +39,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.device_mesh import batches
-from xlstm_jax.distributed.training.checking import arguments
+from xlstm_jax.distributed.training import arguments
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ADDRESS = f"127.0.0.1:{PORT}"

@@ -32,9 +32,9 @@ EXCUSED = {
     "distributed/processes/store.py:read": "goes on as it came: the coordination service's own",
     "distributed/processes/together.py:fail_together": "goes on as it came: the texts of all processes, joined",
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
-    "distributed/training/checking/arguments.py:__getattr__": "the protocol of attributes",
-    "distributed/training/checking/arguments.py:_explained": "goes on as it came: JAX's own",
-    "distributed/training/checking/mistakes.py:_warn": "its callers have the text",
+    "distributed/training/arguments.py:__getattr__": "the protocol of attributes",
+    "distributed/training/arguments.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/mistakes.py:_warn": "its callers have the text",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
     "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
 }

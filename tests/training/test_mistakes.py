@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.trees import stored_values
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.metrics.cells import Maximum, Total
 from xlstm_jax.distributed.optimizers import muon
-from xlstm_jax.distributed.training.checking import mistakes
+from xlstm_jax.distributed.training import mistakes
 
 KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
 ODD = data(features=7)  # no axis divides a dim of [7, 18]

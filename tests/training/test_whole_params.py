@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from tests.support import AXES, Block, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_module_params, unbox
-from xlstm_jax.distributed.training.checking import mistakes
+from xlstm_jax.distributed.training import mistakes
 from xlstm_jax.distributed.training.state import TrainState
 
 KEY, BATCH = jax.random.key(0), data()

@@ -20,12 +20,12 @@ from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
-from xlstm_jax.distributed.training.checking.arguments import check_batch
-from xlstm_jax.distributed.training.checking.mistakes import warn_of_averages
 from xlstm_jax.distributed.training.collections import readable, updated_collections
 from xlstm_jax.distributed.training.gradients import LocalResult, averaged, local_result
 from xlstm_jax.distributed.training.loss import LossFunction, MinibatchLossFn
+from xlstm_jax.distributed.training.mistakes import warn_of_averages
 from xlstm_jax.distributed.training.overwriting import OVERWRITTEN, overwriting_result
 from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 from xlstm_jax.distributed.training.varying import check_branches

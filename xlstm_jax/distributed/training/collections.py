@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
-from xlstm_jax.distributed.training.checking.arguments import binds
+from xlstm_jax.distributed.training.arguments import binds
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed

@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
-from xlstm_jax.distributed.training.checking.arguments import (
+from xlstm_jax.distributed.training.arguments import (
     CheckedStep,
     check_global_batch,
     check_loss_fn,

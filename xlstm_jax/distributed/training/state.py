@@ -40,16 +40,16 @@ from xlstm_jax.distributed.optimizers.state import (
     with_trainable,
 )
 from xlstm_jax.distributed.optimizers.streaming import streamed
-from xlstm_jax.distributed.training.checking.arguments import check_keys, check_model, why_not_its_state
-from xlstm_jax.distributed.training.checking.mistakes import (
+from xlstm_jax.distributed.training.arguments import check_keys, check_model, why_not_its_state
+from xlstm_jax.distributed.training.collections import check_kept, collections_of
+from xlstm_jax.distributed.training.first_batch import compare_keys
+from xlstm_jax.distributed.training.mistakes import (
     check_optimizer,
     reasons_in_plan,
     warn_if_nothing_is_split,
     warn_of_gathered_stacks,
     warn_of_optimizer,
 )
-from xlstm_jax.distributed.training.checking.processes import compare_keys
-from xlstm_jax.distributed.training.collections import check_kept, collections_of
 from xlstm_jax.distributed.training.state_text import state_line, state_table
 from xlstm_jax.wording import notebook_html
 

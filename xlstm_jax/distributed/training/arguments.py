@@ -23,8 +23,8 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batches import any_padded
-from xlstm_jax.distributed.training.checking.mistakes import warn_of_padding
-from xlstm_jax.distributed.training.checking.processes import compare_batches
+from xlstm_jax.distributed.training.first_batch import compare_batches
+from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
