@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.distributed import scan_layers
-from xlstm_jax.distributed.training.cross_entropy import TokenLosses
-from xlstm_jax.distributed.training.lm_head import LMHead
+from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses
 
 VOCAB_SIZE = 256
 CHUNK_SIZE = 64

@@ -25,7 +25,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, split_along
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.training.accumulation import ACCUMULATION
+from xlstm_jax.distributed.training.accumulation import STRATEGIES
 
 AXES, STEPS, BATCH = ("dp", "fsdp"), 5, data()
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -194,7 +194,7 @@ def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)

@@ -15,8 +15,7 @@ from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_stat
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.training.accumulation import ACCUMULATION
-from xlstm_jax.distributed.training.strategies import STRATEGIES
+from xlstm_jax.distributed.training.accumulation import STRATEGIES
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
 TX = optax.sgd(1.0)  # the parameters after a step are those before, less the gradient
@@ -44,7 +43,7 @@ WRAP = (("replicas", Replicas("dp")),)
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
     """Weights are uneven between devices and minibatches."""

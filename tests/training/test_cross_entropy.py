@@ -14,8 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, assert_same_params, equations, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, value_and_grad
-from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
-from xlstm_jax.distributed.training.lm_head import LMHead
+from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
 VOCAB, DIM = 37, 16
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from tests.support import AXES, fsdp, mesh_of, plain
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.training.overwriting import OVERWRITTEN
+from xlstm_jax.distributed.training.collections import OVERWRITTEN
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
 STEPS = 10

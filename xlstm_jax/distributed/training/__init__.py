@@ -18,11 +18,10 @@ any optax transform does on shards what it does on one device; XLA adds the few 
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
-from xlstm_jax.distributed.training.cross_entropy import TokenLosses, chunked_cross_entropy
+from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.generation import make_generate
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.training.lm_head import LMHead
 from xlstm_jax.distributed.training.state import (
     TrainState,
     abstract_train_state,

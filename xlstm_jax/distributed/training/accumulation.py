@@ -1,9 +1,16 @@
 """The gradient of a batch, minibatch after minibatch, inside ``shard_map``.
 
-weights        the parameters, or the parameters gathered once: as one of the ``strategies`` says
+weights        the parameters, or the parameters gathered once: as the strategy says
 minibatch j    the loss, its weight W_j, and its gradient g_j with respect to the weights
 mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
 gradients      the strategy makes them from the mean; those of unsharded leaves are then averaged over devices
+
+Three strategies say when gradients are reduced over devices; the result is the same. With m minibatches a step sends, P
+being the bytes of the split parameters (two gathers and one scatter)
+
+  "reduce_each"           m * 3P                 memory: that of one minibatch
+  "reduce_once"           2P                     all weights and their float32 gradients whole on every device
+  "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
 """
 
 from collections.abc import Callable, Mapping
@@ -16,21 +23,100 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.gather import gather_params
+from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.arguments import check_batch
-from xlstm_jax.distributed.training.auxiliary import Auxiliary
-from xlstm_jax.distributed.training.collections import readable, updated_collections
-from xlstm_jax.distributed.training.gradients import LocalResult, averaged, local_result
-from xlstm_jax.distributed.training.loss import LossFunction, MinibatchLossFn
+from xlstm_jax.distributed.training.collections import OVERWRITTEN, overwriting_result, readable, updated_collections
+from xlstm_jax.distributed.training.gradients import LocalResult, averaged, local_result, varying_leaves
+from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
 from xlstm_jax.distributed.training.mistakes import warn_of_averages
-from xlstm_jax.distributed.training.overwriting import OVERWRITTEN, overwriting_result
-from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION, STRATEGIES
 from xlstm_jax.distributed.training.varying import check_branches
 
-ACCUMULATION = tuple(STRATEGIES)
+
+class ReduceEach:
+    """Every minibatch gathers the parameters and scatters their gradients."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """The weights that every minibatch computes with. Its gradient is taken with respect to them."""
+        return params
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        """The gradients of the parameters, from the gradients of the weights averaged over minibatches.
+
+        Both lists have an entry for each leaf that takes a gradient.
+        """
+        return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
+
+
+class ReduceOnce(ReduceEach):
+    """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        def still_frozen(leaf: Any, whole: Any) -> Any:
+            return whole if leaf_of(leaf).trainable else frozen(whole)
+
+        return trees.map_leaves(still_frozen, params, _gathered(params, axes))
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        live = varying_leaves(trees.split_differentiable(params)[0], axes)
+        weights, transpose = jax.vjp(lambda live: _gathered(live, axes), [_gathered_wide(leaf) for leaf in live])
+        (grads,) = transpose(_as_gradients_of(weights, mean_grads))
+        return _as_gradients_of(live, grads)
+
+
+class ReduceReplicasOnce(ReduceEach):
+    """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
+
+    def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+        if not any(leaf_of(leaf).copied_axes for leaf in trees.split_differentiable(params)[0]):
+            raise ValueError(
+                "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
+                "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
+            )
+        return trees.map_leaves(lambda leaf: with_communication(leaf, replicas=None), params)
+
+    def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
+        copies = [leaf_of(leaf).communication.replicas for leaf in trees.split_differentiable(params)[0]]
+        values = [leaf_of(grad).value for grad in mean_grads]
+        means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
+        return super().gradients(means, params, axes)
+
+
+DEFAULT_ACCUMULATION = "reduce_each"
+STRATEGIES: dict[str, ReduceEach] = {
+    DEFAULT_ACCUMULATION: ReduceEach(),
+    "reduce_once": ReduceOnce(),
+    "reduce_replicas_once": ReduceReplicasOnce(),
+}
+
+
+def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
+    """The gradients in the boxes and dtypes of ``leaves``."""
+    values = [leaf_of(g).value.astype(leaf_of(leaf).value.dtype) for leaf, g in zip(leaves, grads, strict=True)]
+    return list(map(rebox, leaves, values))
+
+
+def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """``gather_params``, but for axes over which the model itself splits a leaf (tensor parallel)."""
+
+    def gather(leaf: Any) -> Any:
+        over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
+        return gather_params(leaf, over) if over else leaf
+
+    return trees.map_leaves(gather, params)
+
+
+def _gathered_wide(leaf: Any) -> Any:
+    """The leaf, set to be gathered in the dtype of summed gradients: the transpose then does not narrow gradients."""
+    dtype, _ = leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)
+    return with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))
+
+
+# ---------------------------------------------------------------------------------------------- the gradient of a batch
 
 
 def accumulate_gradients(
@@ -106,8 +192,8 @@ class Accumulation:
     def __post_init__(self) -> None:
         if not isinstance(self.num_minibatches, int | np.integer) or self.num_minibatches < 1:
             raise ValueError(f"num_minibatches={self.num_minibatches!r} is not a positive integer.")
-        if self.strategy not in ACCUMULATION:
-            raise ValueError(f"accumulation={self.strategy!r} is none of {ACCUMULATION}.")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"accumulation={self.strategy!r} is none of {tuple(STRATEGIES)}.")
 
 
 class OfBatch(NamedTuple):

@@ -7,6 +7,11 @@
 Types and equations tell whether they are equal (``varying``), before anything is computed. A value that each device
 computes from its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on
 with a value of its own.
+
+One collection takes its gradient for its next value: ``_overwrite_with_gradient``, by Flax's convention
+(``flax.linen.fp8_ops``) the scales of fp8 products and their histories of largest magnitudes. The next value is the
+largest of all devices. The histories are of gradients of outputs, too, and these must have the size that they have on
+one device with the whole batch: each of N devices differentiates its term of the global mean, 1/N of its own mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, r
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.training.arguments import binds
+from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed
@@ -203,3 +209,29 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
         for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
             values[i] = value.astype(values[i].dtype)
     return jax.tree.unflatten(treedef, values)
+
+
+# ---------------------------------------------------------------------------------------- the next value for a gradient
+
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+def overwriting_result(
+    loss_fn: Callable[..., Loss], weights: PyTree, rest: tuple[PyTree, ...], axes: tuple[str, ...]
+) -> LocalResult:
+    """``local_result`` of ``loss_fn(weights, *rest)``, where ``rest[-1]`` has the collection ``OVERWRITTEN``."""
+    *others, collections = rest
+    count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
+
+    def loss(both: tuple[PyTree, PyTree]) -> Loss:
+        return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
+
+    both = weights, collections[OVERWRITTEN]
+    local = local_result(loss, both, axes, devices)
+    loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
+    live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
+    found = [leaf_of(leaf).value for leaf in local.grads[count:]]
+    largest = collectives.all_reduce(["max"] * len(found), found, axes)
+    overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
+    updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
+    return local._replace(loss=loss_of_device, grads=grads, collections=updated)

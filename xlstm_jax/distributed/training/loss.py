@@ -5,19 +5,30 @@
   (one of these, aux)       ``has_aux``: numbers to report, or what a metric observes
   (all of it, collections)  ``has_collections``: what the model keeps beside its parameters, updated
 
-``LossFunction`` knows which of these a function returns, and calls it. Training, evaluation of a step by ``check_step``
-and forecasts all read the result from the fields of a ``Loss``.
+``LossFunction`` knows which of these a function returns, and calls it. The step, its minibatches and ``check_step`` all
+read the result from the fields of a ``Loss``.
+
+The leaves of aux are reduced over minibatches and devices, each as its type says (``Auxiliary``):
+
+  {"accuracy": jnp.mean(hit)}      a float or a bool is averaged like the loss: with ``weighted``, by weight
+  {"tokens": Count.of(mask)}       a cell of ``metrics.cells`` is merged, and its value returned
+  {"tokens": jnp.sum(mask)}        an integer is refused: the mean of counts is not a count
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.metrics.cells import Cell
+from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
@@ -125,3 +136,58 @@ def _pair(returned: Any, option: str, what: str) -> tuple[Any, Any]:
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise TypeError(f"{option}: loss_fn must return {what}, not {kind_of(returned)}.")
     return returned[0], returned[1]
+
+
+# ------------------------------------------------------------------------------------------------------ beside the loss
+
+
+class Auxiliary(struct.PyTreeNode):
+    """The leaves of an auxiliary output: ``means`` will be averaged, ``cells`` will be merged."""
+
+    means: list[jax.Array]
+    cells: list[Cell]
+    treedef: Any = struct.field(pytree_node=False)
+    is_cell: tuple[bool, ...] = struct.field(pytree_node=False)
+    mean_paths: tuple[str, ...] = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, aux: PyTree) -> Self:
+        """Sorts the leaves of ``aux``; casts those that will be averaged to float32 or wider.
+
+        Raises:
+          TypeError: a leaf is an integer or no number at all; names the leaf.
+        """
+        leaves, treedef = trees.flatten_with_path(aux, Cell)
+        is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
+        means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
+        cells = [leaf for _, leaf in leaves if isinstance(leaf, Cell)]
+        return cls([*means.values()], cells, treedef, is_cell, tuple(means))
+
+    def scaled(self, scale: jax.Array | float) -> "Auxiliary":
+        """Multiplies the means by ``scale``, which makes terms of a global mean out of sums on this device."""
+        return self.replace(means=[mean * scale for mean in self.means])
+
+    def merged(self) -> "Auxiliary":
+        """Merges the cells of minibatches, which ``scan`` has stacked along a leading dim."""
+        return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
+
+    def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
+        """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its own tree."""
+        loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
+        means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes))
+        leaves = [next(cells).value if is_cell else next(means) for is_cell in self.is_cell]
+        return loss, jax.tree.unflatten(self.treedef, leaves)
+
+
+def _as_mean(path: str, leaf: Any) -> jax.Array:
+    name, cell = f"aux['{path}']", "from xlstm_jax.distributed.metrics.cells import"
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; the auxiliary output is made of numbers.")
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{name} is an integer ({dtype}{list(np.shape(leaf))}), and numbers beside the loss are averaged over "
+            f"minibatches and devices, which no count survives. For the sum: `{cell} Count`, and Count.of(x); for the "
+            "largest or smallest: Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
+        )
+    return jnp.asarray(leaf, jnp.promote_types(dtype, jnp.float32))

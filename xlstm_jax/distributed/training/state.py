@@ -1,7 +1,7 @@
 """The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -15,6 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from rich.console import RenderableType
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
@@ -22,7 +23,9 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.modules.unit import noting_stacks
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.checks import check_transform
@@ -40,6 +43,7 @@ from xlstm_jax.distributed.optimizers.state import (
     with_trainable,
 )
 from xlstm_jax.distributed.optimizers.streaming import streamed
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.training.arguments import check_keys, check_model, why_not_its_state
 from xlstm_jax.distributed.training.collections import check_kept, collections_of
 from xlstm_jax.distributed.training.first_batch import compare_keys
@@ -50,8 +54,7 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_gathered_stacks,
     warn_of_optimizer,
 )
-from xlstm_jax.distributed.training.state_text import state_line, state_table
-from xlstm_jax.wording import notebook_html
+from xlstm_jax.wording import format_bytes, notebook_html, rich_table
 
 FlaxTrainState = train_state.TrainState
 State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclass of either
@@ -386,3 +389,49 @@ def _with_collections(state: Any, collections: Mapping[str, PyTree], mesh: Mesh 
         collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
     shardings = placement.shardings(collections, mesh)
     return state.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))
+
+
+# ---------------------------------------------------------------------------------------------------- as people read it
+
+
+def state_line(state: Any) -> str:
+    """The step, and the number and bytes of the leaves of each part; a state in full has thousands of characters."""
+    parts = [
+        f"{name} {format_bytes(count.total)}, {format_bytes(count.per_device)} per device, leaves: {leaves}"
+        for name, leaves, count in _parts(state)
+    ]
+    return f"<{type(state).__name__} {_step(state.step)}: {'; '.join(parts) or 'nothing'}>"
+
+
+def state_table(state: Any) -> RenderableType:
+    """The same, a row for each part."""
+    rows = [
+        [name, str(leaves), format_bytes(count.total), format_bytes(count.per_device)]
+        for name, leaves, count in _parts(state)
+    ]
+    title = f"{type(state).__name__} {_step(state.step)}"
+    return rich_table(title, ["part", "leaves", "bytes", "per device"], rows)
+
+
+def _step(step: Any) -> str:
+    """An abstract state, a traced one and one that a step has taken over have no number to show."""
+    known = not isinstance(step, Tracer) and not (isinstance(step, jax.Array) and step.is_deleted())
+    return f"at step {int(step)}" if known and hasattr(step, "__int__") else "without values"
+
+
+def _parts(state: Any) -> Iterator[tuple[str, int, ByteCount]]:
+    """Of each part that is not empty the name, the number of its leaves, and their bytes."""
+    for name in ("params", "opt_state", "collections"):
+        leaves = [leaf_of(leaf).value for _, leaf in leaves_with_path(getattr(state, name))]
+        if leaves:
+            yield name, len(leaves), sum(map(_bytes, leaves), ByteCount())
+
+
+def _bytes(value: PyTree) -> ByteCount:
+    """Of an array; on a mesh, whether there are devices or not, a device has its shard."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return ByteCount()
+    sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+    shard = value.shape if sharding is None else sharding.shard_shape(value.shape)
+    itemsize = value_dtype(value).itemsize
+    return ByteCount(math.prod(value.shape) * itemsize, math.prod(shard) * itemsize)

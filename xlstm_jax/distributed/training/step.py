@@ -18,7 +18,7 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_l
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import Accumulation, OfBatch, accumulated
+from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
 from xlstm_jax.distributed.training.arguments import CheckedStep, check_call, check_global_batch, check_loss_fn
 from xlstm_jax.distributed.training.collections import check_takes_collections, collections_of
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
@@ -30,7 +30,6 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_options,
 )
 from xlstm_jax.distributed.training.state import State, updated_state
-from xlstm_jax.distributed.training.strategies import DEFAULT_ACCUMULATION
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
