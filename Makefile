@@ -11,7 +11,8 @@
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment. A target installs the extras of setup.cfg that it
 # needs, the first time that it runs; what other targets have installed stays. So `make docs test` also runs the tests of
-# what the pages need, which are skipped in an environment without it: those that compile for GPUs.
+# what the pages need, which are skipped in an environment without it: those that compile for GPUs. (setuptools warns of
+# each editable installation; PYTHONWARNINGS keeps that off the first screen.)
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -59,7 +60,7 @@ test-faults: $(VENV)/has-test
 $(VENV)/has-%: setup.cfg setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet -e ".[$*]"
+	PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install --quiet -e ".[$*]"
 	touch $@
 
 clean:

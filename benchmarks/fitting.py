@@ -10,7 +10,6 @@ What goes on after a save is what a restored run begins with, the metric state i
 started again has the losses of one that was not, bit for bit.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +68,7 @@ ADAMW_RMS = 0.2  # of its updates, over the learning rate
 KEEP_CHECKPOINTS = 3
 SAVE_TIMEOUT_S = 60
 FIRST_SAVE_S = 600.0  # it compiles
+SHOWN = {"loss": ".3f", "held_out_loss": ".3f", "tokens_per_s": ",.0f"}  # on the progress bar, and how
 
 
 class Run(NamedTuple):
@@ -243,9 +243,7 @@ def fit(
     state, local = run.state, train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
     speed, rows, position, saved = _Speed(job, programs.flops), [], int(run.position), False
     with _progress(console) as progress:
-        task = progress.add_task(
-            "training", total=config.steps, completed=position, loss=math.nan, speed=math.nan, held_out=math.nan
-        )
+        task = progress.add_task("training", total=config.steps, completed=position, **dict.fromkeys(SHOWN, "…"))
         while position < config.steps:
             state, metrics, local = programs.step(state, draw_batch(job, position), run.rng, local)
             position += 1
@@ -315,8 +313,7 @@ def _show(progress: Progress, task: Any, rows: list[dict[str, Any]]) -> None:
     if len(rows) < 2:
         return
     row = rows[-2]
-    names = {"loss": "loss", "speed": "tokens_per_s", "held_out": "held_out_loss"}
-    progress.update(task, **{field: float(row[name]) for field, name in names.items() if name in row})
+    progress.update(task, **{name: f"{float(row[name]):{form}}" for name, form in SHOWN.items() if name in row})
 
 
 def _progress(console: Console) -> Progress:
@@ -324,9 +321,9 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("held-out {task.fields[held_out]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("held-out {task.fields[held_out_loss]}"),
+        TextColumn("{task.fields[tokens_per_s]} tokens/s"),
         TimeRemainingColumn(),
         console=console,
     )
