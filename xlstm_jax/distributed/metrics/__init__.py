@@ -4,7 +4,7 @@
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
   stateful        metrics that keep such a state themselves, for loops outside of the step
   sums_and_means, classification, ranking    the metrics
-  metric_logger   values to files without stalling the device; ``log_files`` writes them
+  metric_logger   values to files without stalling the device
 
 Below them: ``cells`` are the values that merge without losing count, ``layout`` puts those of a state into one vector
 per dtype, and ``mesh_state`` is the state that a stateful metric keeps.

@@ -1,34 +1,50 @@
-"""Metrics into files without stalling the device: CSV, JSON lines, and TensorBoard where it can be had.
+"""Metrics into files without stalling the device: JSON lines, a CSV table, and TensorBoard's event files.
 
 ``float(loss)`` in a training loop waits until the device has caught up; the device then waits for the host to dispatch
 the next step. A ``MetricLogger`` reads a value one interval later, when it has long arrived:
   log(10, metrics)   starts the copies of step 10 to the host
   log(20, metrics)   starts those of step 20, then writes the row of step 10
   close()            writes the row of step 20
-A row is handed to the operating system as it is written (``metrics.jsonl`` before ``metrics.csv``), so a killed process
-loses at most the one that was pending.
+
+``metrics.jsonl`` is the record, and the only file that is ever read. ``metrics.csv`` holds the same rows as a table,
+which is made anew from the record where a run goes on, and where a name comes up that has no column yet. A row is
+handed to the operating system as it is written, so a killed process loses at most the row that was pending. What
+follows the last line break of the record is a line that a kill cut short.
 
 A float becomes the shortest decimal that reads back to it in its own dtype: 0.1 in float32 is written 0.1, not
 0.10000000149011612.
 """
 
+import csv
+import io
+import json
+import math
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.metrics.log_files import STEP, Number, Sink, check_name, columns_of, open_sinks
+from xlstm_jax.wording import shortened
 
+CSV_NAME = "metrics.csv"
+JSONL_NAME = "metrics.jsonl"
+STEP = "step"
+LINE_SHOWN = 500  # characters of a line in an error
+
+Number = int | float
+Row = Mapping[str, Number | list[Number]]  # what is not finite is read back as a string
 Held = jax.Array | Number | list[Number]
 
 
@@ -48,14 +64,14 @@ class MetricLogger:
 
     Args:
       folder: where the files go, on a file system; made if it is not there.
-      tensorboard: None writes event files where tensorboardX or clu (with tensorflow) can be imported; True demands
-        it; False never does. That package buffers event files: they are finished after ``close``, not after a kill.
+      tensorboard: None writes event files where tensorboardX can be imported; True demands it; False never does.
+        tensorboardX buffers event files: they are finished after ``close``, not after a kill.
       resume_step: goes on with the files that are there. It is the last step whose row stays: later ones are dropped,
-        as is a line that a kill cut short. ``metrics.csv`` is made anew from ``metrics.jsonl``. A job that passes the
-        step it has restored, and -1 where it has restored none, can be killed and started again at any time.
+        as is a line that a kill cut short. A job that passes the step it has restored, and -1 where it has restored
+        none, can be killed and started again at any time.
     Raises:
       FileExistsError: the folder holds metrics, and ``resume_step`` is not given.
-      ImportError: ``tensorboard=True`` without a package that writes event files.
+      ImportError: ``tensorboard=True`` without tensorboardX.
       ValueError: ``metrics.jsonl`` has a line, not its last, that no logger wrote; or only ``metrics.csv`` is there; or
         ``folder`` is a URL.
     """
@@ -63,13 +79,17 @@ class MetricLogger:
     def __init__(
         self, folder: str | os.PathLike[str], *, tensorboard: bool | None = None, resume_step: int | None = None
     ) -> None:
-        _check_local(folder)
+        if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(folder)):  # Path("gs://bucket") has one slash left
+            raise ValueError(
+                f"folder={os.fspath(folder)!r} is a URL: rows are appended to files, which an object store does not "
+                "have. Log to a folder of this machine, or of a file system that mounts the store, and copy it as the "
+                "run ends."
+            )
         self._last_step = None if resume_step is None else _checked_step("resume_step", resume_step)
         self._pending: tuple[int, dict[str, Held]] | None = None
         self._closed = False
-        self._sinks: list[Sink] = []
-        if jax.process_index() == 0:
-            self._sinks = open_sinks(Path(folder), tensorboard, self._last_step)
+        is_first = jax.process_index() == 0
+        self._files = _RunFiles(Path(folder), tensorboard, self._last_step) if is_first else None
 
     def log(self, step: int, metrics: Mapping[str, PyTree]) -> None:
         """Takes the metrics of one step without waiting for them, and writes the row of the previous call.
@@ -81,9 +101,9 @@ class MetricLogger:
             ``name/1`` in CSV and TensorBoard.
         Raises:
           TypeError: something that is not such a number; says where.
-          ValueError: a step that does not increase; a name that is empty, taken or not printable; an array that was
-            deleted, or of which this process cannot read all; or the logger is closed. A call that is refused changes
-            nothing. Where the previous row cannot be read, that row is lost, and this one is held.
+          ValueError: a step that does not increase; a name that is taken; an array of which this process cannot read
+            all; or the logger is closed. A call that is refused changes nothing. Where an array of the previous row was
+            deleted, that row is lost, and this one is held.
         """
         if self._closed:
             raise ValueError(f"log({step!r}, ...) on a closed MetricLogger. Log inside the with block, before close().")
@@ -93,22 +113,19 @@ class MetricLogger:
                 f"step={step} after step {self._last_step}: steps increase strictly, one row each. Merge the metrics "
                 "of a step into one call (of a run that goes on, resume_step counts as logged)."
             )
-        held = _flatten(metrics)
-        self._last_step = step
-        if not self._sinks:
-            return
+        held = _flattened(metrics)
         for value in held.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
+        self._last_step = step
         self._write_pending(following=(step, held))
 
     def flush(self) -> None:
         """Writes the pending row, waiting for its values if need be."""
-        if self._closed:
-            return
-        self._write_pending()
-        for sink in self._sinks:
-            sink.flush()
+        if not self._closed:
+            self._write_pending()
+            if self._files is not None:
+                self._files.flush()
 
     def close(self) -> None:
         """Writes the pending row and closes the files, whatever becomes of the row. A second call does nothing."""
@@ -116,8 +133,8 @@ class MetricLogger:
             return
         self._closed = True
         with ExitStack() as stack:
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            if self._files is not None:
+                stack.callback(self._files.close)
             self._write_pending()
 
     def __enter__(self) -> Self:
@@ -138,43 +155,32 @@ class MetricLogger:
     def _write_pending(self, following: tuple[int, dict[str, Held]] | None = None) -> None:
         """Writes the pending row. The following row is held first: an error about the one does not cost both."""
         pending, self._pending = self._pending, following
-        if pending is None:
-            return
-        step, held = pending
-        values = {name: _read(name, step, value) for name, value in held.items()}
-        for sink in self._sinks:
-            sink.write(step, values)
+        if pending is not None and self._files is not None:
+            step, held = pending
+            self._files.write(step, {name: _read(name, step, value) for name, value in held.items()})
 
 
-def _check_local(folder: str | os.PathLike[str]) -> None:
-    """Refuses a URL, which ``Path`` would take for a folder called "gs:" in the working directory."""
-    if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(folder)):  # Path("gs://bucket") has one slash left
-        raise ValueError(
-            f"folder={os.fspath(folder)!r} is a URL: rows are appended to files, which an object store does not have. "
-            "Log to a folder of this machine, or of a file system that mounts the store, and copy it as the run ends."
-        )
+# ---------------------------------------------------------------------------------------------------------- the values
 
 
 def _checked_step(argument: str, step: Any) -> int:
-    if isinstance(step, jax.Array | bool | np.bool_):
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise TypeError(
-            f"{argument}={step!r}: a step is a host integer; reading an array would wait for the device. Count steps "
-            "in the training loop."
+            f"{argument}={step!r} is a {type(step).__name__}; a step is an integer of the host (reading an array would "
+            "wait for the device). Count steps in the training loop."
         )
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"{argument}={step!r} is a {type(step).__name__}; a step is an integer.") from None
+    return int(step)
 
 
-def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
+def _flattened(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
     """Values by their joined names, all checked."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}; pass a dict, as {{'loss': loss}}.")
     held, taken = {}, {STEP}
-    for name, value in _named(metrics):
-        held[name] = _checked(name, value)
-        columns = {name, *columns_of(name, held[name])}
+    for path, value in flatten_dict(dict(metrics)).items():
+        name = "/".join(map(str, path))
+        held[name] = _held(name, value)
+        columns = {name, *_columns(name, held[name])}
         if columns & taken:
             raise ValueError(
                 f"metrics gives {min(columns & taken)!r} a second meaning: the step has the column {STEP!r}, nested "
@@ -184,55 +190,29 @@ def _flatten(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
     return held
 
 
-def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by their joined names."""
-    for key, value in metrics.items():
-        if not isinstance(key, str):
-            raise TypeError(f"metrics has the key {prefix}{key!r}, a {type(key).__name__}; keys are strings.")
-        check_name(prefix + key)
-        if isinstance(value, Mapping):
-            yield from _named(value, f"{prefix}{key}/")
-        else:
-            yield prefix + key, value
-
-
-def _checked(name: str, value: Any) -> Held:
+def _held(name: str, value: Any) -> Held:
     """What is held of a value: a ``jax.Array`` as it is; all else as numbers, since NumPy arrays may be overwritten."""
     if isinstance(value, int | float) and not isinstance(value, np.generic):
         return int(value) if isinstance(value, int) else float(value)
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise TypeError(
-            f"metrics[{name!r}] is a {type(value).__name__}: a value is a number or a 1-D array of numbers. Leave it "
-            "out, or turn it into an array (jnp.stack, np.asarray)."
-        )
     if isinstance(value, Tracer):
         raise TypeError(f"metrics[{name!r}] is traced: log is called inside jit. Return the metrics, and log outside.")
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
-        raise TypeError(f"metrics[{name!r}] has dtype {value.dtype}: values are real numbers. Leave it out, or cast.")
-    if value.ndim > 1:
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    is_real = is_array and any(jnp.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+    if not is_real or value.ndim > 1:
+        what = f"{value.dtype}{list(value.shape)}" if is_array else type(value).__name__
         raise TypeError(
-            f"metrics[{name!r}] has shape {value.shape}, {value.ndim} dims: a value has at most one. Reduce it, or "
-            "give each row a name."
+            f"metrics[{name!r}] is a {what}: a value is a real number or a 1-D array of real numbers. Reduce it, cast "
+            "it, turn it into an array (jnp.stack, np.asarray), or leave it out."
         )
     if not isinstance(value, jax.Array):
         return _numbers(np.asarray(value))
-    _check_readable(name, value)
-    return value
-
-
-def _check_readable(name: str, value: jax.Array) -> None:
-    if value.is_deleted():
-        raise ValueError(
-            f"metrics[{name!r}] is a deleted array: it was donated to a jitted function, most likely. Log what the "
-            "function returns instead."
-        )
-    here = value.is_fully_replicated and value.sharding.addressable_devices
-    if not (here or value.is_fully_addressable):
+    if not (value.is_fully_addressable or (value.is_fully_replicated and value.sharding.addressable_devices)):
         raise ValueError(
             f"metrics[{name!r}], {value.dtype} of shape {value.shape}, lies with {value.sharding} partly on other "
             "processes, so this one cannot read it. Reduce it over the mesh in the jitted step (pmean, psum), or "
             "replicate it with out_shardings of PartitionSpec()."
         )
+    return value
 
 
 def _read(name: str, step: int, value: Held) -> Number | list[Number]:
@@ -258,3 +238,141 @@ def _number(entry: Any) -> Number:
         return int(entry)
     # NumPy prints its own floats that way. bfloat16 and 8-bit floats print six digits; float32 holds them exactly.
     return float(str(entry if isinstance(entry, np.floating) else np.float32(entry)))
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
+
+
+class _RunFiles:
+    """The files of a run, open to append. All refusals come before the folder is made."""
+
+    def __init__(self, folder: Path, tensorboard: bool | None, resume_step: int | None) -> None:
+        event_writer = None if tensorboard is False else _event_writer(demanded=bool(tensorboard))
+        self._record_path, self._table_path = folder / JSONL_NAME, folder / CSV_NAME
+        present = [path for path in (self._table_path, self._record_path) if path.exists()]
+        if present and resume_step is None:
+            raise FileExistsError(
+                f"{present[0]} holds the metrics of a run. Choose another folder, or pass resume_step= to go on with "
+                "it: the last step whose row stays (-1 keeps none)."
+            )
+        if present == [self._table_path]:
+            raise ValueError(
+                f"{self._table_path} is there without {JSONL_NAME}, which a MetricLogger writes first and reads to "
+                "resume a run. Choose another folder, or move the table away."
+            )
+        rows = _read_rows(self._record_path)
+        kept = [_json_line(step, row) for step, row in rows.items() if resume_step is not None and step <= resume_step]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record = _replaced(self._record_path, "".join(kept))
+        self._table = self._new_table()
+        # Event files of one second would have one name and overwrite each other but for the suffix. The purge hides
+        # the rows that are dropped here and trained again.
+        purge, suffix = None if resume_step is None else resume_step + 1, f".{time.time_ns()}"
+        self._events: Any = event_writer and event_writer(str(folder), filename_suffix=suffix, purge_step=purge)
+
+    def write(self, step: int, row: Row) -> None:
+        self._record.write(_json_line(step, row))
+        self._record.flush()
+        cells = _by_column(row)
+        if cells.keys() <= self._columns.keys():
+            self._to_table(self._table).writerow({STEP: step} | cells)
+            self._table.flush()
+        else:
+            self._table.close()
+            self._table = self._new_table()  # of the record, which has this row already
+        for name, value in cells.items() if self._events else ():
+            self._events.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self._events:
+            self._events.flush()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for file in filter(None, (self._record, self._table, self._events)):
+                stack.callback(file.close)
+
+    def _new_table(self) -> TextIO:
+        """The table of all rows in the record; its columns stand in the order in which they came up."""
+        rows = [{STEP: step} | _by_column(row) for step, row in _read_rows(self._record_path).items()]
+        self._columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
+        text = io.StringIO()
+        self._to_table(text).writeheader()
+        self._to_table(text).writerows(rows)
+        return _replaced(self._table_path, text.getvalue())
+
+    def _to_table(self, file: TextIO) -> "csv.DictWriter[str]":
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+
+def _event_writer(demanded: bool) -> Any:
+    """tensorboardX's class; None where it cannot be imported."""
+    try:
+        from tensorboardX import SummaryWriter
+    except Exception as error:  # beside a protobuf or NumPy of another age it fails with any error
+        if demanded:
+            raise ImportError(
+                f"tensorboard=True, but tensorboardX cannot be imported ({type(error).__name__}: {error}). Run `pip "
+                "install tensorboardX`, or leave tensorboard=None to go without."
+            ) from error
+        return None
+    return SummaryWriter
+
+
+def _columns(name: str, value: Any) -> list[str]:
+    """One column for a scalar; one for each entry of a 1-D array or list."""
+    return [f"{name}/{index}" for index in range(len(value))] if np.ndim(value) else [name]
+
+
+def _by_column(row: Row) -> dict[str, Number]:
+    """The scalars of a row by their columns."""
+    cells: dict[str, Number] = {}
+    for name, value in row.items():
+        cells.update(zip(_columns(name, value), value if isinstance(value, list) else [value], strict=True))
+    return cells
+
+
+def _json_line(step: int, row: Row) -> str:
+    """JSON has no word for what is not finite: the strings "nan", "inf" and "-inf" stand for it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(entry) for entry in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    values = {STEP: step} | {name: plain(value) for name, value in row.items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _replaced(path: Path, text: str) -> TextIO:
+    """Puts a file with ``text`` in the place of the old one, at one stroke, and leaves it open to append."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed here, or a link into another file
+    file = temporary.open("x", newline="", encoding="utf-8")
+    with ExitStack() as at_failure:
+        at_failure.callback(file.close)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems order the new name before the new bytes
+        os.replace(temporary, path)
+        at_failure.pop_all()
+    return file
+
+
+def _read_rows(path: Path) -> dict[int, Row]:
+    """Rows by step, in the order of the file, of the lines that were written to their end."""
+    data = path.read_bytes() if path.exists() else b""
+    rows: dict[int, Row] = {}
+    for line in data[: data.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1]:  # a kill may cut within a character
+        try:
+            row = json.loads(line)
+            step = operator.index(row.pop(STEP))
+            if step <= next(reversed(rows), -math.inf):
+                raise ValueError(f"step {step} after step {next(reversed(rows))}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path} has the line {shortened(line, LINE_SHOWN)!r}, which no MetricLogger wrote there ({error}). "
+                "Mend or remove the line, or choose another folder."
+            ) from error
+        rows[step] = row
+    return rows
