@@ -23,13 +23,14 @@ from tests.data_parallel.test_initialisation import largest_buffer
 from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
-from xlstm_jax.distributed.checkpoint import record, saved_sums
+from xlstm_jax.distributed.checkpoint import checksums, record
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
-from xlstm_jax.distributed.checkpoint.record import checksum_each, checksum_program
+from xlstm_jax.distributed.checkpoint.checksums import checksum_each, checksum_program
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
 
+MODEL = Model(fsdp())
 TX = optax.adamw(1e-2)
 X = jnp.ones((16, 8))
 BATCH = data()
@@ -37,7 +38,13 @@ METRIC = m.Compose({"loss": m.WeightedMean(), "largest": m.Max()})
 
 
 def sharded_state(mesh, model=None):
-    return create_train_state(model or Model(fsdp()), TX, mesh, jax.random.key(0), X, batch_axes=AXES)
+    return create_train_state(model or MODEL, TX, mesh, jax.random.key(0), X, batch_axes=AXES)
+
+
+@pytest.fixture(scope="module")
+def on_eight():
+    """The state of the model on a 2 x 4 mesh, for tests that donate none of it."""
+    return sharded_state(mesh_of(2, 4))
 
 
 def everything(mesh, train):
@@ -84,9 +91,8 @@ def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
     assert not damage.same(other, state)  # guard
 
 
-def test_an_abstract_state_is_the_state_without_values():
-    model, mesh = Model(fsdp()), mesh_of(2, 4)
-    want = sharded_state(mesh, model)
+def test_an_abstract_state_is_the_state_without_values(on_eight):
+    model, mesh, want = MODEL, mesh_of(2, 4), on_eight
     rng, x = jax.eval_shape(lambda: (jax.random.key(0), X))
     got = abstract_train_state(model, TX, mesh, rng, x, batch_axes=AXES)
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -100,11 +106,11 @@ def test_an_abstract_state_is_the_state_without_values():
     assert abstract.params["kernel"].value.sharding.shard_shape((2**15, 2**24)) == (2**15, 2**22)
 
 
-def test_a_run_goes_on_as_if_it_had_not_been_cut(tmp_path):
+def test_a_run_goes_on_as_if_it_had_not_been_cut(on_eight, tmp_path):
     """Saved in the middle of a run whose states are donated; restored into an abstract state of another mesh."""
-    model, key = Model(fsdp()), jax.random.key(1)
+    model, key = MODEL, jax.random.key(1)
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
-    state, states = sharded_state(mesh_of(2, 4), model), {}
+    state, states = jax.tree.map(jnp.copy, on_eight), {}
     with Checkpointer(tmp_path, 2, max_to_keep=None) as checkpointer:
         for i in range(1, 7):
             state, metrics = step(state, BATCH, key)
@@ -120,8 +126,8 @@ def test_a_run_goes_on_as_if_it_had_not_been_cut(tmp_path):
     assert damage.same(unbox(resumed), unbox(state)) and float(last["loss"]) == float(metrics["loss"])
 
 
-def test_it_restores_into_the_plain_model_and_back(tmp_path):
-    sharded = sharded_state(mesh_of(2, 4))
+def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
+    sharded = on_eight
     plain = TrainState.create(apply_fn=Model().apply, params=Model().init(jax.random.key(9), X)["params"], tx=TX)
     with Checkpointer(tmp_path / "sharded") as one, Checkpointer(tmp_path / "plain") as two:
         one.save(1, sharded)
@@ -136,10 +142,10 @@ def test_it_restores_into_the_plain_model_and_back(tmp_path):
     got = jax.jit(lambda params: Model().apply({"params": params}, X))(got.params)  # nothing is tied to a device
 
 
-def test_parameters_are_restored_without_the_optimizer(tmp_path):
+def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
     """Whatever the optimizer was, and wherever in the tree the state is; into the plain model and onto another mesh."""
     model, key = Model(fsdp()), jax.random.key(9)
-    adamw = sharded_state(mesh_of(2, 4))
+    adamw = on_eight
     sgd = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), key, X, batch_axes=AXES)
     sharded = abstract_train_state(model, optax.identity(), mesh_of(1, 2), key, X, batch_axes=AXES).params
     plain = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unbox(adamw.params))
@@ -235,9 +241,9 @@ def test_checksums_are_computed_from_shards():
 def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
     """Its buffers are donated at once, many times, and its NumPy leaves overwritten, before a checksum is looked at."""
     if on_device:  # as on an accelerator: programs that were begun before the buffers were donated
-        monkeypatch.setattr(saved_sums, "_is_in_host_memory", lambda _: False)
+        monkeypatch.setattr(checksums, "_is_in_host_memory", lambda _: False)
     late = []
-    monkeypatch.setattr(saved_sums.SavedSums, "begin", lambda self: late.append(self._begun))
+    monkeypatch.setattr(checksums.SavedSums, "begin", lambda self: late.append(self._begun))
     split = NamedSharding(mesh_of(2, 4), P("fsdp", "dp"))
     make = jax.jit(lambda: {f"w{i}": jnp.full((512, 256), i, jnp.float32) for i in range(6)}, out_shardings=split)
     overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
@@ -261,7 +267,7 @@ def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
 def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
-    sums = saved_sums.SavedSums(
+    sums = checksums.SavedSums(
         {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])}, 1
     )
     sums.begin()

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.checkpoint.checksums import checksum
+from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
     check_sound,
-    checksum_each,
     from_json,
     record_without_sums,
     to_json,
@@ -56,7 +55,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_checksums_are_those_of_numpy(name):
-    """On the devices and of what lies on the host, in the version of the format that released files have."""
+    """On the devices and of what lies on the host."""
     array = ARRAYS[name]
     want = checksum_of_numpy(words_of(array))
     assert checksum_each({"x": array})["x"] == want
@@ -90,7 +89,21 @@ def test_a_record_that_was_changed_is_refused():
             from_json(content | changed, 8 if "step" in changed else 7)
     with pytest.raises(ValueError, match="it was saved as step 7, and its folder was renamed, copied or linked to 8"):
         from_json(content, 8)
-    assert from_json({name: content[name] for name in ("leaves", "digest")}, 8)  # of version 0.1
+    without = {name: content[name] for name in ("leaves", "digest")}
+    with pytest.raises(ValueError, match="the record's number of the step does not have its digest"):
+        from_json(without, 7)
+
+
+def test_the_record_is_written_as_ever():
+    """Who changes this makes unreadable what was saved before."""
+    content = to_json(
+        record_of({"n": 3, "w": np.zeros(2, np.float32)}, {"n": np.int64(3), "w": np.zeros(2, np.float32)}), 7
+    )
+    assert content["leaves"] == {
+        "n": {"shape": [], "dtype": "int", "checksum": "N"},
+        "w": {"shape": [2], "dtype": "float32", "checksum": "W"},
+    }
+    assert (content["step"], content["digest"][:16], content["step_digest"][:16]) == (7, "D", "S")
 
 
 def test_keys_of_each_kind_are_their_own():

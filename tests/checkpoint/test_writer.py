@@ -178,7 +178,7 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
 
 def may_write(folder):
     """Whether another process could write the folder, as far as its lock goes."""
-    from xlstm_jax.distributed.checkpoint.lock import DirectoryLock
+    from xlstm_jax.distributed.checkpoint.writer import DirectoryLock
 
     try:
         DirectoryLock(folder).close()

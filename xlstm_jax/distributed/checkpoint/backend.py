@@ -60,7 +60,7 @@ class Backend(Protocol):
     def read_record(self, step: int) -> Any:
         """The JSON that was written as the record of a step."""
 
-    def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """The arrays of a step, of those that are wanted; no process waits for another.
 
         With a ``sharding`` each device reads its shard; without one the process reads the array whole, into NumPy.

@@ -24,12 +24,10 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
-from xlstm_jax.distributed.checkpoint.backend import MakeBackend
-from xlstm_jax.distributed.checkpoint.directory import directory_path
+from xlstm_jax.distributed.checkpoint.backend import Arrays, MakeBackend
+from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
-from xlstm_jax.distributed.checkpoint.experiment import check_same_tree, warn_if_other_optimizer, with_optimizers
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
-from xlstm_jax.distributed.checkpoint.saved_sums import SavedSums
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
@@ -86,7 +84,7 @@ class Checkpointer:
         if not peer_timeout_s >= 1:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
-        self.directory: Any = directory_path(directory)
+        self.directory: Any = steps.directory_path(directory)
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
@@ -151,8 +149,8 @@ class Checkpointer:
         arrays = record.stored_arrays(leaves)
         self._backend.check_dtypes(arrays)
         local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
-        local_sums = record.checksum_each(local)
-        described = with_optimizers(record.record_without_sums(leaves), state)
+        local_sums = checksum_each(local)
+        described = record.record_without_sums(leaves, state)
         self._check_same_everywhere(record.with_sums(described, local_sums))
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
@@ -162,7 +160,7 @@ class Checkpointer:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
 
         try:
-            writer.save(step, {path: array for path, array in (arrays | local).items() if array.size}, content)
+            writer.save(step, {path: array for path, array in {**arrays, **local}.items() if array.size}, content)
         finally:
             sums.begin()
         return True
@@ -206,7 +204,7 @@ class Checkpointer:
                 there = self._read_record(newest)
             except (ValueError, OSError):  # of a damaged step whoever restores hears
                 return
-            check_same_tree(entries, there, f"step {newest} in {self.directory}")
+            record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
 
         self._together(check, _MISTAKES, "compare a state with the newest step")
 
@@ -242,15 +240,9 @@ class Checkpointer:
           OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
-        read: dict[str, record.Record] = {}
-
-        def part_of(entries: record.Record, where: str) -> str:
-            read[where] = entries
-            return ""
-
-        restored, found = self._newest_sound(abstract_state, step, part_of)
-        warn_if_other_optimizer(*read.popitem(), abstract_state)
-        self._own_steps.add(found)
+        restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
+        record.warn_if_other_optimizer(f"step {number} in {self.directory}", entries, abstract_state)
+        self._own_steps.add(number)
         _read_from.add(str(self.directory))
         return record.boxed_like(abstract_state, restored)
 
@@ -279,27 +271,34 @@ class Checkpointer:
         def part_of(entries: record.Record, where: str) -> str:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
-        restored, _ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
+        restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
         _read_from.add(str(self.directory))
         return record.boxed_like(abstract_params, restored)
 
     def _newest_sound(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
-    ) -> tuple[dict[str, Any], int]:
-        """The leaves of the step, or of the newest that is sound, and its number; ``part`` is what they are."""
+    ) -> tuple[record.Leaves, record.Record, int]:
+        """The leaves of the step, or of the newest that is sound, their record and its number; ``part`` says which."""
         what = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
         self._together(self.wait, CheckpointError, what)
-        likes = self._together(lambda: _leaves_of_target(target), _MISTAKES, what)
+        likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
         found = self._steps_of_process_0()
         for candidate in self._candidates(step, found):
             try:
-                restored = self._read(candidate, likes, part_of)
+                restored, entries = self._read(candidate, likes, part_of)
             except CheckpointError as error:
                 problems[candidate] = str(error)
                 continue
-            self._report(problems | (steps.lost_after(found, candidate) if step is None else {}), candidate)
-            return restored, candidate
+            problems |= steps.lost_after(found, candidate) if step is None else {}
+            self._damaged |= problems.keys()
+            for number, problem in problems.items():
+                warnings.warn(
+                    f"step {number} in {self.directory} is damaged and was passed over: {problem}. Restored step "
+                    f"{candidate} instead. (The next save moves the damaged one out of the way.)",
+                    stacklevel=3,
+                )
+            return restored, entries, candidate
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {_told(problems)}. Nothing was restored.")
 
     def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
@@ -316,27 +315,25 @@ class Checkpointer:
             raise CheckpointError(f"{self.directory} has no step {step}; it holds {sorted(sound)}{rest}.")
         return [operator.index(step)]
 
-    def _report(self, problems: dict[int, str], restored: int) -> None:
-        self._damaged |= problems.keys()
-        for step, problem in problems.items():
-            warnings.warn(
-                f"step {step} in {self.directory} is damaged and was passed over: {problem}. Restored step {restored} "
-                "instead. (The next save moves the damaged one out of the way.)",
-                stacklevel=4,
-            )
-
-    def _read(self, step: int, likes: dict[str, Any], part_of: Callable[[record.Record, str], str]) -> dict[str, Any]:
-        """The leaves of a part of one step, checked; raises in all processes if it does in one."""
+    def _read(
+        self, step: int, likes: record.Leaves, part_of: Callable[[record.Record, str], str]
+    ) -> tuple[record.Leaves, record.Record]:
+        """The leaves of a part of one step, checked, and their record; raises in all processes if it does in one."""
         where, reads = f"step {step} in {self.directory}", f"read step {step}"
         everything = self._read_together(lambda: self._read_record(step), where, reads)
-        part = self._together(lambda: part_of(everything, where), _MISTAKES, reads)
-        stored = {path: f"{part}{path}" for path in likes}
-        entries = {path: entry for path, entry in everything.items() if path.startswith(part)}
-        wanted = {stored[path]: like for path, like in likes.items()}
-        self._together(lambda: record.check_fits(entries, wanted, where), _MISTAKES, reads)
+
+        def part() -> tuple[record.Record, record.Leaves]:
+            begin = part_of(everything, where)
+            entries = {path: entry for path, entry in everything.items() if path.startswith(begin)}
+            wanted = {f"{begin}{path}": like for path, like in likes.items()}
+            record.check_fits(entries, wanted, where)
+            return entries, wanted
+
+        entries, wanted = self._together(part, _MISTAKES, reads)
         arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
-        return {path: record.as_like(arrays[at], entries[at], likes[path], at) for path, at in stored.items()}
+        found = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
+        return dict(zip(likes, found, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
         try:
@@ -345,12 +342,12 @@ class Checkpointer:
             file = self.directory / str(step) / self._backend.record_file
             raise ValueError(f"{file} cannot be read: {error}") from None
 
-    def _read_arrays(self, step: int, entries: record.Record, likes: dict[str, Any]) -> dict[str, Any]:
+    def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
         """What is stored for each leaf; an array without values is not stored."""
         structs = record.read_structs(entries, likes)
         empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
         wanted = {path: struct for path, struct in structs.items() if struct.size}
-        return empty | self._backend.read_arrays(step, wanted)
+        return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
         """``steps_in`` as process 0 sees them; a file system may show each process something else."""
@@ -391,12 +388,6 @@ class Checkpointer:
         if is_first:
             steps.clear(self.directory, self._backend, self._damaged)
         return self._writer
-
-
-def _leaves_of_target(target: PyTree) -> dict[str, Any]:
-    likes = record.bare_leaves(target)
-    record.check_placed(likes)
-    return likes
 
 
 def _at_least_1(name: str, value: int) -> int:

@@ -7,16 +7,41 @@ The words of an array, 32 bits each, are scrambled together with their positions
 A sum modulo 2^32 is exact in every order. So the checksum does not depend on how an array is split over devices, each
 device needs its shard alone, and what travels is one number. The two sums of two scrambles make 64 bits: other changes
 (words exchanged, several words changed) go unseen in one of 2^64 cases. It guards against accidents, not intent.
+
+``checksum_each`` is for arrays that nobody donates. ``SavedSums`` sums what is being saved, without holding up the
+training thread:
+
+  in save        the bits of each shard that this process stores are held as they are now
+                   on an accelerator   the device starts to compute the checksum, and ends before any later step
+                   on a CPU            a view of its memory: no donation overwrites memory that has a view
+  in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
+                 the sums of all processes
+
+Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
+collective: the devices may be in the next step, whose collectives wait for each other.
 """
 
+import json
 import math
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax._src import distributed
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from xlstm_jax.distributed.checkpoint.backend import Arrays
 from xlstm_jax.distributed.optimizers.offload import is_on_host
+from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.distributed.processes.store import Store, named
+
+Sums = dict[str, list[int]]  # by path
 
 # The finalizer of MurmurHash3 (Austin Appleby, public domain), and a second one with the constants of "lowbias32" by
 # Chris Wellons (public domain): (shift, factor, shift, factor, shift), each step one-to-one on 32 bits.
@@ -29,11 +54,10 @@ def checksum(x: Any) -> jax.Array:
 
     It depends on the bits: 0.0 and -0.0 differ, as do two NaN with different payloads. An array of no values has 0.
     """
-    words = _words(x)
-    return _sums(words, _positions(words.shape))
+    return checksum_of_part(x, np.zeros(jnp.ndim(x), np.uint32), _strides(jnp.shape(x)))
 
 
-def checksum_of_part(x: Any, origin: jax.Array, strides: jax.Array) -> jax.Array:
+def checksum_of_part(x: Any, origin: Any, strides: Any) -> jax.Array:
     """What a part of an array, as a shard, adds to the checksum of the whole.
 
     Args:
@@ -41,17 +65,18 @@ def checksum_of_part(x: Any, origin: jax.Array, strides: jax.Array) -> jax.Array
       origin: where in the array it begins, uint32 [ndim]; ``strides`` are those of the array, in entries modulo 2^32.
     """
     words = _words(x)
-    own = words.shape[origin.size :]
-    positions = jnp.broadcast_to(_positions(own), words.shape)
-    for dim in range(origin.size):
-        here = lax.broadcasted_iota(jnp.uint32, words.shape, dim) + origin[dim]
-        positions += here * (strides[dim] * jnp.uint32(math.prod(own) % 2**32))
-    return _sums(words, positions)
-
-
-def _sums(words: jax.Array, positions: jax.Array) -> jax.Array:
+    own = words.shape[origin.size :]  # the dims of the words of one entry
+    begins = [*origin, *[jnp.uint32(0) for _ in own]]
+    strides = [*(strides * np.uint32(math.prod(own))), *_strides(own)]
+    positions = jnp.zeros(words.shape, jnp.uint32)  # in row-major order, modulo 2^32
+    for dim in range(words.ndim):
+        positions += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + begins[dim]) * strides[dim]
     positions = positions * jnp.uint32(_STRIDE)
     return jnp.stack([jnp.sum(_scrambled(words + positions, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
+
+
+def _strides(shape: Sequence[int]) -> np.ndarray:
+    return np.array([math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))], np.uint32)
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
@@ -61,15 +86,6 @@ def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
     words = (words ^ (words >> first)) * jnp.uint32(factor)
     words = (words ^ (words >> second)) * jnp.uint32(other)
     return words ^ (words >> last)
-
-
-def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """The position of every entry in row-major order, modulo 2^32."""
-    positions = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        stride = math.prod(shape[dim + 1 :]) % 2**32
-        positions += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    return positions
 
 
 def _words(x: Any) -> jax.Array:
@@ -86,3 +102,109 @@ def _words(x: Any) -> jax.Array:
     if bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+
+
+def checksum_each(arrays: Arrays) -> Sums:
+    """The checksum of every array; those of placed arrays are computed on their devices, from the shards."""
+    # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
+    # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
+    return {path: np.asarray(checksum_program(array)(_as_words(array))).tolist() for path, array in arrays.items()}
+
+
+def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
+    """``checksum``, compiled for an array: its result goes to all devices of the array."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    return _checksum_to(
+        NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    )
+
+
+@lru_cache(maxsize=16)
+def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
+    return jax.jit(checksum, out_shardings=sharding)
+
+
+def _as_words(array: Any) -> Any:
+    """A NumPy array of 64-bit values as pairs of 32 bits: JAX would cut the values, unless it has 64 bits enabled."""
+    if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
+        return array
+    return np.ascontiguousarray(array[..., None]).view(np.uint32)
+
+
+# ---------------------------------------------------------------------------------------------- what is being saved
+
+
+class _Part(NamedTuple):
+    path: str
+    held: Any  # a view of memory, or a checksum that a device computes
+    origin: np.ndarray
+    strides: np.ndarray
+    is_view: bool
+
+
+class SavedSums:
+    """Holds what is to be summed from its making on; ``begin`` lets the background begin, ``result`` waits for it.
+
+    Args:
+      arrays: placed arrays, by path.
+      timeout_s: how long process 0 waits for the sums of the others.
+    """
+
+    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float) -> None:
+        self._paths, self._timeout_s = list(arrays), timeout_s
+        self._parts = [part for path, array in arrays.items() for part in _parts(path, array)]
+        self._begun = threading.Event()
+
+    def begin(self) -> None:
+        """Lets ``result`` begin; until then it would take cores from a thread that copies shards to the host."""
+        self._begun.set()
+
+    def result(self) -> Sums:
+        """The checksums of the arrays; in process 0, the others have their own part of them. Called once."""
+        self._begun.wait()
+        sums = {path: [0, 0] for path in self._paths}
+        while self._parts:
+            part = self._parts.pop()  # and let go of the view
+            found = _program()(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
+            _add(sums, part.path, np.asarray(found).tolist())
+        return sums if jax.process_count() == 1 else self._of_all(sums)
+
+    def _of_all(self, own: Sums) -> Sums:
+        state: Any = distributed.global_state
+        store = Store("checksums", state.process_id, range(state.num_processes))
+        if state.process_id != 0:
+            store.post(f"sums/{state.process_id}", json.dumps(own))
+            return own
+        deadline = time.monotonic() + self._timeout_s
+        for process in store.processes[1:]:
+            text = store.read(f"sums/{process}", deadline)
+            if text is None:
+                raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
+            for path, found in json.loads(text).items():
+                _add(own, path, found)
+        store.delete_previous()
+        return own
+
+
+def _add(sums: Sums, path: str, found: list[int]) -> None:
+    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], found, strict=True)]
+
+
+@cache
+def _program() -> Any:
+    return jax.jit(checksum_of_part)
+
+
+def _is_in_host_memory(device: Device) -> bool:
+    return device.platform == "cpu"
+
+
+def _parts(path: str, array: jax.Array) -> list[_Part]:
+    parts, strides = [], _strides(array.shape)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and shard.data.size:
+            origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
+            is_view = _is_in_host_memory(shard.device)
+            held = np.asarray(shard.data) if is_view else _program()(shard.data, origin, strides)
+            parts.append(_Part(path, held, origin, strides, is_view))
+    return parts

@@ -7,7 +7,7 @@ step that cannot be read for such a reason is neither passed over nor moved away
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from xlstm_jax.distributed.processes.together import cause_of, fail_together
@@ -34,18 +34,14 @@ class CheckpointError(RuntimeError):
     """
 
 
+class _SystemError(Exception):
+    """An error of the system, in this process."""
+
+
 def is_of_the_system(error: BaseException) -> bool:
-    """Whether an error while files were read is one of the system, and says nothing about the files."""
-    return any(map(_is_of_the_system, _chain(error)))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _is_of_the_system(error: BaseException) -> bool:
+    """Whether an error while files were read, or a cause of it, is one of the system, and says nothing about them."""
+    if error.__cause__ is not None and is_of_the_system(error.__cause__):
+        return True
     text = str(error)
     if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
         return True
@@ -60,33 +56,21 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
     """``work``, which reads files, in all processes, as ``what`` says: if it fails in one, all raise.
 
     Raises:
-      OSError: an error of the system in one of them; names ``where``.
-      CheckpointError: else, damage in one of them.
+      OSError: an error of the system; names ``where``. CheckpointError: damage. (Of both, that of the first process.)
       TimeoutError: a process has not done its work within ``timeout_s`` of this one; says which.
     """
-    damage: list[Exception] = []
 
-    def read() -> list[Result]:
+    def read() -> Result:
         try:
-            return [work()]
+            return work()
         except Exception as error:
-            if is_of_the_system(error):
-                raise OSError(cause_of(error)) from error
-            damage.append(error)
-            return []
-
-    def tell() -> None:
-        if damage:
-            raise damage[0]
+            kind = _SystemError if is_of_the_system(error) else CheckpointError
+            raise kind(cause_of(error)) from error
 
     try:
-        results = fail_together(read, OSError, what, timeout_s)
-    except TimeoutError:  # of waiting for another process: what the work raises comes as a plain OSError
-        raise
-    except OSError as error:
+        return fail_together(read, (CheckpointError, _SystemError), what, timeout_s)
+    except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "
             "tried. Try again when the system is well; or restore an older step by its number."
         ) from error
-    fail_together(tell, CheckpointError, what, timeout_s)
-    return results[0]

@@ -94,12 +94,17 @@ class OrbaxBackend:
     def read_record(self, step: int) -> Any:
         return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
 
-    def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         if not wanted:
             return {}
-        how = {path: _restore_args(struct) for path, struct in wanted.items()}
-        tree, restore_args = unflatten_dict(wanted, sep="/"), unflatten_dict(how, sep="/")
-        restore = orbax().args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
+
+        def how(struct: jax.ShapeDtypeStruct) -> Any:
+            if struct.sharding is None:
+                return orbax().RestoreArgs(restore_type=np.ndarray)
+            return orbax().ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
+
+        tree = unflatten_dict(wanted, sep="/")
+        restore = orbax().args.PyTreeRestore(tree, restore_args=jax.tree.map(how, tree), partial_restore=True)
         handler = orbax().PyTreeCheckpointHandler(type_handler_registry=_patient_readers())
         return flatten_dict(handler.restore(self._directory / str(step) / "state", args=restore), sep="/")
 
@@ -121,13 +126,6 @@ def _late_json() -> Any:
         item: Callable[[], Any]
 
     return LateJsonSave
-
-
-def _restore_args(struct: jax.ShapeDtypeStruct) -> Any:
-    ocp = orbax()
-    if struct.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
 
 
 class _Reads:

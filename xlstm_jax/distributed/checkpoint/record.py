@@ -7,43 +7,51 @@
 
 Boxes and padding are not saved; of a PRNG key its data are. Paths are the paths of the plain model, so a state that was
 split in one way can be restored split in any other. The record is a JSON object with two digests: one shows damage to
-the record, the other, of the step's number, shows that a folder was renamed or copied. (Version 0.1 wrote no number,
-and a record without one is read.)
+the record, the other, of the step's number, shows that a folder was renamed or copied.
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
 them. Every process has them whole, and process 0 stores them.
+
+Adam's moments have the paths and shapes of NAdam's, RAdam's or Yogi's, so a restore could mix them up. The record
+therefore names the optimizer, at the first leaf of each ``opt_state``: ``chain(scale_by_adam, scale) of optax 0.2.6``.
+Two experiments are told apart by their trees: one directory holds steps of one tree.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Set
-from functools import lru_cache, partial
-from typing import Any
+import warnings
+from collections.abc import Mapping, Set
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.checksums import checksum
+from xlstm_jax.distributed.checkpoint.backend import Arrays
+from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.optimizers.inside import name_of
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error
 OPTIMIZER = "optimizer"
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum"; "impl" of keys; OPTIMIZER of one leaf of its state
 Record = dict[str, Entry]
-_ORDER = ("shape", "dtype", "checksum", "impl", OPTIMIZER)
+Leaves = Mapping[str, Any]  # by path: arrays, abstract arrays, NumPy arrays, Python numbers and PRNG keys
+USERS_LINE = 3  # the caller of restore, for warnings.warn
 
 PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
-def bare_leaves(state: PyTree) -> dict[str, Any]:
+def bare_leaves(state: PyTree) -> Leaves:
     """The leaves without boxes, by path; refuses leaves that are no numbers, and two with the same name on disk."""
     pairs = leaves_with_path(state)
     leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
@@ -68,17 +76,17 @@ def _above(path: str) -> list[str]:
 
 def _unpadded(leaf: Any) -> Any:
     """The value in its true shape; if it is padded, whole on every device: the axes do not divide that shape."""
-    found = leaf_of(leaf)
-    value = found.value
-    if not found.is_padded:
-        return value
-    whole = NamedSharding(value.sharding.mesh, PartitionSpec()) if isinstance(value.sharding, NamedSharding) else None
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(found.true_shape, value.dtype, sharding=whole)
+    described = leaf_of(leaf)
+    if not described.is_padded:
+        return described.value
+    sharding = described.value.sharding
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    if isinstance(described.value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(described.true_shape, described.value.dtype, sharding=whole)
     return jax.jit(true_value, out_shardings=whole)(leaf)
 
 
-def boxed_like(target: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
     """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, with its padding."""
 
     def boxed(path: str, like: Any) -> Any:
@@ -109,7 +117,7 @@ def _checked(path: str, leaf: Any) -> Any:
     return leaf
 
 
-def is_local(leaf: Any) -> bool:
+def is_local(leaf: object) -> bool:
     """Whether every process has a leaf whole, for itself; see the top of this file."""
     if isinstance(leaf, jax.Array):
         return not leaf.committed or (jax.process_count() > 1 and leaf.is_fully_addressable)
@@ -117,7 +125,7 @@ def is_local(leaf: Any) -> bool:
     return sharding is None or (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
-def stored_arrays(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def stored_arrays(leaves: Leaves) -> Arrays:
     """What is written for each leaf: a ``jax.Array`` for a placed leaf, a NumPy array for a local one."""
 
     def stored(leaf: Any) -> Any:
@@ -132,25 +140,25 @@ def stored_arrays(leaves: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- the record
 
 
-def record_without_sums(leaves: Mapping[str, Any]) -> Record:
-    """The record of a state without checksums, which keeps nothing of its values."""
-    impls = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)}
-    return {
-        path: _description(leaf) | ({"impl": impls[path]} if path in impls else {}) for path, leaf in leaves.items()
-    }
-
-
-def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
-    """The entries of a record that have checksums in ``sums``, with these; names in the order of version 0.1."""
-    found = {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
-    return {path: {name: entry[name] for name in sorted(entry, key=_ORDER.index)} for path, entry in found.items()}
+def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
+    """The record of a state without checksums, which keeps nothing of its values; it names the optimizers."""
+    record = {path: _description(leaf) for path, leaf in leaves.items()}
+    for begin, name in _optimizers_of(state).items():
+        if (first := _first(record, begin)) is not None:
+            record[first][OPTIMIZER] = name
+    return record
 
 
 def _description(leaf: Any) -> Entry:
-    kind = type(leaf).__name__
-    if kind in PYTHON_DTYPES:
+    if (kind := type(leaf).__name__) in PYTHON_DTYPES:
         return {"shape": [], "dtype": kind}
-    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    impl = {"impl": str(jax.random.key_impl(leaf))} if is_prng_key(leaf) else {}
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} | impl
+
+
+def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
+    """The entries of a record that have checksums in ``sums``, with these."""
+    return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
 def to_json(record: Record, step: int) -> dict[str, Any]:
@@ -172,8 +180,6 @@ def from_json(content: Any, step: int) -> Record:
         raise ValueError("the record has its digest, and holds no leaves")
     if wrong := [path for path, entry in record.items() if not _is_entry(entry)]:
         raise ValueError(f"{listed(wrong)}: the record has its digest, and does not describe an array there")
-    if content.keys() == {"leaves", "digest"}:  # of version 0.1
-        return record
     check_number(saved_as(content), step)
     return record
 
@@ -199,53 +205,20 @@ def check_number(number: int | None, name: int) -> None:
 def _is_entry(entry: Any) -> bool:
     """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
     try:
-        shape, sums, dtype = entry["shape"], entry["checksum"], entry["dtype"]
-        numbers = [*shape, *sums]
-        is_key = isinstance(dtype, str) and dtype.startswith("key<")
-        if not all(type(number) is int and number >= 0 for number in numbers) or len(sums) != 2:
-            return False
-        if entry.keys() - {"impl", OPTIMIZER} != {"shape", "dtype", "checksum"} or is_key != ("impl" in entry):
-            return False
-        if not isinstance(entry.get(OPTIMIZER, ""), str):
-            return False
+        names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
+        wanted = {"shape", "dtype", "checksum"} | ({"impl"} if entry["dtype"].startswith("key<") else set())
+        is_described = names == wanted and all(type(number) is int and number >= 0 for number in numbers)
         data_struct(entry)
+        return is_described and len(entry["checksum"]) == 2 and isinstance(entry.get(OPTIMIZER, ""), str)
     except Exception:  # NumPy and JAX raise whatever they like of a dtype or a kind of key that they do not know
         return False
-    return True
 
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def checksum_each(arrays: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The checksum of every array; those of placed arrays are computed on their devices, from the shards."""
-    # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
-    # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
-    return {path: np.asarray(checksum_program(array)(as_words(array))).tolist() for path, array in arrays.items()}
-
-
-def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
-    """``checksum``, compiled for an array: its result goes to all devices of the array."""
-    sharding = array.sharding if isinstance(array, jax.Array) else None
-    return _checksum_to(
-        NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-    )
-
-
-@lru_cache(maxsize=16)
-def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
-    return jax.jit(checksum, out_shardings=sharding)
-
-
-def as_words(array: Any) -> Any:
-    """A NumPy array of 64-bit values as pairs of 32 bits: JAX would cut the values, unless it has 64 bits enabled."""
-    if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
-        return array
-    return np.ascontiguousarray(array[..., None]).view(np.uint32)
-
-
-def check_sound(record: Record, arrays: Mapping[str, Any]) -> None:
+def check_sound(record: Record, arrays: Arrays) -> None:
     """Checks arrays that were read against the record; raises a ``ValueError`` that names those that differ."""
     sums = checksum_each(arrays)
 
@@ -257,10 +230,66 @@ def check_sound(record: Record, arrays: Mapping[str, Any]) -> None:
         raise ValueError(f"{listed(bad)}: what was read does not have the checksum or dtype of what was saved")
 
 
+# --------------------------------------------------------------------------------------- the optimizer, the experiment
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    """A ``TrainState``, ours or Flax's."""
+
+    tx: object
+    opt_state: PyTree
+
+
+def _optimizers_of(state: PyTree) -> dict[str, str]:
+    """The optimizer of each ``opt_state`` in a state, by the beginning of the paths of its leaves."""
+    found, _ = flatten_with_path(state, HasOptimizer)
+    nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
+    begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
+    return {begin[path]: f"{name_of(node.tx, flags=True)} of optax {optax.__version__}" for path, node in nodes.items()}
+
+
+def _first(entries: Record, begin: str) -> str | None:
+    return min((path for path in entries if path.startswith(begin)), default=None)
+
+
+def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
+    """Warns where the saved ``opt_state`` is of another optimizer than the target's, by their names."""
+    for begin, wanted in _optimizers_of(state).items():
+        saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
+        if not _mean_the_same(saved, wanted):
+            warnings.warn(
+                f"{where}: '{_first(entries, begin)}' was saved with the optimizer {saved}, and is read into the state "
+                f"of {wanted}, whose moments may mean something else. To begin the optimizer anew, read the parameters "
+                "alone, by restore_params.",
+                stacklevel=USERS_LINE,
+            )
+
+
+def _mean_the_same(one: str, other: str) -> bool:
+    """Whether two names are of one optimizer, whatever the version; ``muon`` goes to and from that of optax."""
+    names = [name.rpartition(" of optax ")[0] for name in (one, other)]
+    return names[0] == names[1] or all("muon" in name for name in names)
+
+
+def check_same_tree(entries: Record, newest: Record, where: str) -> None:
+    """Raises a ``ValueError`` where a step to be saved has another tree than the newest in its directory."""
+    paths = sorted(entries.keys() | newest.keys())
+    unlike = [path for path in paths if not (path in entries and path in newest and fits(newest[path], entries[path]))]
+    if unlike:
+        of_both = [of.get(unlike[0]) for of in (newest, entries)]
+        saved, new = ("nothing" if entry is None else f"{entry['dtype']}{entry['shape']}" for entry in of_both)
+        raise ValueError(
+            f"{where} is of another state than the one to save: at {listed(unlike)}, first {saved} there and {new} "
+            "here. Steps of two experiments in one directory push each other out, and restore takes either. Take "
+            "another directory; to go on from that step, restore it first, or its parameters by restore_params."
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------- the target
 
 
-def check_fits(record: Record, likes: Mapping[str, Any], where: str) -> None:
+def check_fits(record: Record, likes: Leaves, where: str) -> None:
     """Checks that the leaves of a target have the paths, shapes and dtypes of a record; a ``ValueError`` names both."""
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
@@ -329,8 +358,9 @@ def _kind(dtype: str) -> str:
     return next((kind for kind, of in _KINDS.items() if jnp.issubdtype(jnp.dtype(dtype), of)), dtype)
 
 
-def check_placed(likes: Mapping[str, Any]) -> None:
-    """Checks that each leaf of the target has a sharding, which divides it; on one device it needs none."""
+def target_leaves(target: PyTree) -> Leaves:
+    """``bare_leaves`` of a target; each has a sharding, which divides it. On one device it needs none."""
+    likes = bare_leaves(target)
     for path, like in likes.items():
         if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None and jax.device_count() > 1:
             raise ValueError(
@@ -340,6 +370,7 @@ def check_placed(likes: Mapping[str, Any]) -> None:
             )
         if (sharding := getattr(like, "sharding", None)) is not None:
             sharding.shard_shape(like.shape)
+    return likes
 
 
 def reads_whole(entry: Entry, like: Any) -> bool:
@@ -356,7 +387,7 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(PYTHON_DTYPES.get(entry["dtype"], entry["dtype"])))
 
 
-def read_structs(record: Record, likes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
     """What is read for each leaf, with the sharding by which each device reads its shard, or none: see ``Backend``."""
     return {
         path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)

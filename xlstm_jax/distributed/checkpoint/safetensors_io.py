@@ -9,32 +9,36 @@ Hugging Face names them::
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
 
-Files are written under hidden names and renamed at the end, the index last. (The safetensors library would need all
-tensors of a file in memory at once, and has no float8 for NumPy.)
+Files are written under hidden names and renamed at the end, the index last.
+
+A file holds a length (8 bytes, little-endian), a JSON header of that length with the dtype, the shape and the offsets
+of each tensor, and the values. The header is written and read here: the safetensors library would need all tensors of a
+file in memory at once, and has no float8 for NumPy. A file may come from anybody. So a header is read only from a
+regular file, up to a length, as UTF-8, with each name once and whole numbers as sizes; and nothing is allocated by what
+it says.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.record import bare_leaves, boxed_like, check_placed, names_problem, placed_like
-from xlstm_jax.distributed.checkpoint.safetensors_header import (
-    CODES,
-    MAX_JSON_BYTES,
-    StoredTensor,
-    check_tensor_name,
-    header_of,
-    json_object,
-    open_file,
-    tensors_of,
+from xlstm_jax.distributed.checkpoint.record import (
+    Leaves,
+    bare_leaves,
+    boxed_like,
+    names_problem,
+    placed_like,
+    target_leaves,
 )
 from xlstm_jax.distributed.data_parallel.leaf import unpacked
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
@@ -44,6 +48,20 @@ from xlstm_jax.wording import listed
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
+METADATA = "__metadata__"  # the name under which a header keeps other things than tensors
+REASON_CHARS = 200  # of an error in an error
+_WRONG_JSON = ValueError, KeyError, TypeError, AttributeError, RecursionError
+MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of an index
+MAX_DIMS = 64  # as NumPy has it
+_ALIGNMENT = 8  # of the values, which begin behind the header
+
+CODES = (
+    {f"{kind}int{bits}": f"{code}{bits}" for kind, code in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)}
+    | {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+    | {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
+)
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def export_safetensors(
@@ -73,7 +91,7 @@ def export_safetensors(
     """
     leaves = bare_leaves(map_leaves(unpacked, params))
     for name, leaf in leaves.items():
-        check_tensor_name(name)
+        _check_tensor_name(name)
         if str(dtype := _dtype_or_type(leaf)) not in CODES:
             raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
@@ -90,6 +108,18 @@ def export_safetensors(
                 pass
 
     fail_together(write, OSError)
+
+
+def _check_tensor_name(name: str) -> None:
+    """Refuses what no reader takes as the name of a tensor."""
+    if name == METADATA:
+        raise ValueError(
+            f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the leaf {name!r} has a name that is not Unicode (half of a pair); rename it.") from None
 
 
 def _dtype_or_type(leaf: Any) -> Any:
@@ -115,7 +145,7 @@ def _check_free(target: Path) -> None:
             raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
 
 
-def _files(leaves: Mapping[str, Any], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
+def _files(leaves: Leaves, target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
     """The tensors of each file: in the order of the tree, a new file where one would be too large."""
     groups: list[list[str]] = []
     bytes_left = 0
@@ -144,7 +174,7 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 def _write_files(
-    files: Mapping[Path, list[str]], leaves: Mapping[str, Any], arrays: Iterator[np.ndarray], index_file: Path
+    files: Mapping[Path, list[str]], leaves: Leaves, arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
     """Writes the files under hidden names, and renames them when all are on disk; the index comes last."""
     weight_map = {name: file.name for file, names in files.items() for name in names}
@@ -153,7 +183,7 @@ def _write_files(
     try:
         for file, names in files.items():
             with _new_file(_hidden(file)) as opened:
-                opened.write(header_of({name: leaves[name] for name in names}))
+                opened.write(_header_of({name: leaves[name] for name in names}))
                 for _ in names:
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
         if index_file in written:
@@ -164,6 +194,18 @@ def _write_files(
     finally:
         for file in written:
             _hidden(file).unlink(missing_ok=True)
+
+
+def _header_of(leaves: Leaves) -> bytes:
+    """The length and the header of a file with these tensors, in this order."""
+    entries, end = {}, 0
+    for name, leaf in leaves.items():
+        begin, end = end, end + leaf.nbytes
+        code = CODES[str(leaf.dtype)]
+        entries[name] = {"dtype": code, "shape": list(leaf.shape), "data_offsets": [begin, end]}
+    text = json.dumps({METADATA: {"format": "pt"}} | entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 @contextmanager
@@ -194,8 +236,7 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     Traceback (most recent call last):
     FileNotFoundError: there is no no_such_folder/model.safetensors, and no model.safetensors.index.json beside it.
     """
-    likes = bare_leaves(abstract_params)
-    check_placed(likes)
+    likes = target_leaves(abstract_params)
     tensors = _tensors(_target(path))
     _check_fits(tensors, likes, path)
     return boxed_like(
@@ -203,14 +244,29 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     )
 
 
-def _tensors(target: Path) -> dict[str, StoredTensor]:
+class _StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    offset: int  # from the beginning of the file
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def values(self) -> np.ndarray:
+        """The values, mapped into memory: only those that are indexed are read."""
+        if not math.prod(self.shape):
+            return np.zeros(self.shape, self.dtype)
+        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+
+
+def _tensors(target: Path) -> dict[str, _StoredTensor]:
     index = _index_file(target)
     if target.exists():
-        return tensors_of(target)
+        return _tensors_of(target)
     if not index.exists():
         raise FileNotFoundError(f"there is no {target}, and no {index.name} beside it.")
     where = _weight_map(index)
-    found = {name: tensor for file in set(where.values()) for name, tensor in tensors_of(index.parent / file).items()}
+    found = {name: tensor for file in set(where.values()) for name, tensor in _tensors_of(index.parent / file).items()}
     wrong = sorted(name for name in where if name not in found or found[name].file.name != where[name])
     if wrong or found.keys() - where.keys():
         raise ValueError(f"{index} does not fit its files: see {listed(wrong or sorted(found.keys() - where.keys()))}.")
@@ -218,16 +274,70 @@ def _tensors(target: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    with open_file(index) as file:
+    with _opened(index) as file:
         try:
-            where: dict[str, str] = json_object(file.read(MAX_JSON_BYTES))["weight_map"]
+            where: dict[str, str] = _json(file.read(MAX_JSON_BYTES))["weight_map"]
             assert all(isinstance(file, str) and Path(file).name == file for file in where.values())
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (*_WRONG_JSON, AssertionError) as error:
             raise ValueError(f"{index} is not the index of a model in several safetensors files.") from error
     return where
 
 
-def _check_fits(tensors: Mapping[str, StoredTensor], likes: Mapping[str, Any], path: Any) -> None:
+def _opened(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file():  # a pipe or a device would be waited for without end
+        raise ValueError(f"{path} is no regular file.")
+    return path.open("rb")
+
+
+def _json(content: bytes) -> Any:
+    """JSON in UTF-8, in which no object has a name twice: readers would differ on which of the two counts."""
+
+    def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands in it twice")
+        return found
+
+    return json.loads(content.decode(), object_pairs_hook=once_each)
+
+
+def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
+    """What a file's header says of its tensors, checked against the length of the file."""
+    with _opened(path) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        try:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(size - 8, MAX_JSON_BYTES):
+                raise ValueError(f"it would have {length} bytes, which are more than the file's, or {MAX_JSON_BYTES}")
+            header = _json(opened.read(length))
+            header.pop(METADATA, None)
+            tensors = {name: _tensor(path, 8 + length, entry) for name, entry in header.items()}
+        except _WRONG_JSON as error:
+            reason = f"{type(error).__name__}: {str(error)[:REASON_CHARS]}"
+            raise ValueError(
+                f"{path} is damaged, or no safetensors file: its header cannot be read ({reason})."
+            ) from error
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset != end:
+            raise ValueError(f"{path} is damaged: '{name}' begins at byte {tensor.offset}, and should at {end}.")
+        end += math.prod(tensor.shape) * tensor.dtype.itemsize
+    if end != size:
+        raise ValueError(f"{path} is damaged: it has {size} bytes, and its header says {end}.")
+    return tensors
+
+
+def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
+    begin, _ = entry["data_offsets"]  # the end follows from the shape
+    for size in (begin, *entry["shape"]):
+        if type(size) is not int or not 0 <= size < 2**63:
+            raise ValueError(f"{size!r} is no size")
+    if len(entry["shape"]) > MAX_DIMS:
+        raise ValueError(f"a tensor has {len(entry['shape'])} dims")
+    return _StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
+
+
+def _check_fits(tensors: Mapping[str, _StoredTensor], likes: Leaves, path: object) -> None:
     if problem := names_problem(tensors.keys(), likes.keys(), "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")
     for name, like in likes.items():

@@ -1,4 +1,4 @@
-"""Which steps a directory holds, and which of its folders are not the steps that their names say.
+"""A directory of checkpoints, a local folder or the URL of an object store: which steps it holds.
 
   30/              a step, as far as its name and the number in its record say
   30/, empty       step 30 is lost, and so it is where 30 is a link that leads to no folder
@@ -10,17 +10,49 @@ each record is read, whatever the folder is called. Object stores rename no fold
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from xlstm_jax.distributed.checkpoint.backend import Backend
-from xlstm_jax.distributed.checkpoint.directory import is_url
 from xlstm_jax.distributed.checkpoint.record import check_number, saved_as
 
 EMPTY = "its folder is empty"
 NO_FOLDER = "it is a link that leads to no folder"
+
+
+def is_url(directory: Any) -> bool:
+    return "://" in os.fspath(directory)
+
+
+def directory_path(directory: str | os.PathLike[str]) -> Any:
+    """The directory as orbax takes it; refuses what can hold no folders."""
+    from etils import epath  # which orbax brings along; it has no types
+
+    if not os.fspath(directory):
+        raise ValueError("the directory of the checkpoints is ''; name a folder ('.' for the working directory).")
+    if is_url(directory):
+        try:
+            return epath.Path(directory)
+        except KeyError as error:
+            known = "gs://, s3:// and az://"
+            raise ValueError(
+                f"the directory {os.fspath(directory)!r} has the scheme {error.args[0]!r}, which orbax does not know. "
+                f"It takes {known}; name a local folder by its path."
+            ) from None
+    path = Path(os.path.abspath(directory))
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.exists():  # a run would find no steps there, and start anew
+            raise ValueError(
+                f"the directory {path} is not to be found: {link} is a link to {os.readlink(link)}, which leads "
+                "nowhere. Mount what it leads to, or mend or remove the link."
+            )
+    inside = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not inside.is_dir():
+        where = "is" if inside == path else f"lies beneath {inside}, which is"
+        raise ValueError(f"the directory {path} {where} a file, and can hold no checkpoints. Name another folder.")
+    return epath.Path(path)
 
 
 class StepFolder(NamedTuple):
@@ -40,44 +72,34 @@ class StepFolder(NamedTuple):
 def steps_in(directory: Any, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
     """The folders that are called like a committed step, by that number; tells renamed ones by their records."""
     if is_url(directory):
-        return dict(_listed(directory, backend.steps()))
+        return {number: StepFolder(number) for number in backend.steps()}
+    found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
-        numbers = [int(name) for name in os.listdir(directory) if _is_number(name)]
-        return dict(_listed(directory, numbers, backend.record_file if read_records else ""))
-    return {}
+        for name in os.listdir(directory):
+            if name.isdecimal() and name == str(int(name)):
+                found[int(name)] = _folder(Path(directory, name), backend.record_file if read_records else "")
+    return {number: folder for number, folder in found.items() if folder is not None}
 
 
-def _is_number(name: str) -> bool:
-    return name.isdecimal() and name == str(int(name))
-
-
-def _listed(directory: Any, numbers: list[int], record_file: str = "") -> Iterator[tuple[int, StepFolder]]:
-    """Reads the record of each step where that file is named."""
-    for number in numbers:
-        folder = directory / str(number)
-        if not is_url(directory) and not os.path.isdir(folder):
-            if os.path.islink(folder):
-                yield number, StepFolder(number, NO_FOLDER)
-            continue
-        with suppress(FileNotFoundError):  # a job that writes beside this one has removed it by now
-            if not any(folder.iterdir()):
-                yield number, StepFolder(number, EMPTY)
-            else:
-                yield number, _by_record(Path(folder) / record_file, number) if record_file else StepFolder(number)
-
-
-def _by_record(path: Path, name: int) -> StepFolder:
-    """What the record says of the step's number; what else is wrong with it a restore finds out."""
-    number = None
-    with suppress(OSError, ValueError, RecursionError):
-        number = saved_as(json.loads(path.read_bytes())) if path.is_file() else None
-    if number is None:
-        return StepFolder(name)
+def _folder(path: Path, record_file: str) -> StepFolder | None:
+    """None for a file, and for a folder that a job beside this one has removed by now."""
+    number, record = int(path.name), path / record_file  # the folder itself where records are not to be read
+    if not os.path.isdir(path):
+        return StepFolder(number, NO_FOLDER) if path.is_symlink() else None
     try:
-        check_number(number, name)
+        if not any(path.iterdir()):
+            return StepFolder(number, EMPTY)
+    except FileNotFoundError:
+        return None
+    saved = number
+    with suppress(OSError, ValueError, RecursionError):  # what else is wrong with a record a restore finds out
+        content = json.loads(record.read_bytes()) if record.is_file() else None
+        saved = number if (told := saved_as(content)) is None else told
+    try:
+        check_number(saved, number)
     except ValueError as error:
-        return StepFolder(number, str(error))
-    return StepFolder(name)
+        return StepFolder(saved, str(error))
+    return StepFolder(saved)
 
 
 def newest(steps: Mapping[int, StepFolder]) -> int | None:

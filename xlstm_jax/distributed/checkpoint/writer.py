@@ -1,14 +1,20 @@
 """Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
 
+A second job is refused until the first has ended, however it ends: by a lock of ``flock``, which belongs to the open
+file and not to the process. (A POSIX record lock goes as soon as the process closes any descriptor of the file, that of
+a copy of the folder, say. On network file systems Linux turns ``flock`` into a lock on the server.)
+
 A save goes on in the background, up to a time limit that includes its commit. If it fails, the next call raises. At the
 end of the program there is no next call: the exit waits for the save, at a point where orbax can still start threads
 (after it, Python 3.12 starts none). If the save fails there, the exit says which step is lost, and the exit code is 1.
 """
 
 import atexit
+import errno
 import logging
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -20,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend
-from xlstm_jax.distributed.checkpoint.directory import is_url
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.steps import is_url
 from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of
 
 _COMMIT_GRACE_S = 1.0  # beyond the limit, in which orbax's own error comes
 _LOOK_EVERY_S = 0.005
+LOCK_FILE = ".writer"
+_NAME_BYTES = 200  # of the writer's name that an error repeats
 _JUMP_S = 1.0  # of the clock, beyond which it is the cause of a timeout
 
 
@@ -49,14 +57,12 @@ class Writer:
     ) -> None:
         self.directory, self._backend, self._steps, self._timeout_s = directory, backend, steps, timeout_s
         self.is_open = False
-        self._lock: Any = None
+        self._lock: DirectoryLock | None = None
         self._saving: int | None = None  # the step
         self._begun = 0.0, 0.0  # of that save: by the clock, and by one that never jumps
         self._key = str(directory) if is_url(directory) else os.path.realpath(directory)
         self._take_over(owner)
         if locks and not is_url(directory):
-            from xlstm_jax.distributed.checkpoint.lock import DirectoryLock  # not on Windows
-
             self._lock = DirectoryLock(directory)
         _finish_at_exit()
         _writers[self._key] = (weakref.ref(owner), self)
@@ -135,11 +141,14 @@ class Writer:
         if self.hangs:
             return
         with ExitStack() as at_last:
-            if self._lock is not None:
-                at_last.callback(self._lock.close)
+            at_last.callback(self.unlock)
             at_last.callback(self._backend.close)
             if self._key in _writers and _writers[self._key][1] is self:
                 del _writers[self._key]
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     @contextmanager
     def _failing_as(self, step: int) -> Iterator[None]:
@@ -165,12 +174,81 @@ class Writer:
         return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
 
 
+# ------------------------------------------------------------------------------------------------------------ the lock
+
+
+class DirectoryLock:
+    """Locks a local directory from ``__init__`` to ``close``; without effect where the file system has no locks.
+
+    Raises:
+      CheckpointError: another job has it; says which. Or there is no regular file under the lock's name.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        import fcntl  # not on Windows
+
+        self._path = os.path.join(directory, LOCK_FILE)
+        self._file: int | None = _opened(self._path)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            writer = os.pread(self._file, _NAME_BYTES, 0).decode(errors="replace").strip() or "it left no name"
+            self.close()
+            raise CheckpointError(
+                f"another job writes checkpoints in {directory}: {writer}. Stop it, or use another directory."
+            ) from None
+        except OSError:  # this file system has no locks
+            pass
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+    def check_place(self) -> None:
+        """Raises a ``CheckpointError`` where the path leads to another file by now than the one that is locked."""
+        try:
+            held = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file or 0))
+        except (FileNotFoundError, NotADirectoryError):
+            held = False
+        if not held:
+            raise CheckpointError(
+                f"{os.path.dirname(self._path)} is no longer the folder that this job writes and has locked: a link "
+                "was moved, or the folder or its lock was removed. Steps saved before are where it led; undo that, or "
+                "close this Checkpointer and make another."
+            )
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def _opened(path: str) -> int:
+    """The lock's file, which must be no link: the file that it leads to would be overwritten."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise CheckpointError(f"{path} is a link or no regular file, and the writer's lock would be kept there. Remove it.")
+
+
 # ----------------------------------------------------------------------------------------------- the end of the program
 
-_writers: dict[str, tuple[weakref.ref[Any], Writer]] = {}  # by directory; all that are not closed
+_writers: dict[str, tuple[weakref.ref[object], Writer]] = {}  # by directory; all that are not closed
 _lost: list[str] = []  # at the exit
+
+
+def _leave_to_the_parent() -> None:
+    """A child made by ``fork`` has the locks' open files too. One that outlives its parent must not keep them."""
+    for _, writer in _writers.values():
+        writer.unlock()
+    _writers.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_writers.clear)  # they are the parent's to finish
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 @cache
