@@ -250,7 +250,11 @@ class Statistic(ABC):
         if self.average == "per_class":
             return by_class
         weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(by_class)
-        return _mean(by_class, weight, (denominator != 0) | (not math.isnan(self.zero_division)), self.zero_division)
+        defined = (denominator != 0) | (not math.isnan(self.zero_division))
+        # Where no weight is left the plain mean of what is defined, as in scikit-learn.
+        weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
+        weight = jnp.where(defined, weight, 0)
+        return ratio(Total.of(by_class, weight).value, Total.of(weight).value, self.zero_division)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,13 +336,6 @@ class FBeta(Statistic):
 def _over_classes(cells: Cells) -> Cells:
     """[C] -> []: the sum over classes, of both parts of the pairs."""
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
-
-
-def _mean(by_class: jax.Array, weight: jax.Array, defined: jax.Array, empty_value: float) -> jax.Array:
-    """The mean by weight of what is defined; the plain mean where no weight is left, as in scikit-learn."""
-    weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
-    weight = jnp.where(defined, weight, 0)
-    return ratio(Total.of(by_class, weight).value, Total.of(weight).value, empty_value)
 
 
 @dataclass(frozen=True, eq=False)

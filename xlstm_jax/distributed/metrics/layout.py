@@ -63,7 +63,10 @@ class Layout:
 
     def __init__(self, identity: Cells) -> None:
         """``identity`` may be abstract, as ``jax.eval_shape`` returns it."""
-        entries = [_entry(path, cell) for path, cell in _by_path(identity).items()]
+        entries = []
+        for path, cell in _by_path(identity).items():
+            arrays = jax.tree.leaves(cell)
+            entries.append(Entry(path, type(cell), tuple(arrays[0].shape), tuple(str(x.dtype) for x in arrays)))
         self.entries = sorted(entries, key=lambda entry: (entry.cell_type.__name__, entry.dtypes, entry.path))
         text = "\n".join(f"{e.path} {e.cell_type.__name__} {e.shape} {e.dtypes}" for e in self.entries)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -106,7 +109,11 @@ class Layout:
         groups = defaultdict(list)
         for entry in self.entries:
             groups[entry.group].append(_fitted(given.get(entry.path, neutral[entry.path]), entry))
-        return self.vectors_of({group: jax.tree.map(_end_to_end, *some) for group, some in groups.items()})
+
+        def end_to_end(*arrays: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.ravel(array) for array in arrays])
+
+        return self.vectors_of({group: jax.tree.map(end_to_end, *some) for group, some in groups.items()})
 
     def unpack(self, vectors: Vectors) -> Cells:
         """The cells in their nested dict; leading dims stay: [..., k] -> [..., *shape]."""
@@ -144,11 +151,6 @@ class Layout:
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 
-def _entry(path: Path, cell: Cell) -> Entry:
-    arrays = jax.tree.leaves(cell)
-    return Entry(path, type(cell), tuple(arrays[0].shape), tuple(str(x.dtype) for x in arrays))
-
-
 def _by_path(cells: Cells) -> dict[Path, Any]:
     """The cells of nested dicts by their paths; a cell that stands alone has the empty path."""
     return {path[1:]: cell for path, cell in flatten_dict({"": cells}).items()}
@@ -165,7 +167,3 @@ def _fitted(cell: Cell, entry: Entry) -> Cell:
             "over the dims of the batch."
         )
     return entry.cell_type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))
-
-
-def _end_to_end(*arrays: jax.Array) -> jax.Array:
-    return jnp.concatenate([jnp.ravel(array) for array in arrays])

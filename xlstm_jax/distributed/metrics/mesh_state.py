@@ -119,8 +119,8 @@ class MeshState:
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
-        rows = _restored(cells, state_dict["local"], "local", leading=("devices",))
-        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", leading=()))
+        rows = _restored(cells, state_dict["local"], "local", devices=True)
+        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", devices=False))
         rows = jax.vmap(self.metric.state_of)(rows).vectors
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
 
@@ -185,19 +185,19 @@ def check_entries(given: dict[str, Any], wanted: Iterable[str]) -> None:
         raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
 
 
-def _restored(like: Cells, saved: Any, name: str, leading: tuple[str, ...]) -> Cells:
-    """The saved arrays in the cells of ``like``, checked; they have the leading dims besides."""
+def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
+    """The saved arrays in the cells of ``like``, checked; with ``devices`` they have a leading device dim besides."""
     try:
         cells = serialization.from_state_dict(like, saved)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
     for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
         shape = np.shape(got)
-        inner = shape[len(leading) :]
-        if len(shape) != len(leading) + len(inner) or inner != want.shape or got.dtype != want.dtype:
+        wanted = (*shape[:devices], *want.shape)  # of any number of devices
+        if shape != wanted or len(shape) != devices + len(want.shape) or got.dtype != want.dtype:
             raise ValueError(
                 f"state dict[{name!r}] has an array of shape {shape} and dtype {getattr(got, 'dtype', None)}; "
-                f"this metric's has shape {leading + want.shape} and dtype {want.dtype}."
+                f"this metric's has shape {wanted} and dtype {want.dtype}."
             )
     return cells
 

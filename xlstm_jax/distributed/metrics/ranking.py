@@ -94,7 +94,9 @@ class BinnedRanking(PureMetric):
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels.shape), labels == 1
         weight = jnp.where(jnp.isnan(scores) & (weight != 0), jnp.nan, weight)
-        bins = self._bin_of(scores)
+        # 0..bins-1; each operation keeps the order of scores, rounded or not, infinite or not.
+        fraction = (scores.astype(wide_float()) - self.low) / (self.high - self.low)
+        bins = jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
         def histogram(weight: jax.Array) -> Total:
             return Total.of_halves(weight, lambda half: jnp.zeros(self.bins, half.dtype).at[bins].add(half))
@@ -103,11 +105,6 @@ class BinnedRanking(PureMetric):
             "positive": histogram(jnp.where(positive, weight, 0)),
             "negative": histogram(jnp.where(positive, 0, weight)),
         }
-
-    def _bin_of(self, scores: jax.Array) -> jax.Array:
-        """0..bins-1; each operation keeps the order of scores, rounded or not, infinite or not."""
-        fraction = (scores.astype(wide_float()) - self.low) / (self.high - self.low)
-        return jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
         # Cumulative sums in pairs: plain sums of a thousand float32 would be off by up to 1e-4.

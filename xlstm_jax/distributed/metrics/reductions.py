@@ -113,17 +113,16 @@ def _reduce_each(
     _check_operations(metrics, chosen, "")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     named = [_operation_at(path, chosen) for path, _ in with_paths]
-    leaves = [_array_if_named(leaf, operation) for (_, leaf), operation in zip(with_paths, named, strict=True)]
+    leaves = [
+        jnp.asarray(leaf) if operation and isinstance(leaf, (*NUMBERS, np.ndarray)) else leaf
+        for (_, leaf), operation in zip(with_paths, named, strict=True)
+    ]
     operations = ["mean" if operation is UNNAMED else operation for operation in named]
     for operation in OPERATIONS:
         indices = [i for i, name in enumerate(operations) if name == operation]
         for i, value in zip(indices, reduce([leaves[i] for i in indices], operation), strict=True):
             leaves[i] = value
     return jax.tree.unflatten(structure, leaves)
-
-
-def _array_if_named(leaf: Any, operation: str | None) -> Any:
-    return jnp.asarray(leaf) if operation and isinstance(leaf, (*NUMBERS, np.ndarray)) else leaf
 
 
 def _check_operations(metrics: Any, chosen: Any, path: str) -> None:
@@ -304,17 +303,17 @@ def collect_from_devices(metrics: Metrics) -> Metrics:
     Raises:
       ValueError: an array lies on other processes too and differs between devices, so that it cannot be read here.
     """
-    return jax.tree_util.tree_map_with_path(_as_list, metrics)
 
+    def as_list(path: Any, value: Any) -> Any:
+        if not _is_metric(value) or value.ndim == 0:
+            return value
+        if value.is_fully_addressable:
+            return list(value)
+        if value.is_fully_replicated:
+            return list(value.addressable_data(0))
+        raise ValueError(
+            f"metrics{jax.tree_util.keystr(path)} lies on devices of several processes and differs between them. Call "
+            "all_gather inside of shard_map, and return its result with PartitionSpec()."
+        )
 
-def _as_list(path: Any, value: Any) -> Any:
-    if not _is_metric(value) or value.ndim == 0:
-        return value
-    if not value.is_fully_addressable:
-        if not value.is_fully_replicated:
-            raise ValueError(
-                f"metrics{jax.tree_util.keystr(path)} lies on devices of several processes and differs between them. "
-                "Call all_gather inside of shard_map, and return its result with PartitionSpec()."
-            )
-        value = value.addressable_data(0)
-    return list(value)
+    return jax.tree_util.tree_map_with_path(as_list, metrics)

@@ -137,7 +137,10 @@ class MetricAccumulator(MeshState):
         self.reduce_op = MetricReduceOp(reduce_op)
         initial = jnp.asarray(initial_value)
         self.shape, self.dtype = initial.shape, initial.dtype
-        _check_dtype(self.dtype, self.reduce_op)
+        if jnp.issubdtype(self.dtype, jnp.bool_) and self.reduce_op is MetricReduceOp.sum:
+            raise TypeError("a sum of bool is True after the first True; begin with jnp.int32(0) to count.")
+        if _rank(self.dtype) == len(RANKS):
+            raise TypeError(f"an accumulator of dtype {self.dtype} has no {self.reduce_op}; use an integer or a float.")
         metric = _Entrywise(self.shape, self.dtype, self.reduce_op)
         super().__init__(metric, metric.observe(initial), mesh, axes)
 
@@ -206,13 +209,6 @@ def _check_fits(sums: np.ndarray[Any, Any], dtype: DTypeLike) -> None:
         )
 
 
-def _check_dtype(dtype: DTypeLike, operation: MetricReduceOp) -> None:
-    if jnp.issubdtype(dtype, jnp.bool_) and operation is MetricReduceOp.sum:
-        raise TypeError("a sum of bool is True after the first True; begin with jnp.int32(0) to count.")
-    if _rank(dtype) == len(RANKS):
-        raise TypeError(f"an accumulator of dtype {dtype} has no {operation}; use an integer or a float.")
-
-
 def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
     if _rank(jnp.result_type(value)) > _rank(dtype):
         raise TypeError(
@@ -225,11 +221,8 @@ def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
             raise OverflowError(f"update got {value}, beyond the accumulator's {dtype} ({bounds.min} to {bounds.max}).")
 
 
-RANKS: tuple[DTypeLike, ...] = (
-    jnp.bool_,
-    jnp.integer,
-    jnp.floating,
-)  # a dtype of one rank holds values of those before it
+# A dtype of one rank holds values of those before it.
+RANKS: tuple[DTypeLike, ...] = (jnp.bool_, jnp.integer, jnp.floating)
 
 
 def _rank(dtype: DTypeLike) -> int:
