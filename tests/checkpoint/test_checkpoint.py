@@ -261,9 +261,16 @@ def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64], ids=lambda t: t.__name__
+    "spec, dtype",
+    [
+        (P("fsdp", "dp"), jnp.float32),
+        (P("fsdp", "dp"), jnp.bool_),
+        (P(None, ("dp", "fsdp")), jnp.bfloat16),
+        (P("dp"), jnp.complex64),
+        (P(), jnp.int8),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("spec", [P("fsdp", "dp"), P(None, ("dp", "fsdp")), P("dp"), P()], ids=str)
 def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
@@ -385,6 +392,17 @@ def sound():
     return {step: damage.state_of(step) for step in (OLDER, NEWEST)}
 
 
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    return damage.written(tmp_path_factory.mktemp("intact") / "checkpoints")
+
+
+@pytest.fixture
+def folder(intact, tmp_path):
+    """Two steps, to be damaged."""
+    return shutil.copytree(intact, tmp_path / "checkpoints")
+
+
 @pytest.mark.parametrize(
     "hurt, want",
     [
@@ -406,16 +424,14 @@ def sound():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, tmp_path):
+def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, folder):
     """A few of the trials of tests/faults/test_damage.py."""
-    folder = damage.written(tmp_path / "checkpoints")
     hurt(folder, np.random.default_rng(0))
     got = damage.outcome(folder, sound)
     assert want is None or got == want
 
 
-def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, tmp_path):
-    folder = damage.written(tmp_path / "checkpoints")
+def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folder):
     damage.exchange_steps(folder, None)
     with Checkpointer(folder) as checkpointer:
         with pytest.raises(
@@ -476,8 +492,7 @@ def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
             Checkpointer(tmp_path / name)
 
 
-def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, tmp_path):
-    folder = damage.written(tmp_path / "checkpoints")
+def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, folder):
     damage.swap_steps(folder, None)
     (folder / "30").mkdir()
     with Checkpointer(folder, 5) as checkpointer:

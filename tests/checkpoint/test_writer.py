@@ -125,6 +125,7 @@ def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == {"1", "2", "3"} and may_write(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_program_whose_commit_hangs_ends(tmp_path):
     code, errors = ended("hangs", tmp_path)
     assert code == 1 and steps_in(tmp_path) >= {"1"} and "2" not in steps_in(tmp_path)
@@ -275,12 +276,18 @@ DAMAGES = {
 }
 
 
-@pytest.fixture
-def two_steps(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    with Checkpointer(folder) as checkpointer:
         checkpointer.save(1, SMALL)
         checkpointer.save(2, SMALL)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def two_steps(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "run")
 
 
 def failing_once(error):

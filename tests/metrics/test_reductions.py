@@ -113,7 +113,7 @@ def test_collectives_reduce_over_devices_in_both_modes(batch_mesh, check_vma, op
 
 
 @pytest.mark.parametrize("operation", ["max", "min", "sum", "mean"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_not_a_number_on_one_device_is_the_result_and_signs_keep_their_order(batch_mesh, operation, dtype):
     run = on_mesh(lambda x: COLLECTIVES[operation]({"x": x})["x"], batch_mesh, True, P("batch"), P())
     for values in (VALUES, -np.abs(VALUES), [-np.inf, 1, 0, 0, 0, 0, 0, 2], [-0.0] * 8):

@@ -1,7 +1,7 @@
 """The state of a pure metric on a mesh: what each device has seen, and, after ``sync``, what all have.
 
 ``MetricAccumulator`` and ``StatefulMetric`` are made of it. What a process has seen by itself is added on its own
-devices, without a program that other processes would have to run too; only ``sync`` is one.
+devices. Only ``sync`` is a program that all processes must run.
 """
 
 import functools

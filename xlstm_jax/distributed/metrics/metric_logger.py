@@ -341,7 +341,7 @@ def _json_line(step: int, row: Row) -> str:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     values = {STEP: step} | {name: plain(value) for name, value in row.items()}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def _replaced(path: Path, text: str) -> TextIO:
@@ -361,9 +361,9 @@ def _replaced(path: Path, text: str) -> TextIO:
 
 def _read_rows(path: Path) -> dict[int, Row]:
     """Rows by step, in the order of the file, of the lines that were written to their end."""
-    data = path.read_bytes() if path.exists() else b""
+    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     rows: dict[int, Row] = {}
-    for line in data[: data.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1]:  # a kill may cut within a character
+    for line in text.split("\n")[:-1]:
         try:
             row = json.loads(line)
             step = operator.index(row.pop(STEP))

@@ -85,7 +85,7 @@ class _Entrywise(PureMetric):
 
     def observe(self, values: ArrayLike) -> Cells:
         cell = self._sum if self.operation is MetricReduceOp.sum else self._extremum
-        return cell.of(jnp.asarray(values, self.dtype), keep=np.ndim(values))
+        return cell.of(jnp.broadcast_to(jnp.asarray(values, self.dtype), self.shape), keep=len(self.shape))
 
     @property
     def _sum(self) -> type[Count] | type[Total]:
@@ -163,7 +163,8 @@ class MetricAccumulator(MeshState):
             if not is_readable(value):
                 raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
-            self.add_own(_observe_own(self.metric, on_one_device(self._seen(value))), on_all_processes)
+            seen = on_one_device(self._seen(value))
+            self.add_own(_observe_batch_on_device(self.metric, ((seen,), {})), on_all_processes)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
@@ -227,11 +228,6 @@ RANKS: tuple[DTypeLike, ...] = (jnp.bool_, jnp.integer, jnp.floating)
 
 def _rank(dtype: DTypeLike) -> int:
     return next((rank for rank, parent in enumerate(RANKS) if jnp.issubdtype(dtype, parent)), len(RANKS))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _observe_own(metric: _Entrywise, value: jax.Array) -> Vectors:
-    return metric.state_of(metric.observe(jnp.broadcast_to(value, metric.shape))).vectors
 
 
 @functools.partial(jax.jit, static_argnums=0)
