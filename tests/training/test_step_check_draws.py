@@ -19,7 +19,8 @@ from xlstm_jax.distributed import (
     partition_specs,
     value_and_grad,
 )
-from xlstm_jax.distributed.training.step_check import many_keys, one_device, verdicts
+from xlstm_jax.distributed.training.step_check import check as checker
+from xlstm_jax.distributed.training.step_check import comparison, one_device
 from xlstm_jax.distributed.training.step_check.comparison import Multiple
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_key, constant_like, traced
 
@@ -73,8 +74,8 @@ def test_other_keys_than_the_devices_would_be_noticed(monkeypatch):
 
 def test_without_the_comparison_of_slices_a_sum_would_be_right(monkeypatch):
     equal = lambda self, key, mean, whole, *rest: (Multiple("equal"), [leaf_of(path) for path in mean.grads], [])  # noqa: E731
-    leaf_of = lambda path: verdicts.LeafCheck(path, (), 1.0, 0.0, 0.0)  # noqa: E731
-    monkeypatch.setattr(verdicts.Comparison, "objective", equal)
+    leaf_of = lambda path: comparison.LeafCheck(path, (), 1.0, 0.0, 0.0)  # noqa: E731
+    monkeypatch.setattr(checker.Comparison, "objective", equal)
     assert check(loss_by(jnp.sum)).verdict == "right"
 
 
@@ -152,7 +153,7 @@ def test_a_step_of_one_s_own_is_compared_exactly_whatever_it_makes_of_its_key(fa
 
 def test_keys_that_nobody_can_follow_are_never_right_by_default(monkeypatch):
     """With few keys the means are too uncertain, and the answer says what would tell."""
-    monkeypatch.setattr(many_keys, "MOST_KEYS", 8)
+    monkeypatch.setattr(comparison, "MOST_KEYS", 8)
     step, state = own_step(of_its_own)
     found = check_step(step, state, BATCH, KEY, loss_fn=loss_by(jnp.mean))
     assert found.verdict == "cannot tell" and not found.ok and "What would tell" in " ".join(str(found).split())
@@ -175,9 +176,9 @@ def sample_of(factor, rest, noise):
     [(1, 0, 1.0, True, True), (0.125, 0, 1.0, True, False), (1, 1, 0.5, True, False), (1, 0, 1e3, False, None)],
 )
 def test_means_over_keys_tell_what_they_can(factor, rest, noise, known, equal):
-    found, count = many_keys.ratios(sample_of(factor, rest, noise))
+    found, count = comparison.ratios(sample_of(factor, rest, noise))
     ratio = found["w"]
-    assert ratio.is_known == known and (known or count == many_keys.MOST_KEYS)
+    assert ratio.is_known == known and (known or count == comparison.MOST_KEYS)
     if known:
         assert (np.hypot(ratio.value - 1, ratio.rest) <= ratio.allowed) == equal, ratio
 

@@ -13,6 +13,7 @@ being the bytes of the split parameters (two gathers and one scatter)
   "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, w
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.collections import OVERWRITTEN, overwriting_result, readable, updated_collections
-from xlstm_jax.distributed.training.gradients import LocalResult, averaged, local_result, varying_leaves
+from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
 from xlstm_jax.distributed.training.mistakes import warn_of_averages
 from xlstm_jax.distributed.training.varying import check_branches
@@ -243,20 +244,26 @@ def accumulated(
     own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
     check_batch(batch, count, f"num_minibatches={count}")
-    minibatches = jax.tree.map(lambda x: _split_rows(x, count), batch)
+    minibatches = split_rows(batch, count)
 
     def on_minibatch(index: Any, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
-        minibatch = jax.tree.map(lambda x: x[index] if np.ndim(x) else x, minibatches)
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
-        rest = (minibatch, key, before.collections) if loss.has_collections else (minibatch, key)
-        local, after = _on_minibatch(loss, weights, rest, how), before.collections
+        rest = (rows_at(minibatches, index), key, *([before.collections] if loss.has_collections else []))
+        if OVERWRITTEN in before.collections:
+            local = overwriting_result(loss, weights, rest, axes)
+        else:
+            local = local_result(lambda weights: loss(weights, *rest), weights, axes)
+        check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
+        carry, after, aux = before.carry, before.collections, Auxiliary.of(None)
         if loss.has_collections:
             after = updated_collections(loss, (weights, *rest), local.collections, axes)
-        if how.fold_aux is None:
-            carry, aux = before.carry, Auxiliary.of(local.aux).scaled(local.scale)
-            _warn_of_averages(aux, loss, weights, rest, how)
+        if how.fold_aux is not None:
+            carry = how.fold_aux(carry, local.aux)
         else:
-            carry, aux = how.fold_aux(before.carry, local.aux), Auxiliary.of(None)
+            aux = Auxiliary.of(local.aux).scaled(local.scale)
+            floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
+            averaged_over = collectives.axis_size(axes) * count
+            warn_of_averages(aux.mean_paths, averaged_over, loss.weighted, lambda: jax.make_jaxpr(floats)(weights))
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         means = _Means(mean, aux.means, local.grads)
@@ -270,29 +277,17 @@ def accumulated(
     return OfBatch(mean, aux if how.fold_aux is None else handed.carry, grads, updated)
 
 
-def _on_minibatch(loss: LossFunction, weights: PyTree, rest: tuple[PyTree, ...], how: Accumulation) -> LocalResult:
-    """``local_result`` of ``loss(weights, *rest)``, whose branches are checked."""
-    if loss.has_collections and OVERWRITTEN in rest[-1]:
-        local = overwriting_result(loss, weights, rest, how.axes)
-    else:
-        local = local_result(lambda weights: loss(weights, *rest), weights, how.axes)
-    check_branches(local.gathered_in_branches, loss, (weights, *rest), how.axes)
-    return local
+def split_rows(batch: PyTree, *parts: int) -> PyTree:
+    """Leaves [b, ...] -> [*parts, b / their product, ...]; scalars stay as they are."""
+    count = math.prod(parts)
+    return jax.tree.map(
+        lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
+    )
 
 
-def _warn_of_averages(
-    aux: Auxiliary, loss: LossFunction, weights: PyTree, rest: tuple[PyTree, ...], how: Accumulation
-) -> None:
-    def means(weights: PyTree) -> list[Any]:
-        return Auxiliary.of(loss(weights, *rest).aux).means
-
-    averaged_over = collectives.axis_size(how.axes) * how.num_minibatches
-    warn_of_averages(aux.mean_paths, averaged_over, loss.weighted, lambda: jax.make_jaxpr(means)(weights))
-
-
-def _split_rows(x: Any, m: int) -> Any:
-    """[b, ...] -> [m, b / m, ...]; a scalar stays one."""
-    return jnp.reshape(x, (m, np.shape(x)[0] // m, *np.shape(x)[1:])) if np.ndim(x) else x
+def rows_at(parts: PyTree, index: Any) -> PyTree:
+    """One part of what ``split_rows`` has split."""
+    return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 
 def _mean_over(

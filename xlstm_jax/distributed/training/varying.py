@@ -14,7 +14,6 @@ The result of an unknown equation is taken to differ: the caller may then refuse
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -41,62 +40,100 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
     ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over is taken to
     differ along all axes in ``of_args``.
     """
+    return _read(fn, args, of_args)[0]
+
+
+def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
+    """``differing_axes``, and the axes along which devices part before a collective over them."""
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
     consts = [everywhere if isinstance(const, Tracer) else Axes() for const in closed.consts]
-    return _of_jaxpr(closed.jaxpr, consts, list(of_args))
+    reader = _Reader()
+    return reader.of_jaxpr(closed.jaxpr, consts, list(of_args)), reader.parted
 
 
-def parted_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> Axes:
-    """The axes along which devices may take different branches of ``fn``, and a branch has a collective over the axis.
+class _Reader:
+    """Reads equations in turn.
 
-    Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``; see ``differing_axes``.
+    ``parted`` are the axes along which devices may take different branches, and a branch has a collective over the
+    axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``.
     """
-    found: list[Axes] = []
-    token = _parted.set(found)
-    try:
-        differing_axes(fn, args, of_args)
-    finally:
-        _parted.reset(token)
-    return Axes().union(*found)
 
+    def __init__(self) -> None:
+        self.parted = Axes()
 
-_parted: ContextVar[list[Axes] | None] = ContextVar("_parted", default=None)
+    def of_jaxpr(self, jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
+        """The axes along which results differ, of the axes of constants and of inputs."""
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
+        def read(atom: Any) -> Axes:
+            return Axes() if isinstance(atom, Literal) else env[atom]
 
-def _note_parted(by: Axes, *jaxprs: Any) -> None:
-    """Devices choose between ``jaxprs`` differently along the axes ``by``: notes those with a collective in them."""
-    if (found := _parted.get()) is not None:
-        found.append(by & all_named_axes(eqn for jaxpr in jaxprs for eqn in equations_of(jaxpr)))
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
 
+    def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
+        """Of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        return self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
 
-def _of_jaxpr(jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-
-    def read(atom: Any) -> Axes:
-        return Axes() if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _of_closed(closed: Any, inputs: list[Axes]) -> list[Axes]:
-    """``_of_jaxpr`` of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    return _of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
-
-
-def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in _CASTS:
-        return inputs
-    if name in _EQUALS and params.get("axis_index_groups") is None:
-        return [axes - named_axes(eqn) for axes in inputs]
-    if name in _READ_THROUGH:
+    def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CASTS:
+            return inputs
+        if name in _EQUALS and params.get("axis_index_groups") is None:
+            return [axes - named_axes(eqn) for axes in inputs]
+        read_through = {"scan": self._of_scan, "while": self._of_while, "cond": self._of_cond}
         with suppress(*_OTHER_PARAMS):
-            return _READ_THROUGH[name](params, inputs)
-    return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
+            if name in read_through:
+                return read_through[name](params, inputs)
+            if name in _CALLS:
+                return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
+        return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
+
+    def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        num_consts, num_carry = _scan_counts(params)
+        after = num_consts + num_carry
+        consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
+        while True:
+            results = self._of_inner(params["jaxpr"], [*consts, *carry, *rest])
+            before, carry = carry, _joined(carry, results[: len(carry)])
+            if carry == before:
+                return [*carry, *results[len(carry) :]]
+
+    def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = inputs[of_body:]
+        while True:
+            (ends,) = self._of_inner(params["cond_jaxpr"], [*inputs[:of_cond], *carry])
+            results = self._of_inner(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
+            before, carry = carry, _joined(carry, results, [ends] * len(carry))
+            if carry == before:
+                self._part(ends, params["cond_jaxpr"], params["body_jaxpr"])
+                return carry
+
+    def _of_cond(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        chosen_by, *operands = inputs
+        self._part(chosen_by, *params["branches"])
+        branches = [self._of_inner(branch, operands) for branch in params["branches"]]
+        return _joined(*branches, [chosen_by] * len(branches[0]))
+
+    def _part(self, by: Axes, *jaxprs: Any) -> None:
+        """Devices choose between ``jaxprs`` differently along the axes ``by``, where these have a collective."""
+        self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in equations_of(jaxpr))
+
+
+def _joined(*of_values: list[Axes]) -> list[Axes]:
+    return [Axes().union(*axes) for axes in zip(*of_values, strict=True)]
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many its carry. JAX renamed the parameters between releases."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def named_axes(eqn: Any) -> Axes:
@@ -124,58 +161,6 @@ def equations_of(jaxpr: Any) -> list[Any]:
     return getattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns", [])
 
 
-def _of_call(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-    return _of_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
-
-
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many its carry. JAX renamed the parameters between releases."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
-def _of_scan(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-    num_consts, num_carry = _scan_counts(params)
-    after = num_consts + num_carry
-    consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
-    while True:
-        results = _of_closed(params["jaxpr"], [*consts, *carry, *rest])
-        before, carry = carry, _joined(carry, results[: len(carry)])
-        if carry == before:
-            return [*carry, *results[len(carry) :]]
-
-
-def _of_while(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry = inputs[of_body:]
-    while True:
-        (ends,) = _of_closed(params["cond_jaxpr"], [*inputs[:of_cond], *carry])
-        results = _of_closed(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
-        before, carry = carry, _joined(carry, results, [ends] * len(carry))
-        if carry == before:
-            _note_parted(ends, params["cond_jaxpr"], params["body_jaxpr"])
-            return carry
-
-
-def _of_cond(params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-    _note_parted(inputs[0], *params["branches"])
-    branches = [_of_closed(branch, inputs[1:]) for branch in params["branches"]]
-    return _joined(*branches, [inputs[0]] * len(branches[0]))
-
-
-_READ_THROUGH: dict[str, Callable[[dict[str, Any], list[Axes]], list[Axes]]] = {
-    "scan": _of_scan,
-    "while": _of_while,
-    "cond": _of_cond,
-} | dict.fromkeys(_CALLS, _of_call)
-
-
-def _joined(*of_values: list[Axes]) -> list[Axes]:
-    return [Axes().union(*axes) for axes in zip(*of_values, strict=True)]
-
-
 # ------------------------------------------------------------------------------------------------- of a loss function
 
 
@@ -193,7 +178,7 @@ def check_branches(
     """
     if not paths:
         return
-    parted = parted_axes(lambda *args: jax.tree.leaves(loss_fn(*args)), args, differing_args(args, axes))
+    _, parted = _read(lambda *args: jax.tree.leaves(loss_fn(*args)), args, differing_args(args, axes))
     if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "

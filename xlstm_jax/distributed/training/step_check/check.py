@@ -6,11 +6,20 @@
 
 A step that averages wrongly still trains, only worse, and no type shows it. But its gradients are then a multiple of
 the right ones: which leaves, and which multiple, name the mistake (``report``).
+
+a step of make_train_step   its result with the slices, same draws; the slices with the whole batch, constant draws
+a step of the user's own    its result with the whole batch, constant draws; or, where the step draws from other keys,
+                            means over many keys, which may not tell
+
+Constant draws are those of ``draws.constant_key``: the same for every device, row and shape.
 """
 
+import contextlib
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,9 +33,32 @@ from xlstm_jax.distributed.training.accumulation import Accumulation
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import MadeStep, StepOptions
-from xlstm_jax.distributed.training.step_check.one_device import OneDevice, count_of
-from xlstm_jax.distributed.training.step_check.report import StepCheck
-from xlstm_jax.distributed.training.step_check.verdicts import Comparison
+from xlstm_jax.distributed.training.step_check import report
+from xlstm_jax.distributed.training.step_check.comparison import (
+    ORDER_EPS,
+    LeafCheck,
+    Multiple,
+    compare_leaves,
+    flat,
+    of_wire,
+    ratios,
+    same_number,
+)
+from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like, folded, traced
+from xlstm_jax.distributed.training.step_check.objective import is_sum_over_positions, multiple_over_draws, why_no_mean
+from xlstm_jax.distributed.training.step_check.observed import (
+    SeenStep,
+    copies_differ,
+    drifting,
+    keeping_gradients,
+    observe,
+)
+from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice, count_of
+from xlstm_jax.distributed.training.step_check.report import CANNOT_TELL, RIGHT, WRONG, StepCheck
+
+LOSS = "(loss)"
+ROUGHLY = 0.3  # with other draws the loss of the slices is not that of the batch, but no factor of 2 from it either
+BATCH_AT_ONCE = "the batch at once"
 
 
 def check_step(
@@ -67,20 +99,19 @@ def check_step(
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
     options = _options_of(step)
-    if options is None and loss_fn is None:
+    if loss_fn is not None:
+        loss = LossFunction(loss_fn, weighted, has_aux)
+    elif options is not None:
+        loss = options.loss
+    else:
         raise ValueError(
             "check_step: this step is not of make_train_step. Pass loss_fn=, a loss_fn(params, apply_fn, batch, rng) "
             "that returns the mean loss over the batch that it is given."
         )
     mesh = _mesh_of(state.params)
-    given = (batch, rng, *rest)
-    loss = LossFunction(loss_fn, weighted, has_aux) if loss_fn is not None else None
-    if options is not None:
-        one = OneDevice(loss or options.loss, options.accumulation, state, batch, mesh)
-        return Comparison(step, state, given, one).of_ready_step()
-    assert loss is not None
-    how = Accumulation(_likely_axes(state.params, batch, mesh))
-    return Comparison(step, state, given, OneDevice(loss, how, state, batch, mesh)).of_own_step()
+    how = options.accumulation if options else Accumulation(_likely_axes(state.params, batch, mesh))
+    comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, how, state, batch, mesh))
+    return comparison.of_ready_step() if options else comparison.of_own_step()
 
 
 def _options_of(step: Callable[..., Any]) -> StepOptions | None:
@@ -112,3 +143,262 @@ def _likely_axes(params: PyTree, batch: PyTree, mesh: Mesh) -> tuple[str, ...]:
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     return axes if all(count % count_of(mesh, axes) == 0 for count in rows) else ()
+
+
+# ---------------------------------------------------------------------------------------------- compared in which order
+
+
+class _Beside(NamedTuple):
+    """A step beside what one device computes; ``findings`` are of the loss and of the optimizer's calls."""
+
+    seen: SeenStep
+    leaves: list[LeafCheck]
+    findings: list[str]
+    loss_ratio: float | None
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.findings) or not _are_right(self.leaves)
+
+
+class Comparison:
+    """A step, what it is given, and its loss on one device."""
+
+    def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one: OneDevice):
+        self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
+        self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        leaves = dict(trees.leaves_with_path(state.params))
+        self.axes = {path: tuple(a for a in leaf_of(leaf).axes if a in self.sizes) for path, leaf in leaves.items()}
+        wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
+        self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
+        minibatches = {"num_minibatches": one.num_minibatches} if one.num_minibatches > 1 else {}
+        self.parts = self.sizes | minibatches  # by all that splits a batch
+
+    def of_ready_step(self) -> StepCheck:
+        """The step beside the slices, with its own draws; the slices beside the batch, with constant draws."""
+        one, rng = self.one, self.given[1]
+        key = jax.random.fold_in(rng, self.state.step)  # as the step folds it
+        same_key, whole = self.with_same_draws(key)
+        if one.asks_for_axes(key):
+            return self.of_communicating_loss(same_key, whole)
+        right = one.slices(key)
+        if not right.is_finite:
+            why = report.not_finite(right) if not whole.is_finite else report.NOT_FINITE_SLICES
+            return self.checked([why], self.observed(rng, right))
+        draws = one.traced(key).draws
+        mean = one.slices(same_key) if draws else right
+        step = self.beside(rng, right, partial(one.slices, key, shake=True))
+        of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
+        total = [_of_both(*both) for both in zip(step.leaves, of_slices, strict=True)]
+        findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
+        findings += self.without_gradient(key, right)
+        ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, whole.loss)
+        how = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
+        return self.checked(findings, step.seen, how, total, ratio)
+
+    def of_communicating_loss(self, key: Any, whole: Found) -> StepCheck:
+        """The step beside the batch, both with constant draws: slices of such a loss cannot be computed alone."""
+        if not whole.is_finite:
+            return self.checked([report.not_finite(whole)], self.observed(key, whole))
+        step = self.beside(key, whole, partial(self.one.whole, key, shake=True))
+        findings = step.findings
+        if step.differs:
+            of_loss, _, of_objective = self.objective(key, self.one.slices(key), whole, step.seen, key)
+            findings = of_objective or findings
+            if not of_objective or of_loss.is_count:
+                findings += self.of_leaves(step.leaves, step.seen, of_loss)
+        findings += self.without_gradient(key, whole)
+        return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
+
+    def of_own_step(self) -> StepCheck:
+        """The step beside the batch, both with constant draws; else by means over many keys."""
+        one = self.one
+        key, whole = self.with_same_draws(self.given[1])
+        try:
+            seen = self.observed(key, whole)
+        except Exception:  # whatever a step does with its key that a constant key cannot do
+            return self.by_many_keys("it does not take another kind of key")
+        if not whole.is_finite:
+            return self.checked([report.not_finite(whole)], seen)
+        step = self.beside(key, whole, partial(one.whole, key, shake=True), seen)
+        if step.differs and (why := self.why_other_draws(key)):
+            return self.by_many_keys(why)
+        how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
+        findings, leaves, ratio = step.findings, step.leaves, step.loss_ratio
+        if step.differs and (of_objective := self.own_objective(key, step.seen, whole)):
+            return self.checked(of_objective, step.seen, how, leaves, ratio)
+        tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
+        of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
+        findings += self.of_leaves(leaves, step.seen, of_loss) + self.without_gradient(key, whole)
+        return self.checked(findings, step.seen, how, leaves, ratio)
+
+    # ------------------------------------------------------------------------------------------------------ compared
+
+    def with_same_draws(self, key: Any) -> tuple[Any, Found]:
+        """A constant key, and the loss of the batch with it: the first that gives finite gradients which are not 0."""
+        first, *others = CHOICES
+        same_key = constant_like(key, first)
+        found = self.one.whole(same_key)
+        for u in others:
+            if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
+                break
+            same_key = constant_like(key, u)
+            found = self.one.whole(same_key)
+        return same_key, found
+
+    def observed(self, rng: Any, truth: Found) -> SeenStep:
+        batch, _, *rest = self.given
+        return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
+
+    def beside(self, rng: Any, truth: Found, shaken: Callable[[], Found], seen: SeenStep | None = None) -> _Beside:
+        """Runs the step with ``rng``, unless it was ``seen``, and compares it with ``truth``."""
+        seen, leaves = self.compared(seen or self.observed(rng, truth), truth, shaken)
+        findings = self.loss_differs(seen, truth, shaken)
+        if seen.updates != 1:
+            times = f"the step calls its optimizer {seen.updates} times"
+            findings.append(f"{times}. Call tx.update, or apply_gradients, once.")
+        return _Beside(seen, leaves, findings, _ratio(seen.loss.value, truth.loss) if seen.loss else None)
+
+    def compared(self, seen: SeenStep, truth: Found, shaken: Callable[[], Found]) -> tuple[SeenStep, list[LeafCheck]]:
+        """The leaves of what was seen beside the right ones; where they are right, those of ``seen.then``."""
+
+        def as_seen(found: Found) -> dict[str, np.ndarray]:
+            return flat(seen.of_gradients(self.one.tree(found.grads)))
+
+        narrow = {**of_wire(self.state.params, truth), **seen.rounding}
+        leaves = compare_leaves(flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(shaken()), self.eps)
+        leaves = [leaf._replace(copies_differ=copies_differ(seen.got[leaf.path])) for leaf in leaves]
+        if seen.then is not None and _are_right(leaves):
+            return self.compared(seen.then, truth, shaken)
+        return seen, leaves
+
+    def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
+        return list(report.of_leaves(leaves, seen.what, self.parts, of_loss))
+
+    def loss_differs(self, seen: SeenStep, truth: Found, shaken: Callable[[], Found]) -> list[str]:
+        if seen.loss is None:
+            return []
+        eps = max(self.eps, seen.loss.eps / 8)
+        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: shaken().loss, eps)
+        times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
+        return [] if same or times.kind == "equal" else [report.of_loss(times, self.one.loss.weighted)]
+
+    def objective(
+        self, key: Any, mean: Found, whole: Found, seen: SeenStep, real_key: Any
+    ) -> tuple[Multiple, list[LeafCheck], list[str]]:
+        """Whether the loss is a mean over rows: how many times too large it is, its gradients, and what to say."""
+        shaken = partial(self.one.whole, key, shake=True)
+        narrow = of_wire(self.state.params, mean)
+        leaves = compare_leaves(
+            flat(mean.grads), flat(whole.grads), self.axes, narrow, lambda: flat(shaken().grads), self.eps
+        )
+        eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
+        same, tolerance = same_number(mean.loss, whole.loss, lambda: shaken().loss, eps)
+        if (same and _are_right(leaves)) or self.one.devices * self.one.num_minibatches == 1:
+            return Multiple("equal"), leaves, []
+        tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
+        times = Multiple.of(ratio, self.parts, tolerance)
+        of_draws = self.one.traced(key)
+        if not times.is_count and of_draws.draws:
+            if not of_draws.foreign:  # what a row draws may depend on its position
+                over = multiple_over_draws(self.one, key, self.parts)
+            else:  # draws from other keys differ between slices and batch, whatever the loss
+                over = Multiple.of(ratio, self.parts, ROUGHLY) if is_sum_over_positions(self.one, real_key) else None
+            if over is not None:
+                said = [] if over.kind == "equal" else [report.of_loss(over, self.one.loss.weighted)]
+                return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], said
+        return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
+
+    def own_objective(self, key: Any, seen: SeenStep, whole: Found) -> list[str]:
+        """What to say where a step of the user's own is right, and its loss is no mean over rows."""
+        if not self.one.axes:
+            return []
+        mean = self.one.slices(key)
+        if not _are_right(self.compared(seen, mean, partial(self.one.slices, key, shake=True))[1]):
+            return []
+        return self.objective(key, mean, whole, seen, self.given[1])[2]
+
+    def without_gradient(self, key: Any, truth: Found) -> list[str]:
+        """What to say of leaves on which the loss does not depend, and where all gradients are 0."""
+        if not any(leaf.size and not np.any(leaf) for leaf in truth.grads.values()):
+            return []
+        elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
+        if not any(found.has_gradient for found in (truth, *elsewhere)):
+            return list(report.of_none(list(truth.grads), len(truth.grads)))
+        return list(report.of_none(self.one.unconnected(key), len(truth.grads)))
+
+    # ------------------------------------------------------------------------------------------ draws from other keys
+
+    def why_other_draws(self, key: Any) -> str:
+        """Why a step may have drawn from other keys than the one that it was given; "" where it has not."""
+        if self.one.traced(key).foreign:
+            return "loss_fn draws from another key than the one that it is given"
+        batch, _, *rest = self.given
+        for state in (keeping_gradients(self.state, self.mesh), self.state):  # ``observe`` ran one of them
+            with contextlib.suppress(Exception):  # a step that does more than JAX can trace
+                foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
+                return "it draws from another key than the one that it is given" if foreign else ""
+        return "it cannot be traced, so that its draws are unknown"
+
+    def by_many_keys(self, why: str) -> StepCheck:
+        """By means over many keys. The state's counter of steps moves on with them: a step may fold it into a key."""
+        kept: dict[str, Any] = {}
+
+        def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+            rng = folded(self.given[1], i)
+            right = self.one.whole(rng)
+            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one)
+            seen = kept["seen"] = moved.observed(rng, right)
+            ours, truth = flat(seen.got), flat(seen.of_gradients(self.one.tree(right.grads)))
+            if seen.loss is not None:
+                ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
+            return ours, truth
+
+        found, count = ratios(sample)
+        seen = kept["seen"]
+        leaves = [
+            LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed, copies_differ(seen.got[path]))
+            for path, of in found.items()
+            if path != LOSS
+        ]
+        loss = found.get(LOSS)
+        of_loss = Multiple.of(loss.value, self.sizes, loss.allowed) if loss else Multiple("equal")
+        findings = [report.of_loss(of_loss, self.one.loss.weighted)] if of_loss.kind != "equal" else []
+        findings += self.of_leaves(leaves, seen, of_loss)
+        how = f"means over {count} keys, since {why}"
+        ratio = loss.value if loss else None
+        unknown = [path for path, of in found.items() if not of.is_known]
+        if unknown and not any(leaf.copies_differ for leaf in leaves):
+            return self.checked([report.of_unknown(unknown, why, count)], seen, how, leaves, ratio, CANNOT_TELL)
+        return self.checked(findings, seen, how, leaves, ratio)
+
+    def checked(
+        self,
+        findings: list[str],
+        seen: SeenStep,
+        how: str = "",
+        leaves: list[LeafCheck] | None = None,
+        loss_ratio: float | None = None,
+        verdict: str | None = None,
+    ) -> StepCheck:
+        findings = [*findings, *drifting(seen.collections)]
+        verdict = verdict or (WRONG if findings else RIGHT)
+        mesh = dict(self.mesh.shape)
+        return StepCheck(verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio)
+
+
+def _ratio(got: float, right: float) -> float:
+    return got / right if right else (1.0 if got == right else math.inf)
+
+
+def _are_right(leaves: list[LeafCheck]) -> bool:
+    return all(leaf.is_equal and not leaf.copies_differ for leaf in leaves)
+
+
+def _of_both(step: LeafCheck, loss: LeafCheck) -> LeafCheck:
+    """A leaf of the step compared with the batch: from the step with the slices, and the slices with the batch."""
+    return step._replace(
+        ratio=step.ratio * loss.ratio,
+        error=math.hypot(step.error, loss.error),
+        tolerance=step.tolerance + loss.tolerance,
+    )
