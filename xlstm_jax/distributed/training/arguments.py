@@ -30,11 +30,8 @@ from xlstm_jax.wording import kind_of
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
-DONATED = {
-    "state": "state",
-    "params": "state",
-    "local": "local",
-}  # arguments, and which argument of a step donates their memory
+DONATED = {"state": "state", "params": "state", "local": "local"}  # whose memory a step donates, and by which argument
+WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
 NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
@@ -123,10 +120,9 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
-    ours = _splitting_axes(mesh)
     for path, leaf in trees.leaves_with_path(arguments):
         its = jax.typeof(leaf_of(leaf).value).sharding.mesh
-        if not its.empty and _splitting_axes(its) != ours:
+        if not its.empty and _splitting_axes(its) != _splitting_axes(mesh):
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
                 "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
@@ -162,7 +158,11 @@ def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
 
 
 def check_global_batch(
-    batch: PyTree, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], num_minibatches: int = 1, **how: str
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str, ...],
+    num_minibatches: int = 1,
+    padding: str = WEIGHTED,
 ) -> None:
     """``check_batch`` of a batch that is split over axes of the mesh, and on each device into minibatches."""
     sizes = {axis: mesh.shape[axis] for axis in axes}
@@ -170,10 +170,10 @@ def check_global_batch(
     divisor = f"the mesh of {sizes}, {devices} devices"
     if num_minibatches > 1:
         divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
-    check_batch(batch, devices * num_minibatches, divisor, **how)
+    check_batch(batch, devices * num_minibatches, divisor, padding)
 
 
-def check_batch(batch: PyTree, count: int, divisor: str, padding: str = "weighted=True") -> None:
+def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED) -> None:
     """Checks the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
 
     ``divisor`` says in words what ``count`` counts, ``padding`` how the caller gives weight 0 to padded rows.
@@ -280,21 +280,19 @@ class CheckedStep:
         self._has_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for name, argument in zip(self._arguments, args, strict=False):
+        named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        for name, argument in named.items():
             if any(map(_is_deleted, _some_leaves(name, argument))):
                 raise _deleted(name, name)
-        if not self._has_compared:
-            self._compare(dict(zip(self._arguments, args, strict=False)))
-        found = self._explained(self._jitted, args, kwargs)
+        if not self._has_compared and "batch" in named:
+            # What is no array is named when the call has failed.
+            if not any(map(why_no_array, jax.tree.leaves(named["batch"]))):
+                compare_batches(named["batch"], self._mesh)
+            self._has_compared = True
+        returned = self._explained(self._jitted, args, kwargs)
         if any_padded() and not self._is_weighted():
-            warn_of_padding((dict(zip(self._arguments, args, strict=False)) | kwargs).get("batch"))
-        return found
-
-    def _compare(self, arguments: dict[str, Any]) -> None:
-        """Compares the first batch between processes. What is no batch is named when the call has failed."""
-        if "batch" in arguments and not any(map(why_no_array, jax.tree.leaves(arguments["batch"]))):
-            compare_batches(arguments["batch"], self._mesh)
-        self._has_compared = True
+            warn_of_padding(named.get("batch"))
+        return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._explained(self._jitted.lower, args, kwargs)
@@ -307,6 +305,17 @@ class CheckedStep:
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
+    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(self._arguments, args, strict=False))
+        self._check_placed(named.get("batch"))
+        try:
+            return fn(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            elsewhere = "incompatible devices" in str(error)
+            if cause := next(_errors_in(named, self._mesh if elsewhere else None), None):
+                raise cause from None
+            raise
+
     def _check_placed(self, batch: PyTree) -> None:
         """Raises where a leaf is not split by rows alone: the step would hand each device other values."""
         if self._rows_alone.issuperset(map(_sharding, jax.tree.leaves(batch))):
@@ -314,21 +323,14 @@ class CheckedStep:
         for path, leaf in trees.leaves_with_path(batch):
             its = _sharding(leaf)
             if isinstance(its, NamedSharding) and (axes := _axes_of_columns(its)):
-                raise ValueError(_split_otherwise(named_leaf("batch", path), leaf, axes))
+                raise ValueError(
+                    f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {its.spec}, which splits "
+                    f"another dim than that of examples over {tuple(axes)}; the step reads it split by examples alone, "
+                    "over all of batch_axes, so that each device would compute with other values than it holds. Place "
+                    "it by shard_batch, or pass NumPy arrays. To split a sequence write the step yourself: shard_map "
+                    "with this spec, and value_and_grad over all axes."
+                )
             self._rows_alone.add(its)
-
-    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for name, argument in zip(self._arguments, args, strict=False):
-            if name == "batch":
-                self._check_placed(argument)
-        try:
-            return fn(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
-            elsewhere = "incompatible devices" in str(error)
-            named = zip(self._arguments, args, strict=False)
-            if found := next(_errors_in(named, self._mesh if elsewhere else None), None):
-                raise found from None
-            raise
 
 
 def _sharding(leaf: Any) -> Any:
@@ -339,15 +341,6 @@ def _axes_of_columns(sharding: NamedSharding) -> list[str]:
     """The axes of more than one device over which another dim than the first is split."""
     axes = [axis for entry in sharding.spec[1:] for axis in ([entry] if isinstance(entry, str) else entry or ())]
     return [axis for axis in axes if axis is not PartitionSpec.UNCONSTRAINED and sharding.mesh.shape[axis] > 1]
-
-
-def _split_otherwise(name: str, leaf: Any, axes: list[str]) -> str:
-    return (
-        f"{name} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which splits another dim than that of "
-        f"examples over {tuple(axes)}; the step reads it split by examples alone, over all of batch_axes, so that each "
-        "device would compute with other values than it holds. Place it by shard_batch, or pass NumPy arrays. To "
-        "split a sequence write the step yourself: shard_map with this spec, and value_and_grad over all axes."
-    )
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
@@ -372,9 +365,9 @@ def _is_deleted(leaf: Any) -> bool:
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
-def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
+def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
     """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
-    for name, argument in arguments:
+    for name, argument in arguments.items():
         for path, leaf in trees.leaves_with_path(argument):
             # What is no array has no dims, which ``leaf_of`` would ask for.
             value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
@@ -383,9 +376,9 @@ def _errors_in(arguments: Iterable[tuple[str, Any]], mesh: Mesh | AbstractMesh |
             elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
                 if value.is_deleted():
                     yield _deleted(name, where)
-                elif isinstance(mesh, Mesh) and value.committed and _devices(value) != _ids(mesh.devices.flat):
+                elif isinstance(mesh, Mesh) and value.committed and _ids_of(value) != _ids(mesh.devices.flat):
                     yield ValueError(
-                        f"{where} lies on the devices {_devices(value)}, and the mesh of the step has "
+                        f"{where} lies on the devices {_ids_of(value)}, and the mesh of the step has "
                         f"{_ids(mesh.devices.flat)}, in this order. Make state and step with one mesh, and "
                         "batches by shard_batch on it, or of NumPy arrays."
                     )
@@ -401,7 +394,7 @@ def _deleted(name: str, where: str) -> ValueError:
     return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
 
 
-def _devices(value: jax.Array) -> list[int]:
+def _ids_of(value: jax.Array) -> list[int]:
     """The ids of an array's devices, in the order of its mesh."""
     if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
         return _ids(value.sharding.mesh.devices.flat)

@@ -1,7 +1,7 @@
 """The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -15,7 +15,6 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from rich.console import RenderableType
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
@@ -23,7 +22,6 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.modules.unit import noting_stacks
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
@@ -76,11 +74,14 @@ class TrainState(FlaxTrainState):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**{"repr": False} | options)  # else each dataclass writes its fields in full
 
-    def __repr__(self) -> str:
-        return state_line(self)
+    def __repr__(self) -> str:  # in full, a state has thousands of characters
+        title, rows = _title_and_rows(self)
+        parts = [f"{part} {total}, {of_device} per device, leaves: {leaves}" for part, leaves, total, of_device in rows]
+        return f"<{title}: {'; '.join(parts) or 'nothing'}>"
 
     def _repr_html_(self) -> str:
-        return notebook_html(state_table(self))
+        title, rows = _title_and_rows(self)
+        return notebook_html(rich_table(title, ["part", "leaves", "bytes", "per device"], rows))
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
@@ -164,12 +165,8 @@ def init_sharded(
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     compare_keys(rng, mesh)
-    return init(rng, jax.tree.map(_on_device, inputs))
-
-
-def _on_device(x: Any) -> Any:
-    """A NumPy array as an array of JAX: ``jit`` does not split NumPy arrays over devices of several processes."""
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    # jit does not split NumPy arrays over devices of several processes.
+    return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
 
 
 def jitted_init(
@@ -201,19 +198,18 @@ def jitted_init(
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
             variables = with_frozen(variables, trainable, frozen_dtype)
-            if "params" not in variables:
-                return variables
-            return {**variables, "params": balanced_over_model(variables["params"], dict(mesh.shape))}
+            if "params" in variables:
+                variables = {**variables, "params": balanced_over_model(variables["params"], dict(mesh.shape))}
+            return variables
 
-    given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda x: _input_sharding(x, mesh, axes), inputs))
+    def input_sharding(x: Any) -> NamedSharding:
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        splits = np.ndim(x) > 0 and np.shape(x)[0] % count == 0
+        return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
+
+    given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
     out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
     return jax.jit(init, in_shardings=given, out_shardings=out)
-
-
-def _input_sharding(x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> NamedSharding:
-    count = math.prod(mesh.shape[axis] for axis in axes)
-    splits = np.ndim(x) > 0 and np.shape(x)[0] % count == 0
-    return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
 
 def create_train_state(
@@ -278,12 +274,9 @@ def sharded_opt_state(
         # typed, because a step returns strong types: after a weak type the second step would compile again.
         return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, mesh)), params)
 
-    out = _opt_state_shardings(jax.eval_shape(init, params), params, mesh, offload)
+    abstract = jax.eval_shape(init, params)
+    out = on_host(optimizer_state_shardings(abstract, params, mesh), abstract, params, offload)
     return jax.jit(init, out_shardings=out)(params)
-
-
-def _opt_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload) -> PyTree:
-    return on_host(optimizer_state_shardings(opt_state, params, mesh), opt_state, params, offload)
 
 
 def abstract_train_state(
@@ -317,10 +310,11 @@ def abstract_train_state(
 
     with answered_for(None):
         state = jax.eval_shape(create, rng, inputs)
+    of_opt_state = optimizer_state_shardings(state.opt_state, state.params, mesh)
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
         params=placement.shardings(state.params, mesh),
-        opt_state=_opt_state_shardings(state.opt_state, state.params, mesh, offload),
+        opt_state=on_host(of_opt_state, state.opt_state, state.params, offload),
         collections=placement.shardings(state.collections, mesh),
     )
     return trees.map_leaves(with_sharding, state, of_state)
@@ -337,7 +331,13 @@ def updated_state(
     """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
     grads, value = trainable(grads), _nan_where_spoiled(loss, state, collections)
     updated = _with_update(state, grads, mesh, value=value, grad=grads, value_fn=value_fn)
-    return _with_collections(updated, collections, mesh) if collections else updated
+    if not collections:
+        return updated
+    if counts := skip_counts(updated.opt_state):  # a step that is skipped keeps the old ones
+        applied = counts[SKIPPED_IN_A_ROW] == 0
+        collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
+    shardings = placement.shardings(collections, mesh)
+    return updated.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))
 
 
 def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
@@ -381,50 +381,23 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
     return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
 
 
-def _with_collections(state: Any, collections: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> Any:
-    """The state with the updated collections, or with the old ones if ``skip_nonfinite`` has skipped the step."""
-    counts = skip_counts(state.opt_state)
-    if counts:
-        applied = counts[SKIPPED_IN_A_ROW] == 0
-        collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
-    shardings = placement.shardings(collections, mesh)
-    return state.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))
-
-
 # ---------------------------------------------------------------------------------------------------- as people read it
 
 
-def state_line(state: Any) -> str:
-    """The step, and the number and bytes of the leaves of each part; a state in full has thousands of characters."""
-    parts = [
-        f"{name} {format_bytes(count.total)}, {format_bytes(count.per_device)} per device, leaves: {leaves}"
-        for name, leaves, count in _parts(state)
-    ]
-    return f"<{type(state).__name__} {_step(state.step)}: {'; '.join(parts) or 'nothing'}>"
-
-
-def state_table(state: Any) -> RenderableType:
-    """The same, a row for each part."""
-    rows = [
-        [name, str(leaves), format_bytes(count.total), format_bytes(count.per_device)]
-        for name, leaves, count in _parts(state)
-    ]
-    title = f"{type(state).__name__} {_step(state.step)}"
-    return rich_table(title, ["part", "leaves", "bytes", "per device"], rows)
+def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
+    """The step; and of each part that is not empty the name, the number of its leaves, bytes in all and per device."""
+    rows = []
+    for name in ("params", "opt_state", "collections"):
+        if leaves := [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(getattr(state, name))]:
+            count = sum(map(_bytes, leaves), ByteCount())
+            rows.append([name, str(len(leaves)), format_bytes(count.total), format_bytes(count.per_device)])
+    return f"{type(state).__name__} {_step(state.step)}", rows
 
 
 def _step(step: Any) -> str:
     """An abstract state, a traced one and one that a step has taken over have no number to show."""
     known = not isinstance(step, Tracer) and not (isinstance(step, jax.Array) and step.is_deleted())
     return f"at step {int(step)}" if known and hasattr(step, "__int__") else "without values"
-
-
-def _parts(state: Any) -> Iterator[tuple[str, int, ByteCount]]:
-    """Of each part that is not empty the name, the number of its leaves, and their bytes."""
-    for name in ("params", "opt_state", "collections"):
-        leaves = [leaf_of(leaf).value for _, leaf in leaves_with_path(getattr(state, name))]
-        if leaves:
-            yield name, len(leaves), sum(map(_bytes, leaves), ByteCount())
 
 
 def _bytes(value: PyTree) -> ByteCount:
