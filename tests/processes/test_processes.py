@@ -25,8 +25,7 @@ import xlstm_jax
 from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
 from xlstm_jax.distributed.processes.initialize import _own_address
-from xlstm_jax.distributed.processes.jax_config import COMPARED_OPTIONS, jax_settings
-from xlstm_jax.distributed.processes.same_everywhere import entries_of
+from xlstm_jax.distributed.processes.same_everywhere import COMPARED_OPTIONS, entries_of, jax_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
@@ -253,7 +252,6 @@ def test_processes_that_agree_go_on_at_once(two):
         ("code", r"'code/model.py' is 'sha256 \w+' on process 0, but 'sha256 \w+' on process 1$"),
         ("jax.config", r"'jax_default_prng_impl' is threefry2x32 on process 0, but rbg on process 1$"),
         ("XLA_FLAGS", r"'XLA_FLAGS --xla_cpu_enable_fast_math' is absent on process 0, but true on process 1$"),
-        ("order", r"'compared' is seed on process 0, but plan on process 1$"),
     ],
 )
 def test_every_process_raises_what_differs_and_where(two, name, message):
@@ -269,8 +267,14 @@ def test_the_process_that_differs_is_named_among_four(four):
     assert re.search(r"'lr' is 0.1 on processes 0, 1, 2, but 0.2 on process 3$", told)
 
 
+def test_processes_that_compare_different_things_say_so(two):
+    raised(
+        two, "order", "do different things at once: compare the seed on process 0, but compare the plan on process 1"
+    )
+
+
 def test_a_process_that_does_not_come_is_named(two):
-    raised(two, "late", r"^TimeoutError: plan: process 1 did not come to compare it within 0.5 s")
+    raised(two, "late", r"^TimeoutError: process 1 did not come to compare the plan within 0.5 s")
 
 
 # ------------------------------------------------------------------------------------------------ restoring, together
@@ -479,7 +483,9 @@ def test_batches_that_do_not_fit_together_are_refused_everywhere(two, name, mess
 
 def test_a_new_shape_on_one_process_alone_ends_its_wait(two):
     result = two[0]["new shape here alone"]
-    assert re.match(r"TimeoutError: batch of a new shape: process 1 did not come .* within 1 s", result["result"])
+    assert re.match(
+        r"TimeoutError: process 1 did not come to compare the batch of a new shape within 1 s", result["result"]
+    )
 
 
 def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two, four):

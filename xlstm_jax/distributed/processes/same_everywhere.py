@@ -1,18 +1,19 @@
 """Processes compare what they start with, and all of them learn what differs.
 
-  every process   value --> {"optimizer/lr": "0.001", ...} --> posts a digest of these entries
-  process 0       waits for all digests, and posts the groups of processes with equal digests
-  every process   reads the groups. One group: it goes on. Several: it reads the entries of one process of each group,
-                  and raises: which entry, on which process, with which value
+  every process   value --> {"optimizer/lr": "0.001", ...} --> sends a digest of these entries to all others
+  one digest      all go on
+  several         of each group of processes with equal digests one sends its entries, and all raise: which entry, on
+                  which process, with which value
 
-Processes post to the store of ``processes/store.py``, so it works before devices are started, and ends.
+Processes meet in the store of ``processes/store.py``, so it works before devices are started, and ends.
 """
 
 import dataclasses
 import functools
 import json
+import os
 import platform
-import time
+import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +29,10 @@ from jax._src import distributed
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
-from xlstm_jax.distributed.processes.jax_config import jax_settings
-from xlstm_jax.distributed.processes.store import GRACE_S, Store, digest, named
+from xlstm_jax.distributed.processes.store import Store, by_text, digest, exchange_in, named
 
 AGREEMENT_TIMEOUT_S = 60.0
 COMPARED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-REPORT_TIMEOUT_S = 10.0
 GROUPS_SHOWN = 8
 LINES_SHOWN = 12
 TEXT_SHOWN = 80  # characters of a value in an error
@@ -54,7 +53,7 @@ def assert_same_everywhere(
         and the like. Functions and classes are compared by their names, modules and packages by their source files:
         pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The versions of Python and of the
         packages that computations depend on are compared in any case, and so is how JAX is set as far as that decides
-        what is computed: options of ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (``processes/jax_config.py``).
+        what is computed: options of ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
       what: what the error calls it.
       timeout_s: how long to wait for a process that does not come.
     Raises:
@@ -73,43 +72,16 @@ def assert_same_everywhere(
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
     """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``."""
-    store = Store("agreement", me, processes)
-    deadline = time.monotonic() + timeout_s
-    store.post(f"digest/{me}", digest(f"{what} {json.dumps(sorted(entries.items()))}"))
-    if me == processes[0]:
-        _post_groups(store, processes, deadline)
-    answer = json.loads(store.read("groups", deadline + GRACE_S) or "{}")
-    groups = answer.get("groups", [])
-    if not groups:
-        missing = answer.get("missing") or store.missing("digest")
-        raise TimeoutError(
-            f"{what}: {named(missing)} did not come to compare it within {timeout_s:g} s; this is {named([me])}. See "
-            f"the log of process {missing[0]}: it may have died, hang, be late, or run other code."
-        )
-    if len(groups) > 1:
-        raise ValueError(_difference(what, _reports(store, groups[:GROUPS_SHOWN], {"compared": what, **entries}, me)))
-
-
-def _post_groups(store: Store, processes: Sequence[int], deadline: float) -> None:
-    """Posts the groups of processes with equal digests, the largest first; or the processes that did not come."""
-    groups = defaultdict(list)
-    for process in processes:
-        groups[store.read(f"digest/{process}", deadline)].append(process)
-    if None in groups:
-        store.post("groups", json.dumps({"missing": groups[None]}))
+    entries_digest = digest(json.dumps(sorted(entries.items())))
+    digests = exchange_in(Store("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
+    groups = sorted(by_text(digests, processes).values(), key=len, reverse=True)
+    if len(groups) == 1:
         return
-    store.delete_previous()  # All processes have come here, so none still reads it.
-    store.post("groups", json.dumps({"groups": sorted(groups.values(), key=len, reverse=True)}))
-
-
-def _reports(
-    store: Store, groups: list[list[int]], entries: Mapping[str, str], me: int
-) -> list[tuple[list[int], dict[str, str]]]:
-    """Each group with the entries of its first process. A process that is the first of a group posts its own here."""
-    if me in [group[0] for group in groups]:
-        store.post(f"entries/{me}", json.dumps(entries))
-    texts = [store.read(f"entries/{group[0]}", time.monotonic() + REPORT_TIMEOUT_S) for group in groups]
-    return [(group, json.loads(text)) for group, text in zip(groups, texts, strict=True) if text]
+    # Of each group one process shows its entries, and all others learn them.
+    shown = json.dumps(dict(entries) if me in [group[0] for group in groups[:GROUPS_SHOWN]] else {})
+    texts = exchange_in(Store("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
+    of_process = dict(zip(processes, map(json.loads, texts), strict=True))
+    raise ValueError(_difference(what, [(group, of_process[group[0]]) for group in groups[:GROUPS_SHOWN]]))
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
@@ -203,3 +175,49 @@ def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]
             lines.append(f"'{path}' is {', but '.join(texts)}")
     hidden = f"\n  and {len(lines) - LINES_SHOWN} more" if len(lines) > LINES_SHOWN else ""
     return f"the {what} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
+
+
+# ------------------------------------------------------------------------------------------------------ how JAX is set
+
+# Two processes that set JAX differently compile different programs of the same code, or draw different numbers from the
+# same key, and nothing says so. Not compared is what a process may have for itself: where it is (addresses, platforms,
+# devices and their number), what it writes (logs, dumps, profiles, tracebacks), what it keeps (compilation caches), how
+# it checks itself without another result (leaks, transfers), and paths, which differ from host to host.
+COMPARED_OPTIONS = frozenset(
+    # the values: dtypes, precision, random bits, formulas
+    "jax_enable_x64 jax_explicit_x64_dtypes jax_numpy_dtype_promotion jax_numpy_rank_promotion "
+    "jax_default_matmul_precision jax_allow_f16_reductions jax_default_prng_impl jax_enable_custom_prng "
+    "jax_legacy_prng_key jax_threefry_partitionable jax_threefry_gpu_kernel_lowering jax_random_seed_offset "
+    "jax_high_dynamic_range_gumbel jax_accurate_erf_inv jax_softmax_custom_jvp jax_use_hlo_logistic_lowering "
+    # the program, and so the collectives in which processes meet
+    "jax_disable_jit jax_debug_nans jax_debug_infs jax_no_execution jax_use_shardy_partitioner "
+    "jax_use_direct_linearize jax_remat3 jax_compiler_enable_remat_pass jax_disable_most_optimizations "
+    "jax_optimization_level jax_exec_time_optimization_effort jax_memory_fitting_level jax_memory_fitting_effort "
+    "jax_error_checking_behavior_nan jax_error_checking_behavior_divide jax_error_checking_behavior_oob "
+    "jax_ragged_dot_use_ragged_dot_instruction jax_remove_size_one_mesh_axis_from_type "
+    # how processes meet
+    "jax_cpu_collectives_implementation jax_sort_devices_by_process_index jax_share_binary_between_hosts "
+    "jax_enable_preemption_service jax_enable_recoverability".split()
+)
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+PLAIN_VARIABLES = ("NVIDIA_TF32_OVERRIDE",)  # turns TensorFloat-32 off or on in the libraries that XLA calls
+OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|from)$")  # of a process, by their names
+
+
+def jax_settings() -> dict[str, str]:
+    """The options, flags and variables that decide what is computed, as short texts by their names."""
+    values = jax.config.values
+    # Attributes know what a context manager, as jax.enable_x64(), has set in this thread; some options have none.
+    options = {name: str(getattr(jax.config, name, values[name])) for name in COMPARED_OPTIONS & values.keys()}
+    flags = {
+        f"{variable} {name}": value
+        for variable in FLAG_VARIABLES
+        for name, value in _flags(os.environ.get(variable, "")).items()
+    }
+    return options | flags | {name: os.environ[name] for name in PLAIN_VARIABLES if name in os.environ}
+
+
+def _flags(text: str) -> dict[str, str]:
+    """Flags by name: the last one counts, and one without a value is true."""
+    pairs = (flag.partition("=") for flag in text.split())
+    return {name: value or "true" for name, _, value in pairs if not OWN_FLAGS.search(name)}

@@ -51,37 +51,29 @@ class Store:
                 raise
             return None
 
-    def missing(self, folder: str) -> list[int]:
-        """The processes that have not posted in the folder; the first where all have, and it has not answered."""
-        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/{folder}/")
+    def missing(self) -> list[int]:
+        """The processes that have not posted a text; the first where all have, and it has not answered."""
+        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
 
     def delete_previous(self) -> None:
         self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")
 
 
-def exchange(text: str, what: str, timeout_s: float) -> list[str]:
-    """The texts of all processes, by process. All call it, with the same ``what``, as "restore step 3".
+def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[str]:
+    """The texts of the processes of ``store``, in their order. All call it, with the same ``what``: "restore step 3".
 
     Raises:
       TimeoutError: processes did not come in time; says which.
       ValueError: processes do different things; says which of them does what.
     """
-    state = distributed.global_state
-    if not jax.distributed.is_initialized() or state.num_processes == 1:
-        return [text]
-    return exchange_in(Store("exchange", state.process_id, range(state.num_processes)), text, what, timeout_s)
-
-
-def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[str]:
-    """The same among the processes of ``store``, in their order."""
     deadline = time.monotonic() + timeout_s
     store.post(f"texts/{store.me}", json.dumps([what, text]))
     if store.me == store.processes[0]:
         _answer(store, deadline)
     answer = json.loads(store.read("answer", deadline + GRACE_S) or "{}")
     if "posted" not in answer:
-        missing = answer.get("missing") or store.missing("texts")
+        missing = answer.get("missing") or store.missing()
         raise TimeoutError(
             f"{named(missing)} did not come to {what} within {timeout_s:g} s, for which {named([store.me])} waits. See "
             f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Then start the job "
@@ -89,7 +81,8 @@ def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[st
         )
     whats, texts = zip(*answer["posted"], strict=True)
     if len(set(whats)) > 1:
-        different = _by_process(whats, store.processes)
+        groups = by_text(whats, store.processes)
+        different = ", but ".join(f"{what} on {named(group)}" for what, group in groups.items())
         raise ValueError(f"processes do different things at once: {different}. Let all do the same in order.")
     return list(texts)
 
@@ -105,11 +98,12 @@ def _answer(store: Store, deadline: float) -> None:
     store.post("answer", json.dumps({"posted": [json.loads(text) for text in posted if text]}))
 
 
-def _by_process(texts: Sequence[str], processes: Sequence[int]) -> str:
+def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
+    """The processes that have sent the same text, by that text."""
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)
-    return ", but ".join(f"{text} on {named(group)}" for text, group in groups.items())
+    return groups
 
 
 def named(processes: Sequence[int]) -> str:

@@ -5,13 +5,13 @@ the text of its error, empty where it had none, to all others, and waits for the
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+from jax._src import distributed
 
-from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, exchange, named
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, by_text, exchange_in, named
 from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
@@ -41,15 +41,13 @@ def fail_together(
         caught, problem = error, [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), str(error)]
     except Exception as error:  # file systems and storage libraries raise whatever they like
         caught, problem = error, [0, cause_of(error)]
-    problems = [json.loads(text) for text in allgather_text(json.dumps(problem), what, timeout_s)]
-    failed = defaultdict(list)
-    for process, found in enumerate(problems):
-        if found:
-            failed[tuple(found)].append(process)
+    problems = allgather_text(json.dumps(problem), what, timeout_s)
+    groups = by_text(problems, range(len(problems)))
+    failed = [(*json.loads(text), same) for text, same in groups.items() if text != json.dumps(None)]
     if not failed:
         return results[0]
-    texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for (_, text), same in failed.items()]
-    raise kinds[next(iter(failed))[0]]("; ".join(texts)) from caught
+    texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for _, text, same in failed]
+    raise kinds[failed[0][0]]("; ".join(texts)) from caught
 
 
 def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
@@ -59,9 +57,12 @@ def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = 
       TimeoutError: a process did not call it within ``timeout_s``; says which, and ``what``.
       ValueError: processes call it for different things.
     """
-    if jax.process_count() > 1 and not jax.distributed.is_initialized():
-        raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
-    return exchange(text, what, timeout_s)
+    if not jax.distributed.is_initialized():
+        if jax.process_count() > 1:
+            raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
+        return [text]
+    me, count = distributed.global_state.process_id, distributed.global_state.num_processes
+    return exchange_in(Store("exchange", me, range(count)), text, what, timeout_s) if count > 1 else [text]
 
 
 def cause_of(error: BaseException) -> str:
