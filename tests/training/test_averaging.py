@@ -145,6 +145,7 @@ def test_the_plan_counts_it():
     assert plan.optimizer.per_device < 2 * plan.parameters.total / 2  # guard: it is split
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrap", [fsdp, zero_1])
 def test_it_costs_no_collective(wrap):
     def collectives(tx):

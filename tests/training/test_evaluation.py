@@ -70,6 +70,7 @@ def whole(params):
     return jax.device_get(trees.map_leaves(true_value, params))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scan, check_vma", [(True, True), (False, False)])
 def test_an_evaluation_is_that_of_one_device_on_the_whole_set(scan, check_vma):
     state = state_of(scan)

@@ -15,21 +15,26 @@ def four():
     return run("train", 4)
 
 
-def test_processes_that_initialise_with_different_keys_all_raise(training, four):
+def test_processes_that_initialise_with_different_keys_all_raise(training):
     raised(
         training,
         "seeds",
         r"the key of the initial parameters differs .*\n  'rng' is key<fry>.* on process 0, but .* 1$",
     )
-    raised(four, "seeds", r"'rng' is .* on process 0, but .* on process 1, but .* on process 2, but .* on process 3$")
 
 
-def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training, four):
+def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training):
     for process in training:
         for fine in ("own rows", "ones", "raw"):
             assert process[fine]["result"] == []
         (told,) = process["equal rows"]["result"]
         assert told.startswith("processes 0, 1 hand in equal rows as different parts of the first batch")
+
+
+@pytest.mark.slow
+def test_of_four_processes_two_of_which_hold_the_same_rows(four):
+    raised(four, "seeds", r"'rng' is .* on process 0, but .* on process 1, but .* on process 2, but .* on process 3$")
+    raised(four, "unlike copies", r"processes 0, 1 hold the same rows of the first batch of a step, as copies")
     for process in four:
         assert process["own rows"]["result"] == []  # equal in processes 0 and 1, which hold the same rows
         (told,) = process["equal rows"]["result"]
@@ -47,7 +52,3 @@ def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training, four
 )
 def test_a_first_batch_that_differs_is_refused_by_all(training, name, message):
     raised(training, name, rf"^ValueError: the first batch of a step differs between processes:\n  {message}")
-
-
-def test_unlike_copies_in_the_first_batch_are_refused_by_all(four):
-    raised(four, "unlike copies", r"processes 0, 1 hold the same rows of the first batch of a step, as copies")

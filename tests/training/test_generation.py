@@ -110,6 +110,7 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_the_mesh():
     assert len(np.unique(drawn[MESH, 1], axis=0)) == 8 and np.any(drawn[MESH, 1] != drawn[MESH, 2])  # guard
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     """One token of 4096 rows: of probability p, within five standard deviations, sqrt(p (1 - p) / rows) each."""
     rows = 4096
@@ -147,6 +148,7 @@ def test_weights_are_gathered_as_often_as_was_said(gather, times):
     assert gathered == times * sum(leaf.value.nbytes for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_only_a_generation_that_gathers_once_holds_all_weights():
     layer = sum(leaf.nbytes // 2 for leaf in jax.tree.leaves(params_of(MESH)["blocks"]))
     cache = 2 * 4 * LENGTH * DIM  # keys and values of one row on each device

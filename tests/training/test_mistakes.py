@@ -287,6 +287,7 @@ def distilled(teacher, params, apply_fn, batch):
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - 2 * wanted) ** 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_parameters_of_a_second_model_go_with_the_state(check_vma):
     plain = nn.Dense(18)
@@ -314,7 +315,7 @@ TXS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
 def test_apply_gradients_takes_what_value_and_grad_returns(tx):
     plain, mesh = nn.Dense(18), MESH

@@ -63,7 +63,7 @@ def on_one_device(tx, minibatches, op):
     return kept
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
     "check_vma, op, minibatches",

@@ -19,7 +19,7 @@ def sample():
         yield pytest.param(entry, settings[(5 * number + 1) % len(settings)], id=entry.title)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("entry, setting", list(sample()))
 def test_the_verdict_is_not_false_and_names_the_cause(entry, setting):
     outcome = outcome_of(entry, setting)

@@ -100,6 +100,7 @@ ONE_BY_ONE = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", AT_ONCE.values(), ids=AT_ONCE)
 def test_a_wrapper_around_a_scan_is_told(make):
     says = r"'layers' scans over layers of Block within .* all layers at once.*nn\.scan\(shard_module_params\(Block"

@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.training.accumulation import Accumulation
+from xlstm_jax.distributed.training.accumulation import Accumulation, rows_at, split_rows
 from xlstm_jax.distributed.training.collections import collections_of, readable
 from xlstm_jax.distributed.training.loss import LossFunction
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
@@ -188,7 +188,7 @@ class OneDevice:
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
                 sums, kept = carry
-                rows = _rows(batch, (devices, minibatches), at)
+                rows = rows_at(split_rows(batch, devices, minibatches), at)
                 key = _key_of(rng, *at, minibatches)
                 (total, (weight, kept)), grads = loss_and_grads(live, weights, rows, key, kept)
                 grads = [g.astype(wide_dtype(g.dtype)) for g in grads]
@@ -221,7 +221,7 @@ class OneDevice:
 
         def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: Any, index: Any) -> tuple[Any, Any]:
             def part(kept: Any, j: Any) -> tuple[Any, Any]:
-                rows = _rows(batch, (1, minibatches), (0, j))
+                rows = rows_at(split_rows(batch, minibatches), j)
                 total, (weight, kept) = self._terms(live, weights, rows, _key_of(rng, index[0], j, minibatches), kept)
                 return kept, (total, weight)
 
@@ -253,15 +253,6 @@ class OneDevice:
 def count_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """The number of devices along the axes."""
     return int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-
-
-def _rows(batch: PyTree, parts: tuple[int, int], at: tuple[Any, Any]) -> PyTree:
-    """The rows of slice (i, j) of a batch [b, ...] in ``parts`` slices; scalars as they are."""
-
-    def rows(x: Any) -> Any:
-        return jnp.reshape(x, (*parts, np.shape(x)[0] // (parts[0] * parts[1]), *np.shape(x)[1:]))[at]
-
-    return jax.tree.map(lambda x: rows(x) if np.ndim(x) else x, batch)
 
 
 def _key_of(rng: Any, device: Any, minibatch: Any, minibatches: int) -> Any:
