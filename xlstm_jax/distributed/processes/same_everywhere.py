@@ -209,15 +209,10 @@ def jax_settings() -> dict[str, str]:
     values = jax.config.values
     # Attributes know what a context manager, as jax.enable_x64(), has set in this thread; some options have none.
     options = {name: str(getattr(jax.config, name, values[name])) for name in COMPARED_OPTIONS & values.keys()}
-    flags = {
-        f"{variable} {name}": value
-        for variable in FLAG_VARIABLES
-        for name, value in _flags(os.environ.get(variable, "")).items()
-    }
+    flags = {}
+    for variable in FLAG_VARIABLES:
+        for flag in os.environ.get(variable, "").split():  # the last one of a name counts
+            name, _, value = flag.partition("=")
+            if not OWN_FLAGS.search(name):
+                flags[f"{variable} {name}"] = value or "true"
     return options | flags | {name: os.environ[name] for name in PLAIN_VARIABLES if name in os.environ}
-
-
-def _flags(text: str) -> dict[str, str]:
-    """Flags by name: the last one counts, and one without a value is true."""
-    pairs = (flag.partition("=") for flag in text.split())
-    return {name: value or "true" for name, _, value in pairs if not OWN_FLAGS.search(name)}

@@ -120,7 +120,12 @@ class _Evaluation:
 
     def step(self, state: Any, batch: PyTree, local: Local) -> Local:
         check_no_explicit_mesh()
-        variables = _variables_of(state)
+        if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
+            raise TypeError(
+                f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
+                f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
+            )
+        variables = {"params": state.params, "collections": collections_of(state)}
         check_eval_takes_collections(self.eval_fn, variables["collections"])
         check_mesh_of({"state": variables, "local": local}, self.mesh)
         check_global_batch(batch, self.mesh, self.axes, padding=PADDING)
@@ -145,13 +150,3 @@ class _Evaluation:
             )
         self.is_weighted = any("weight" in name or "mask" in name for name in observed)
         return self.metric.update(local, **observed)
-
-
-def _variables_of(state: Any) -> dict[str, PyTree]:
-    """The parameters and the collections of a state."""
-    if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
-        raise TypeError(
-            f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
-            f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
-        )
-    return {"params": state.params, "collections": collections_of(state)}

@@ -127,7 +127,12 @@ def local_result(
     With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
     """
     live, put_back = trees.split_differentiable(params)
-    _check_any_trainable(live, params)
+    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
+    if frozen and not live:
+        raise ValueError(
+            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
+            "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
+        )
     running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
@@ -142,15 +147,6 @@ def local_result(
     with explained():
         (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
     return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
-
-
-def _check_any_trainable(live: list[Any], params: PyTree) -> None:
-    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
-    if frozen and not live:
-        raise ValueError(
-            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
-            "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
-        )
 
 
 @contextmanager

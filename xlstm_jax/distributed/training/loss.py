@@ -105,31 +105,28 @@ class LossFunction:
         Raises:
           TypeError: it returned something else than the options say.
         """
-        returned, weight, aux, collections = self.fn(*args, **kwargs), None, None, None
+        total: Any = self.fn(*args, **kwargs)
+        weight: Any = None
+        aux, collections = None, None
         if self.has_collections:
             what = "(what it returns without collections, updated collections)"
-            returned, collections = _pair(returned, "with collections", what)
+            total, collections = _pair(total, "with collections", what)
         if self.has_aux:
-            returned, aux = _pair(returned, "has_aux=True", "(loss, aux)")
-        total = returned
+            total, aux = _pair(total, "has_aux=True", "(loss, aux)")
         if self.weighted:
-            total, weight = _pair(returned, "weighted=True", "(sum, weight)")
-        self._check_scalar(total, weight)
-        return Loss(total, weight, aux, collections)
-
-    def _check_scalar(self, total: Any, weight: Any) -> None:
-        has_aux, weighted = self.has_aux, self.weighted
-        if total is None or (weighted and weight is None):
+            total, weight = _pair(total, "weighted=True", "(sum, weight)")
+        if total is None or (self.weighted and weight is None):
             raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
         for value in (total, weight):
             if isinstance(value, tuple | list | dict) or np.shape(value) != ():
                 raise TypeError(
                     f"loss_fn returned {jax.tree.map(jax.typeof, value)} where a scalar loss is expected, with "
-                    f"{has_aux=} and {weighted=}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) "
-                    "weighted=True."
+                    f"has_aux={self.has_aux} and weighted={self.weighted}. A pair (loss, aux) needs has_aux=True, a "
+                    "pair (sum, weight) weighted=True."
                 )
         if not jnp.issubdtype(dtype := jnp.result_type(total), jnp.floating):
             raise TypeError(f"loss_fn returned a loss of dtype {dtype}; only a real float has a gradient.")
+        return Loss(total, weight, aux, collections)
 
 
 def _pair(returned: Any, option: str, what: str) -> tuple[Any, Any]:

@@ -256,7 +256,8 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
     looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
         return
-    made = dict(zip(aux, _makers(jaxpr().jaxpr), strict=True))
+    program = jaxpr().jaxpr
+    made = {path: _maker(program, atom) for path, atom in zip(aux, program.outvars, strict=True)}
     for path in looks:
         what, cure = REDUCED.get(made[path], ("", ""))
         if what and not (weighted and made[path] == "reduce_sum"):  # sums are divided by the global weight there
@@ -267,12 +268,8 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
             )
 
 
-def _makers(jaxpr: Any) -> list[str]:
-    """The names of the primitives that make the results of a jaxpr."""
-    return [_maker(jaxpr, atom) for atom in jaxpr.outvars]
-
-
 def _maker(jaxpr: Any, atom: Any) -> str:
+    """The name of the primitive that makes a result of a jaxpr."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
     if eqn is None:
         return ""

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.training.accumulation import Accumulation
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
-from xlstm_jax.distributed.training.step import MadeStep, StepOptions
+from xlstm_jax.distributed.training.step import MadeStep
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import (
     ORDER_EPS,
@@ -98,7 +98,9 @@ def check_step(
     Raises:
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
-    options = _options_of(step)
+    # Also where jit or a decorator has wrapped the step.
+    made = inspect.unwrap(step, stop=lambda wrapped: isinstance(wrapped, MadeStep))
+    options = made.options if isinstance(made, MadeStep) else None
     if loss_fn is not None:
         loss = LossFunction(loss_fn, weighted, has_aux)
     elif options is not None:
@@ -112,12 +114,6 @@ def check_step(
     how = options.accumulation if options else Accumulation(_likely_axes(state.params, batch, mesh))
     comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, how, state, batch, mesh))
     return comparison.of_ready_step() if options else comparison.of_own_step()
-
-
-def _options_of(step: Callable[..., Any]) -> StepOptions | None:
-    """What ``make_train_step`` was given to make the step, also where ``jit`` or a decorator has wrapped the step."""
-    made = inspect.unwrap(step, stop=lambda wrapped: isinstance(wrapped, MadeStep))
-    return made.options if isinstance(made, MadeStep) else None
 
 
 def _mesh_of(params: PyTree) -> Mesh:

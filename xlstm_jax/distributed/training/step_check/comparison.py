@@ -21,7 +21,7 @@ split the mean of the step into a multiple of the mean of one device, and a rest
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -182,17 +182,14 @@ class Multiple(NamedTuple):
         """``sizes`` are the sizes of the axes, and of whatever else splits a batch (``num_minibatches``)."""
         if abs(ratio - 1) <= tolerance:
             return cls("equal")
-        for axes in _subsets(sizes):
+        subsets = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
+        for axes in itertools.chain.from_iterable(subsets):
             devices = math.prod(sizes[axis] for axis in axes)
             if abs(ratio / devices - 1) <= tolerance:
                 return cls("summed", f"{devices} x", format_axes(axes))
             if abs(ratio * devices - 1) <= tolerance:
                 return cls("divided", f"1/{devices} x", format_axes(axes))
         return cls("other", f"{ratio:.3g} x")
-
-
-def _subsets(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(sizes, n + 1) for n in range(len(sizes)))
 
 
 # ------------------------------------------------------------------------------------------------- means over many keys
