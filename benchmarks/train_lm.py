@@ -46,15 +46,15 @@ from rich.panel import Panel
 from rich.text import Text as RichText
 
 from benchmarks.fitting import Run, begin, checkpointer_of, fit, keys, place
+from benchmarks.generation import GATHER, make_generate
 from benchmarks.job import METRICS, OPTIMIZERS, Job, TrainConfig, parse_mesh, prepare
 from benchmarks.models import BLOCKS
 from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
 from benchmarks.text import byte_frequency_loss, fixed_windows
-from xlstm_jax.distributed import LoopGuard, NonFiniteError, ema_params, make_generate
+from xlstm_jax.distributed import LoopGuard, NonFiniteError, ema_params
 from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
 from xlstm_jax.distributed.metrics import MetricLogger
-from xlstm_jax.distributed.training.generation import GATHER
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8

@@ -6,7 +6,7 @@
                    BLOCK_INPUT, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
   training         TrainState, init_sharded, create_train_state, abstract_train_state, make_train_step, make_eval_step,
-                   make_generate, check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
+                   check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
   losses           chunked_cross_entropy, LMHead
   optimizers       muon, with_ema, ema_params, Offload, global_norm, clip_by_global_norm, elementwise_only,
                    skip_nonfinite, skip_counts
@@ -69,7 +69,6 @@ from xlstm_jax.distributed.training import (
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
-    make_generate,
     make_train_step,
     value_and_grad,
 )
@@ -107,7 +106,6 @@ __all__ = [  # noqa: RUF022 (in groups)
     "abstract_train_state",
     "make_train_step",
     "make_eval_step",
-    "make_generate",
     "check_step",
     "value_and_grad",
     "accumulate_gradients",

@@ -8,7 +8,6 @@
   abstract_train_state  the same without a value: what a checkpoint is restored into
   make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
   make_eval_step        forward only, into the state of a metric, on the same sharded state
-  make_generate         decoding with a cache, on the same sharded parameters
   check_step            the gradients of a step, yours or ours, against one device on the whole batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
@@ -20,7 +19,6 @@ from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
-from xlstm_jax.distributed.training.generation import make_generate
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
 from xlstm_jax.distributed.training.state import (
     TrainState,
@@ -47,7 +45,6 @@ __all__ = [
     "init_sharded",
     "jitted_init",
     "make_eval_step",
-    "make_generate",
     "make_train_step",
     "optimizer_state_shardings",
     "value_and_grad",

@@ -30,7 +30,7 @@ from xlstm_jax.wording import kind_of
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
-DONATED = {"state": "state", "params": "state", "local": "local"}  # whose memory a step donates, and by which argument
+DONATED = ("state", "local")  # whose memory a step takes over
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
 NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
@@ -347,8 +347,6 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
     if name == "state":
         return getattr(argument, "step", None), _first_leaf(getattr(argument, "params", None))
-    if name == "params":
-        return (_first_leaf(argument),)
     return jax.tree.leaves(argument)[:1] if name == "local" else ()
 
 
@@ -387,7 +385,7 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 def _deleted(name: str, where: str) -> ValueError:
     if name in DONATED:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {DONATED[name]}, and returns "
+            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
             f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
             f"jax.tree.map(jnp.copy, {name})."
         )
