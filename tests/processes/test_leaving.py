@@ -48,6 +48,7 @@ def ended(processes):
     return [process.returncode for process in processes], errors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode, count", [("timeout", 2), ("timeout, first", 4)])
 def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
     """The stuck one too, which sleeps in Python."""
@@ -61,6 +62,7 @@ def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
     assert "has left with exit code 13: TimeoutError: process" in errors[stuck]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["exception", "guard, first"])
 def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
     processes = run(mode, 2)
@@ -93,6 +95,7 @@ def test_a_commit_that_hangs_ends_all_processes(run, tmp_path):
     assert sorted(name for name in os.listdir(tmp_path / "run") if name.isdigit()) == ["1"]
 
 
+@pytest.mark.slow
 def test_a_pause_shorter_than_a_step_may_take_ends_nothing(run):
     """Twelve seconds, stopped: more than the heartbeat of ten seconds that once ended such a job."""
     processes = run("pause", 2)

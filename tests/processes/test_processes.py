@@ -204,11 +204,12 @@ def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
     assert first == second and first.startswith("2 {'dp': 4, 'fsdp': 4} ")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_start_two_processes(tmp_path):
     (commands,) = blocks_of(PAGE, "bash")
     commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
     done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("process "))
+    lines = sorted(re.findall(r"process \d sees \d+ devices", done.stdout))  # two processes may write into one line
     assert lines == ["process 0 sees 8 devices", "process 1 sees 8 devices"], done.stderr[-3000:]
 
 

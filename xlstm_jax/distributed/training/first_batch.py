@@ -11,7 +11,6 @@ the same rows. So processes compare, once, through the store and not on devices:
 
 import json
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
-from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, digest, exchange_in, named
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, by_text, digest, exchange_in, named
 
 KEY = "key of the initial parameters"
 BATCH = "first batch of a step"
@@ -47,10 +46,8 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
         return
     leaves, me = dict(trees.leaves_with_path(batch)), jax.process_index()
     rows = {path: leaf for path, leaf in leaves.items() if _is_split(leaf)}
-    entries = {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
-    for path, leaf in leaves.items():
-        if path not in rows:
-            entries |= entries_of({path: leaf})
+    entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
+    entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
     told = exchange_in(Store("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
     _tell(dict(zip(processes, map(json.loads, told), strict=True)))
@@ -86,18 +83,14 @@ def _rows_here(rows: Mapping[str, jax.Array]) -> str:
 
 
 def _tell(of_process: Mapping[int, tuple[str, str, bool]]) -> None:
-    by_place, by_content = defaultdict(list), defaultdict(list)
-    for process, (where, what, vary) in of_process.items():
-        by_place[where].append(process)
-        if vary:
-            by_content[what].append(process)
-    for processes in by_place.values():
+    for processes in by_text([where for where, _, _ in of_process.values()], [*of_process]).values():
         if len({of_process[process][1] for process in processes}) > 1:
             raise ValueError(
                 f"{named(processes)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
                 "in the same rows where devices share a shard of the batch; shard_batch says which do."
             )
-    for processes in by_content.values():
+    contents = {process: what for process, (_, what, vary) in of_process.items() if vary}  # else rows may be equal
+    for processes in by_text([*contents.values()], [*contents]).values():
         if len({of_process[process][0] for process in processes}) > 1:
             warnings.warn(
                 f"{named(processes)} hand in equal rows as different parts of the {BATCH}: every example counts as "
