@@ -18,7 +18,6 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -183,7 +182,7 @@ class Comparison:
             return self.checked([why], self.observed(rng, right))
         draws = one.traced(key).draws
         mean = one.slices(same_key) if draws else right
-        step = self.beside(rng, right, partial(one.slices, key, shake=True))
+        step = self.beside(rng, right)
         of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
         total = [_of_both(*both) for both in zip(step.leaves, of_slices, strict=True)]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
@@ -196,7 +195,7 @@ class Comparison:
         """The step beside the batch, both with constant draws: slices of such a loss cannot be computed alone."""
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], self.observed(key, whole))
-        step = self.beside(key, whole, partial(self.one.whole, key, shake=True))
+        step = self.beside(key, whole)
         findings = step.findings
         if step.differs:
             of_loss, _, of_objective = self.objective(key, self.one.slices(key), whole, step.seen, key)
@@ -216,7 +215,7 @@ class Comparison:
             return self.by_many_keys("it does not take another kind of key")
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], seen)
-        step = self.beside(key, whole, partial(one.whole, key, shake=True), seen)
+        step = self.beside(key, whole, seen)
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
         how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
@@ -246,36 +245,38 @@ class Comparison:
         batch, _, *rest = self.given
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
-    def beside(self, rng: Any, truth: Found, shaken: Callable[[], Found], seen: SeenStep | None = None) -> _Beside:
+    def beside(self, rng: Any, truth: Found, seen: SeenStep | None = None) -> _Beside:
         """Runs the step with ``rng``, unless it was ``seen``, and compares it with ``truth``."""
-        seen, leaves = self.compared(seen or self.observed(rng, truth), truth, shaken)
-        findings = self.loss_differs(seen, truth, shaken)
+        seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
+        findings = self.loss_differs(seen, truth)
         if seen.updates != 1:
             times = f"the step calls its optimizer {seen.updates} times"
             findings.append(f"{times}. Call tx.update, or apply_gradients, once.")
         return _Beside(seen, leaves, findings, _ratio(seen.loss.value, truth.loss) if seen.loss else None)
 
-    def compared(self, seen: SeenStep, truth: Found, shaken: Callable[[], Found]) -> tuple[SeenStep, list[LeafCheck]]:
+    def compared(self, seen: SeenStep, truth: Found) -> tuple[SeenStep, list[LeafCheck]]:
         """The leaves of what was seen beside the right ones; where they are right, those of ``seen.then``."""
 
         def as_seen(found: Found) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one.tree(found.grads)))
 
         narrow = {**of_wire(self.state.params, truth), **seen.rounding}
-        leaves = compare_leaves(flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(shaken()), self.eps)
+        leaves = compare_leaves(
+            flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.shaken()), self.eps
+        )
         leaves = [leaf._replace(copies_differ=copies_differ(seen.got[leaf.path])) for leaf in leaves]
         if seen.then is not None and _are_right(leaves):
-            return self.compared(seen.then, truth, shaken)
+            return self.compared(seen.then, truth)
         return seen, leaves
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss))
 
-    def loss_differs(self, seen: SeenStep, truth: Found, shaken: Callable[[], Found]) -> list[str]:
+    def loss_differs(self, seen: SeenStep, truth: Found) -> list[str]:
         if seen.loss is None:
             return []
         eps = max(self.eps, seen.loss.eps / 8)
-        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: shaken().loss, eps)
+        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.shaken().loss, eps)
         times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
         return [] if same or times.kind == "equal" else [report.of_loss(times, self.one.loss.weighted)]
 
@@ -283,13 +284,10 @@ class Comparison:
         self, key: Any, mean: Found, whole: Found, seen: SeenStep, real_key: Any
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
         """Whether the loss is a mean over rows: how many times too large it is, its gradients, and what to say."""
-        shaken = partial(self.one.whole, key, shake=True)
-        narrow = of_wire(self.state.params, mean)
-        leaves = compare_leaves(
-            flat(mean.grads), flat(whole.grads), self.axes, narrow, lambda: flat(shaken().grads), self.eps
-        )
+        narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
+        leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
-        same, tolerance = same_number(mean.loss, whole.loss, lambda: shaken().loss, eps)
+        same, tolerance = same_number(mean.loss, whole.loss, lambda: whole.shaken().loss, eps)
         if (same and _are_right(leaves)) or self.one.devices * self.one.num_minibatches == 1:
             return Multiple("equal"), leaves, []
         tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
@@ -310,7 +308,7 @@ class Comparison:
         if not self.one.axes:
             return []
         mean = self.one.slices(key)
-        if not _are_right(self.compared(seen, mean, partial(self.one.slices, key, shake=True))[1]):
+        if not _are_right(self.compared(seen, mean)[1]):
             return []
         return self.objective(key, mean, whole, seen, self.given[1])[2]
 

@@ -13,7 +13,7 @@ They are computed on the mesh, where each device has unsharded weights, and JAX 
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +40,16 @@ WHOLE = PartitionSpec()
 
 
 class Found(NamedTuple):
-    """A loss, and gradients by path; ``sizes`` are the absolute values of gradients, averaged over slices."""
+    """A loss, and gradients by path.
+
+    ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` computes the same with parameters
+    and inputs that are off by as much as rounding may be.
+    """
 
     loss: float
     grads: dict[str, jax.Array]
     sizes: dict[str, jax.Array]
+    shaken: Callable[[], "Found"]
 
     @property
     def not_finite(self) -> list[str]:
@@ -107,36 +112,37 @@ class OneDevice:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
         return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
 
-    def slices(self, rng: Any, minibatches: int | None = None, shake: bool = False) -> Found:
+    def slices(self, rng: Any, minibatches: int | None = None) -> Found:
         """The mean over the slices, each with the key that the step gives it."""
         count = self.num_minibatches if minibatches is None else minibatches
         if self.asks_for_axes(rng):
-            return self._run(("on mesh", count), self._mean_on_mesh, rng, shake)
-        return self._run(("in turn", self.devices, count), self._mean_in_turn, rng, shake)
+            return self._run(self._mean_on_mesh, (count,), rng)
+        return self._run(self._mean_in_turn, (self.devices, count), rng)
 
-    def whole(self, rng: Any, shake: bool = False, batch: PyTree = None, elsewhere: int = 0) -> Found:
+    def whole(self, rng: Any, batch: PyTree = None, elsewhere: int = 0) -> Found:
         """The loss of the whole batch, or of ``batch``, at once; with ``elsewhere``, at quite other parameters."""
-        return self._run(("in turn", 1, 1), self._mean_in_turn, rng, shake, batch, elsewhere)
+        return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def _run(
         self,
-        key: Any,
         make: Callable[..., Any],
+        parts: tuple[int, ...],
         rng: Any,
-        shake: bool,
         batch: PyTree = None,
         elsewhere: int = 0,
+        shake: bool = False,
     ) -> Found:
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = _shaken((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _moved(live, elsewhere) if elsewhere else live
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(make(*key[1:]))
-        mesh = self.mesh if key[0] == "on mesh" else self._one
-        loss, grads, sizes = self._jitted[key](*self._put((live, weights, batch, kept, rng), mesh))
+        if (make, parts) not in self._jitted:
+            self._jitted[make, parts] = jax.jit(make(*parts))
+        mesh = self.mesh if make == self._mean_on_mesh else self._one
+        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, kept, rng), mesh))
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
-        return Found(float(loss), grads, sizes)
+        shaken = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
+        return Found(float(loss), grads, sizes, shaken)
 
     # ------------------------------------------------------------------------------- what the equations of it tell
 
