@@ -175,6 +175,7 @@ def accumulate_gradients(
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="accumulate_gradients")
     how = Accumulation(axes, num_minibatches, accumulation, fold_aux if has_aux else None)
+    check_batch(batch, num_minibatches, f"{num_minibatches=}")
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
     of_batch = accumulated(loss, params, batch, rng, how, carry, collections or {})
     value = (of_batch.loss, of_batch.aux) if has_aux else of_batch.loss
@@ -243,7 +244,6 @@ def accumulated(
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
     own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
-    check_batch(batch, count, f"num_minibatches={count}")
     minibatches = split_rows(batch, count)
 
     def on_minibatch(index: Any, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
