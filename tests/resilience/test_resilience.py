@@ -131,6 +131,7 @@ def test_a_c_call_that_holds_the_interpreter_is_ended_too(start):
     assert "in go_wrong" in process.errors()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode, code", [("stuck, full pipe", EXIT_HUNG), ("stuck in C, full pipe", 1)])
 def test_a_full_pipe_that_nobody_reads_keeps_no_stuck_process_alive(start, mode, code):
     (process,) = start(mode, processes=1)
@@ -145,6 +146,7 @@ def test_a_paused_section_may_take_longer_than_a_step(start):
     assert process.line("PAUSED")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "mode, code, text", [("exception", EXIT_FAILED, "the data are gone"), ("sys.exit", 7, "Exit: 7")]
 )
@@ -155,6 +157,7 @@ def test_an_exception_in_one_process_ends_both_at_once(start, mode, code, text):
     assert seconds_from(time_of_fault(failing), [peer, failing]) < FAST_S
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_takes_its_peer_along(start, victim):
     processes = start("none")
@@ -179,6 +182,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(start, told, number
     assert stopped[0] == stopped[1] and stopped[0][0] == stopped[0][1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["none", "distributed"])
 def test_sigterm_to_a_single_process_stops_it_after_the_step(start, mode):
     (process,) = start(mode, processes=1)
@@ -188,6 +192,7 @@ def test_sigterm_to_a_single_process_stops_it_after_the_step(start, mode):
     assert int(process.line("STOPPED").split()[1]) >= FAULT_STEP
 
 
+@pytest.mark.slow
 def test_sigterm_kills_a_process_without_the_guard(start):
     (process,) = start("unguarded", processes=1)
     process.wait_for("STEP")
