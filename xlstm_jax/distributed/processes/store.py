@@ -71,6 +71,7 @@ def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[st
     store.post(f"texts/{store.me}", json.dumps([what, text]))
     if store.me == store.processes[0]:
         _answer(store, deadline)
+    # Process 0 may have waited up to the deadline itself before it answers.
     answer = json.loads(store.read("answer", deadline + GRACE_S) or "{}")
     if "posted" not in answer:
         missing = answer.get("missing") or store.missing()

@@ -297,7 +297,7 @@ def _mean_over(
 
     Sums run in float32 or wider. The mean of gradients stays so; other values come back in their dtypes.
     """
-    if count == 1:
+    if count == 1:  # without a loop, so that the compiler sees a plain step
         return on_minibatch(0, start)
 
     def add(total: Any, index: jax.Array) -> tuple[Any, Auxiliary]:
@@ -306,6 +306,7 @@ def _mean_over(
         sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, means)
         return ((sums, weights + weight), handed), aux
 
+    # The types of the sums must be known before the loop: over which axes they vary, too.
     like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), start)
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), (like.means, like.weight))
     ((sums, weight), handed), aux = jax.lax.scan(add, (zeros, start), jnp.arange(count, dtype=jnp.int32))

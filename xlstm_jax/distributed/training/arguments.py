@@ -311,6 +311,7 @@ class CheckedStep:
         try:
             return fn(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
+            # Only after a failure: to look at all leaves takes as long as a call.
             elsewhere = "incompatible devices" in str(error)
             if cause := next(_errors_in(named, self._mesh if elsewhere else None), None):
                 raise cause from None

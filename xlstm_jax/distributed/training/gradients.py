@@ -143,6 +143,7 @@ def local_result(
         _check_no_axis_left_out(mean, axes)
         return mean / devices if devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
+    # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))

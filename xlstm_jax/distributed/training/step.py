@@ -139,11 +139,13 @@ class StepOptions:
         check_call(state, rng, local, self.mesh, self.metric)
         check_global_batch(batch, self.mesh, self.accumulation.axes, self.accumulation.num_minibatches)
         check_takes_collections(self.loss.fn, collections_of(state))
+        # One key serves the whole run: each step folds its number into it, and each device its index.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
         on_mesh = self._on_mesh(state, batch)
         with noting_stacks() as stacks:
             found = on_mesh(state.params, *rest)
         self._warn(state, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
+        # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads)}
         value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
         after = updated_state(state, found.grads, found.loss, value_fn, self.mesh, found.collections)
@@ -159,6 +161,7 @@ class StepOptions:
         specs, of_kept = (placement.partition_specs(tree, self.mesh) for tree in (state.params, kept))
         split = placement.batch_spec(axes, self.mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
+        # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
