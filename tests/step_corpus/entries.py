@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tests.step_corpus.models import LINEN, NNX, WITHOUT_DROPOUT, batch_of, inputs_of
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, nnx_model, shard_modules, unbox
-from xlstm_jax.distributed.training.collections import collections_of
+from xlstm_jax.distributed.training.arguments import collections_of
 
 RATES = (0.0, 0.1, 0.5, 0.8)
 MESHES = {  # shape, axes of the parameters, axes of the batch, options of the wrapper

@@ -269,7 +269,7 @@ def accumulated(
         means = _Means(mean, aux.means, local.grads)
         return _OfMinibatch(means, local.weight, aux.replace(means=[])), _Handed(carry, after)
 
-    all_of_them, handed = _mean_over(on_minibatch, count, _Handed(carry, readable(collections)))
+    all_of_them, handed = _mean_over(on_minibatch, count, _Handed(carry, readable(collections) if collections else {}))
     mean, means, mean_grads = all_of_them.means
     mean, aux = all_of_them.aux.replace(means=means).over_devices(mean, axes)
     grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -68,6 +68,38 @@ def binds(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+    """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
+    if binds(eval_fn, 3 + bool(collections)) or not binds(eval_fn, 3 + (not collections)):
+        return
+    if collections:
+        raise TypeError(
+            f"the state has the collections {sorted(collections)}, and eval_fn takes three arguments. Write eval_fn("
+            "params, apply_fn, batch, collections), with apply_fn({'params': params, **collections}, ...)."
+        )
+    raise TypeError(
+        "eval_fn takes collections as a fourth argument, and the state has none; leave the argument out, or evaluate a "
+        "state that has them, as create_train_state makes it."
+    )
+
+
+def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+    """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
+    if binds(loss_fn, 4 + bool(collections)) or not binds(loss_fn, 4 + (not collections)):
+        return
+    if collections:
+        raise TypeError(
+            f"the state has the collections {sorted(collections)}, and loss_fn takes four arguments. Write loss_fn("
+            "params, apply_fn, batch, rng, collections), which returns a pair of what it returns now and the updated "
+            "collections: out, updated = apply_fn({'params': params, **collections}, x, mutable=list(collections))."
+        )
+    raise TypeError(
+        "loss_fn takes collections as a fifth argument, and the state has none. Make it with create_train_state, or "
+        "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
+        "for a model without them leave the argument out."
+    )
+
+
 def check_model(model: Any) -> None:
     """Raises a ``TypeError`` where ``model`` is no object with ``init`` and ``apply``."""
     if isinstance(model, type):
@@ -97,6 +129,11 @@ def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
 # ----------------------------------------------------------------------------------------------- the state and its mesh
 
 
+def collections_of(state: Any) -> Mapping[str, PyTree]:
+    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    return getattr(state, "collections", {})
+
+
 def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None) -> None:
     """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
 
@@ -112,7 +149,8 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
             "create_train_state makes one; a step returns a pair, state, metrics = step(state, batch, rng)."
         )
-    of_state = {name: getattr(state, name, {}) for name in ("step", "params", "opt_state", "collections")}
+    of_state = {name: getattr(state, name) for name in ("step", "params", "opt_state")}
+    of_state["collections"] = collections_of(state)
     check_mesh_of({"state": of_state, "rng": rng, "local": local}, mesh)
     if (local is None) != (metric is None):
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")

@@ -26,18 +26,12 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
-from xlstm_jax.distributed.training.arguments import binds
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
 from xlstm_jax.wording import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
-
-
-def collections_of(state: Any) -> Mapping[str, PyTree]:
-    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
-    return getattr(state, "collections", {})
 
 
 # ------------------------------------------------------------------------------------------------- of model.init
@@ -63,38 +57,6 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 
 # --------------------------------------------------------------------------------------------- of a loss function
-
-
-def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
-    if binds(eval_fn, 3 + bool(collections)) or not binds(eval_fn, 3 + (not collections)):
-        return
-    if collections:
-        raise TypeError(
-            f"the state has the collections {sorted(collections)}, and eval_fn takes three arguments. Write eval_fn("
-            "params, apply_fn, batch, collections), with apply_fn({'params': params, **collections}, ...)."
-        )
-    raise TypeError(
-        "eval_fn takes collections as a fourth argument, and the state has none; leave the argument out, or evaluate a "
-        "state that has them, as create_train_state makes it."
-    )
-
-
-def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
-    if binds(loss_fn, 4 + bool(collections)) or not binds(loss_fn, 4 + (not collections)):
-        return
-    if collections:
-        raise TypeError(
-            f"the state has the collections {sorted(collections)}, and loss_fn takes four arguments. Write loss_fn("
-            "params, apply_fn, batch, rng, collections), which returns a pair of what it returns now and the updated "
-            "collections: out, updated = apply_fn({'params': params, **collections}, x, mutable=list(collections))."
-        )
-    raise TypeError(
-        "loss_fn takes collections as a fifth argument, and the state has none. Make it with create_train_state, or "
-        "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
-        "for a model without them leave the argument out."
-    )
 
 
 def readable(collections: PyTree) -> PyTree:

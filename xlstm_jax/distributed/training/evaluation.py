@@ -21,11 +21,13 @@ from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
     CheckedStep,
+    check_eval_takes_collections,
     check_global_batch,
     check_loss_fn,
     check_mesh_of,
+    collections_of,
 )
-from xlstm_jax.distributed.training.collections import check_eval_takes_collections, collections_of, readable
+from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.wording import kind_of

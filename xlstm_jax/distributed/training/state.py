@@ -42,8 +42,8 @@ from xlstm_jax.distributed.optimizers.state import (
 )
 from xlstm_jax.distributed.optimizers.streaming import streamed
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
-from xlstm_jax.distributed.training.arguments import check_keys, check_model, why_not_its_state
-from xlstm_jax.distributed.training.collections import check_kept, collections_of
+from xlstm_jax.distributed.training.arguments import check_keys, check_model, collections_of, why_not_its_state
+from xlstm_jax.distributed.training.collections import check_kept
 from xlstm_jax.distributed.training.first_batch import compare_keys
 from xlstm_jax.distributed.training.mistakes import (
     check_optimizer,

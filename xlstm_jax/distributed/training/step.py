@@ -19,8 +19,14 @@ from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
-from xlstm_jax.distributed.training.arguments import CheckedStep, check_call, check_global_batch, check_loss_fn
-from xlstm_jax.distributed.training.collections import check_takes_collections, collections_of
+from xlstm_jax.distributed.training.arguments import (
+    CheckedStep,
+    check_call,
+    check_global_batch,
+    check_loss_fn,
+    check_takes_collections,
+    collections_of,
+)
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.mistakes import (

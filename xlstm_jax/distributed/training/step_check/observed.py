@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
-from xlstm_jax.distributed.training.collections import collections_of
+from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.state import State, sharded_opt_state
 from xlstm_jax.wording import listed
 

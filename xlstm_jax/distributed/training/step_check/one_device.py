@@ -29,7 +29,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.training.accumulation import Accumulation, rows_at, split_rows
-from xlstm_jax.distributed.training.collections import collections_of, readable
+from xlstm_jax.distributed.training.arguments import collections_of
+from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.loss import LossFunction
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
