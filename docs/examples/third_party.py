@@ -130,11 +130,11 @@ print(check_step(step, state, text(0), jax.random.key(2)))
 from collections import Counter
 
 from xlstm_jax.distributed import plan_sharding
-from xlstm_jax.distributed.data_parallel import repeated_blocks
+from xlstm_jax.distributed.data_parallel import larger_than
 
 choices = {
     "the model": lambda path, module: path == "",
-    "repeated_blocks()": repeated_blocks(),
+    "larger_than(2**13)": larger_than(2**13),
     "(Layer, Embed)": (Layer, nn.Embed),
     "(Dense, Embed)": (nn.Dense, nn.Embed),
 }

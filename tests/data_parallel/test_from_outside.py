@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
     shard_module_params,
     shard_modules,
 )
-from xlstm_jax.distributed.data_parallel import larger_than, repeated_blocks
+from xlstm_jax.distributed.data_parallel import larger_than
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.plan import ShardingPlan
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
         {"reshard_after_forward": True},
         {"", "h/0", "h/1"},
     ),
-    "scan, hybrid": (Scanned(), repeated_blocks(), {"replicas": Replicas("dp")}, {"steps"}),
+    "scan, hybrid": (Scanned(), lambda path, module: path == "steps", {"replicas": Replicas("dp")}, {"steps"}),
     "by size, padded": (Tied(25, 15), larger_than(300), {"uneven": "pad", "min_weight_size": 8}, set()),
     "recurrent": (Recurrent(), nn.RNN, {}, {"LSTMCell_0", "GRUCell_0"}),
 }
@@ -232,7 +232,6 @@ WHERE = {
     "the model itself": (Tied, {""}),
     "by size, the rest too": (larger_than(380), {"wte", "h/0/up", "h/0/down", "h/1/up", "h/1/down"}),
     "by size, what several have together": (larger_than(600), {"h/0", "h/1"}),
-    "repeated blocks": (repeated_blocks(), {"h/0", "h/1"}),
 }
 
 

@@ -22,6 +22,7 @@ from xlstm_jax.distributed.data_parallel import link_balance
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
 def test_layers_that_share_an_order_out_of_balance_take_turns():
@@ -80,7 +81,8 @@ def test_plan_and_state_have_the_same_orders_and_a_model_trains_as_on_one_device
 def test_axes_of_the_model_and_slow_axes_stay_where_they_are():
     size, names = (64, 64), ("tp", None)
     leaf = link_balance.leaf_of(nn.Partitioned(np.zeros(size), names)).replace(model_axes=("tp",))
-    leaf = leaf.replace(names=(("tp", "x", "host", "y"), None))
+    how = Communication(inter_host_axes=("host",))
+    leaf = leaf.replace(names=(("tp", "x", "host", "y"), None), communication=how)
     tree = {f"w{i}": leaf for i in range(4)}
-    found = link_balance.balanced_over_model(tree, {"host": 2, "x": 2, "y": 2, "tp": 2}, slow_axes=("host",))
+    found = link_balance.balanced_over_model(tree, {"host": 2, "x": 2, "y": 2, "tp": 2})
     assert {leaf.names[0] for leaf in found.values()} == {("tp", "x", "y", "host"), ("tp", "y", "x", "host")}

@@ -51,7 +51,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves, repeated_blocks
+from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.forecast import forecast, lint
@@ -552,7 +552,7 @@ def test_what_matches_nothing_or_twice():
         shard_modules(sharded(), nnx.Linear, "fsdp")
     with pytest.raises(TypeError, match=r"not a Model. For flax.nnx: shard_modules\(nnx_model"):
         shard_modules(Model(nnx.Rngs(0)), Block, "fsdp")
-    for where in (larger_than(100), repeated_blocks(), nn.Dense, ()):
+    for where in (larger_than(100), nn.Dense, ()):
         with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple"):
             sharded(where=where)
     with pytest.raises(TypeError, match=r"a function that makes the module, not .*Model"):

@@ -14,6 +14,7 @@ from tests.support import mesh_of
 from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
 from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.reasons import (
     AlreadySplit,
     Indivisible,
@@ -26,7 +27,6 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     TooSmall,
     reason_from_json,
 )
-from xlstm_jax.distributed.data_parallel.shard_choice import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, split_differentiable
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.optimizers.matrices.layout import Owned

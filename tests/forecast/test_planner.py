@@ -20,7 +20,7 @@ from flax import linen as nn
 
 from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
-from xlstm_jax.distributed.data_parallel.shard_choice import INTER_HOST_AXES
+from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES
 from xlstm_jax.distributed.forecast import Range, Workload, fitting
 from xlstm_jax.distributed.forecast.compiling import side_by_side as several
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError

@@ -34,7 +34,8 @@ from xlstm_jax.distributed import (
     sync_gradients,
     with_ema,
 )
-from xlstm_jax.distributed.data_parallel.remat import named_input
+from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN
+from xlstm_jax.distributed.data_parallel.modules.unit import named_input
 from xlstm_jax.distributed.optimizers import streaming
 from xlstm_jax.distributed.optimizers.streaming import streamed
 
@@ -300,7 +301,7 @@ def test_a_block_that_gets_all_by_keyword_has_all_named_and_only_floats():
     }
     counts = {}
     for name, call in calls.items():
-        found = equations(jax.make_jaxpr(lambda call: named_input(*call))(call))
+        found = equations(jax.make_jaxpr(lambda call: named_input(LINEN, *call))(call))
         counts[name] = sum(eqn.primitive.name == "name" for _, eqn in found)
     assert counts == {"first": 1, "keywords": 1, "no floats": 0}
 

@@ -141,7 +141,7 @@ __all__ = [  # noqa: RUF022 (in groups)
 _MOVED = {
     **dict.fromkeys(metrics.__all__, "metrics"),
     **dict.fromkeys(
-        "NnxModel box_like gather_array_with_mean_grads larger_than rename_leaves repeated_blocks "
+        "NnxModel box_like gather_array_with_mean_grads larger_than rename_leaves "
         "split_array_over_mesh stack_params unstack_params".split(),
         "data_parallel",
     ),

@@ -27,13 +27,11 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradi
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
-from xlstm_jax.distributed.data_parallel.modules.selection import larger_than, repeated_blocks
-from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
+from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy
-from xlstm_jax.distributed.data_parallel.rename import rename_leaves
+from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
-from xlstm_jax.distributed.data_parallel.stack import stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
@@ -52,7 +50,6 @@ __all__ = [
     "partition_specs",
     "remat_policy",
     "rename_leaves",
-    "repeated_blocks",
     "scan_layers",
     "shard_module_params",
     "shard_modules",

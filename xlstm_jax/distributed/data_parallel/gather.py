@@ -9,7 +9,7 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
-from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 
 def gather_params(
@@ -55,26 +54,10 @@ def gather_params(
     """
     axes, given = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype)
     collectives.check_bound(axes, caller="gather_params")
-    return gather_own_params(params, axes, given, lambda path, leaf: True)
-
-
-def gather_own_params(
-    params: PyTree, axes: tuple[str, ...], given: Communication, is_own: Callable[[str, Any], bool]
-) -> PyTree:
-    """``gather_params`` of those leaves of which ``is_own(path, leaf)`` is true; others stay as they are."""
-
-    def gather(path: str, leaf: Any) -> Any:
-        if not is_box(leaf) or not is_own(path, leaf):
-            return leaf
-        path, found = path_in_model(path), leaf_of(leaf)
-        how = given.or_else(found.communication)
-        if set(found.axes) & set(axes):
-            collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-            how.dtypes(found.value, path)  # refused here, with the leaf's name
-        return gather_leaf(leaf, axes, how, path)
-
     with jax.named_scope(GATHER_SCOPE):
-        return trees.map_leaves_with_path(gather, params)
+        return trees.map_leaves_with_path(
+            lambda path, leaf: gather_leaf(leaf, axes, given, path) if is_box(leaf) else leaf, params
+        )
 
 
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:

@@ -11,7 +11,7 @@ leaves too: bare arrays, boxes of Flax, variables of NNX. ``leaf_of`` is the one
   rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          another leaf, for the tree
   true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         its values
 
-``trees`` walks trees with boxes as leaves. Which dim is split, ``shard_choice`` decides. A box that is read inside
+``trees`` walks trees with boxes as leaves. Which dim is split, ``policy`` decides. A box that is read inside
 ``shard_map`` gathers itself.
 """
 
@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
 )
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
-from xlstm_jax.distributed.data_parallel.wire.tracing import note_branch, running_loss
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
@@ -253,9 +253,12 @@ class SplitVariable:
         raise NotImplementedError
 
 
+BOXES = (meta.Partitioned, SplitVariable)  # values in boxes that carry axis names
+
+
 def is_box(leaf: Any) -> bool:
     """Whether ``leaf`` is a value in a box that carries axis names."""
-    return isinstance(leaf, meta.Partitioned | SplitVariable)
+    return isinstance(leaf, BOXES)
 
 
 def is_ours(leaf: Any) -> bool:
@@ -356,6 +359,24 @@ def unpacked(leaf: Any) -> Any:
     return found.replace(value=found.packed.unpack(found.value), packed=None) if found.packed else leaf
 
 
+# --------------------------------------------------------------------------------------------------- whose to gather
+
+
+def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
+    """The path of a leaf from the top of the model, for one of the Linen module at a path; itself without a module."""
+    return path if module is None else "/".join((*module, path.removeprefix("params/")))
+
+
+def names_below(path: str) -> int:
+    """The ``unit_depth`` of a leaf at this path among a module's variables, the first name being the collection's."""
+    return path.count("/")
+
+
+def is_gathered_here(path: str, leaf: Any) -> bool:
+    """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
+    return not 0 < leaf_of(leaf).unit_depth < names_below(path)
+
+
 # -------------------------------------------------------------------------------------------------------- its values
 
 
@@ -385,16 +406,22 @@ def _as_read(leaf: Any, value: Any) -> Any:
 
 
 def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
-    """The value gathered over ``axes``, without padding; in a box where other axes still split it."""
-    note_branch(path)
+    """The value gathered over ``axes``, without padding; in a box where other axes still split it.
+
+    What ``how`` leaves open, the box of the leaf says.
+    """
     found = leaf_of(leaf)
+    how = how.or_else(found.communication)
+    if set(found.axes) & set(axes):
+        collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
+        how.dtypes(found.value, path)  # refused here, with the leaf's name
 
     def gather() -> Any:
         value, names = gather_dims(shard_to_gather(leaf, axes, path), found.names, axes, how, path)
         return as_gathered(leaf, value, names, axes, how)
 
     # The box but for its shard says how the shard is gathered, and what becomes of it then.
-    return running_loss().gathered_once(found.value, (found.replace(value=None), axes, how), gather)
+    return running_loss().gathered_once(found.value, (found.replace(value=None), axes, how), gather, path)
 
 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:

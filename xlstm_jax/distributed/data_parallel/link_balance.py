@@ -11,7 +11,7 @@ Slow axes, which cross hosts or slices, stay innermost: they are gathered first,
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -20,7 +20,6 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
-from xlstm_jax.distributed.data_parallel.shard_choice import INTER_HOST_AXES
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.packing import sent_itemsize
@@ -36,7 +35,7 @@ MOST_PERMUTED_AXES = 3
 
 
 def balanced_orders(
-    sizes: Sequence[float], given: Sequence[Order], axis_sizes: Mapping[str, int], slow_axes: Sequence[str] = ()
+    sizes: Sequence[float], given: Sequence[Order], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
 ) -> list[Order]:
     """For each leaf the order of its axes, outermost first, so that the busiest axis carries as little as possible.
 
@@ -68,7 +67,7 @@ def balanced_orders(
     return orders
 
 
-def _orders(axes: Order, slow_axes: Sequence[str]) -> list[Order]:
+def _orders(axes: Order, slow_axes: Collection[str]) -> list[Order]:
     """The orders that a leaf may have, the given order first."""
     slow = tuple(axis for axis in axes if axis in slow_axes)
     fast = tuple(axis for axis in axes if axis not in slow_axes)
@@ -89,9 +88,7 @@ def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[s
 # ------------------------------------------------------------------------------------------------- of a whole model
 
 
-def balanced_over_model(
-    params: PyTree, axis_sizes: Mapping[str, int], slow_axes: Sequence[str] = INTER_HOST_AXES
-) -> PyTree:
+def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """The parameters with the orders of their axes balanced over the whole model; values are global arrays.
 
     A wrapped module sees its own leaves alone when it boxes them. This function sees all leaves, those of a scan with
@@ -101,15 +98,13 @@ def balanced_over_model(
     Args:
       params: boxed arrays, or abstract arrays, of global shapes.
       axis_sizes: the axes of the mesh, in its order, with their sizes.
-      slow_axes: axes that stay innermost.
     """
-    found = {
-        path: (_travelling_bytes(leaf), dim, axes)
-        for path, leaf in leaves_with_path(params)
-        if is_ours(leaf)
-        for dim, axes in [_reorderable(leaf, axis_sizes)]
-        if axes
-    }
+    found, slow_axes = {}, set()
+    for path, leaf in leaves_with_path(params):
+        dim, axes = _reorderable(leaf, axis_sizes) if is_ours(leaf) else (0, ())
+        if axes:
+            found[path] = _travelling_bytes(leaf), dim, axes
+            slow_axes |= set(leaf_of(leaf).communication.inter_host_axes)
     order_of = _shared_orders(found, axis_sizes, slow_axes)
 
     def reorder(path: str, leaf: Any) -> Any:
@@ -146,7 +141,7 @@ def _travelling_bytes(leaf: Any) -> float:
 
 
 def _shared_orders(
-    found: dict[str, tuple[float, int, Order]], axis_sizes: Mapping[str, int], slow_axes: Sequence[str]
+    found: dict[str, tuple[float, int, Order]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
 ) -> dict[str, Order]:
     """Orders by path: layers of a Python loop share theirs where the links are in balance all the same."""
 

@@ -13,7 +13,7 @@ from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
-from xlstm_jax.distributed.data_parallel.shard_choice import ShardChoice
+from xlstm_jax.distributed.data_parallel.policy import ShardChoice
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")

@@ -1,14 +1,34 @@
-"""``ShardPolicy``: what a user asks for where modules or parameters are split. It is made once, and handed on whole."""
+"""What a user asks for where parameters are split, and which dim of a leaf is split then.
 
-from dataclasses import KW_ONLY, dataclass
+``ShardPolicy`` is made once, where a user enters, and handed on whole. ``choose_shard_dim`` decides from shapes alone,
+for sharding and for the plan.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas
+from xlstm_jax.distributed.data_parallel.reasons import (
+    AlreadySplit,
+    Indivisible,
+    Largest,
+    NoValues,
+    Padded,
+    Reason,
+    Scalar,
+    Taken,
+    TooSmall,
+)
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Communication, Replicas
+
+DEFAULT_MIN_WEIGHT_SIZE = 2**18
+
+UNEVEN = ("replicate", "pad")
 
 
 @dataclass(frozen=True)
@@ -16,7 +36,7 @@ class ShardPolicy:
     """Over which axes leaves are split, which leaves, how they travel, and when gathered weights are dropped.
 
     ``shard_module_params`` documents each option, and raises what this does. Dtypes are kept by name and axes in a
-    tuple, so that equal policies compare as equal.
+    tuple, so that equal policies compare as equal. ``axes`` is ``axis_name`` as a tuple.
     """
 
     axis_name: AxisNames
@@ -28,6 +48,9 @@ class ShardPolicy:
     replicas: Replicas | None = None
     uneven: str = UNEVEN[0]
     trainable: bool = True
+    inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
+    axes: tuple[str, ...] = field(init=False, repr=False)
+    communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         axes, size = as_axis_names(self.axis_name), self.min_weight_size
@@ -48,21 +71,69 @@ class ShardPolicy:
             raise TypeError(
                 f"replicas={self.replicas!r}: pass Replicas({self.replicas!r}), with the axes of the copies."
             )
-        travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas)
+        inter_host_axes = as_axis_names(self.inter_host_axes) if self.inter_host_axes else ()
+        if inter_host_axes != INTER_HOST_AXES and (others := sorted(set(inter_host_axes) - set(axes))):
+            raise ValueError(
+                f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name those "
+                "of these axes that cross hosts."
+            )
+        travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
             )
-        kept = {"axis_name": axes, "min_weight_size": int(size)} | vars(travels)
-        for name, value in kept.items():
+        kept = {"axis_name": axes, "axes": axes, "min_weight_size": int(size), "communication": travels}
+        for name, value in (kept | vars(travels)).items():
             object.__setattr__(self, name, value)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """``axis_name`` as a tuple."""
-        return as_axis_names(self.axis_name)
 
-    @property
-    def communication(self) -> Communication:
-        """How the shards travel."""
-        return Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas)
+class ShardChoice(NamedTuple):
+    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why."""
+
+    dim: int | None
+    reason: Reason
+
+
+def choose_shard_dim(
+    shape: tuple[int, ...],
+    names: tuple[AxisEntry, ...],
+    axis_sizes: dict[str, int],
+    min_weight_size: int,
+    uneven: str = "replicate",
+) -> ShardChoice:
+    """Decides which dim of a leaf is split over the axes: the largest that they divide and that is still whole.
+
+    Of equal dims it is the last, which is the output dim of a Linen kernel.
+
+    Args:
+      shape: the leaf's shape as this device sees it.
+      names: its entry for each dim, ``(None,) * len(shape)`` for a leaf without a box.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
+      uneven: where the axes divide no dim: "replicate" leaves the leaf whole, "pad" takes the largest dim, which is
+        then stored with zeros up to the next multiple.
+    """
+    held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
+    size, parts = math.prod(shape), math.prod(axis_sizes.values())
+    if held:
+        return ShardChoice(None, AlreadySplit(", ".join(map(repr, held))))
+    if size == 0:
+        return ShardChoice(None, NoValues(shape))
+    if size < min_weight_size:
+        return ShardChoice(None, TooSmall(size, min_weight_size))
+    free = [dim for dim, entry in enumerate(names) if entry is None]
+    fitting = [dim for dim in free if shape[dim] % parts == 0]
+    if fitting:
+        dim = max(fitting, key=lambda dim: (shape[dim], dim))
+        return ShardChoice(dim, Largest(dim, shape[dim], parts))
+    if not free:
+        return ShardChoice(None, Taken(shape, names) if shape else Scalar())
+    if uneven == "pad":
+        dim = max(free, key=lambda dim: (shape[dim], dim))
+        return ShardChoice(dim, Padded(dim, shape[dim], padded_size(shape[dim], parts), parts))
+    return ShardChoice(None, Indivisible(parts, shape))
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """``size``, rounded up to a multiple."""
+    return -(-size // multiple) * multiple

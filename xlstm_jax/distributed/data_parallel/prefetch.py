@@ -25,7 +25,7 @@ from jax import lax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import as_gathered, is_box, leaf_of, rebox, shard_to_gather
+from xlstm_jax.distributed.data_parallel.leaf import as_gathered, is_box, leaf_of, path_in_model, rebox, shard_to_gather
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -39,7 +39,6 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     terms_to_scatter,
 )
 from xlstm_jax.distributed.data_parallel.wire.packing import Packing
-from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers
@@ -60,8 +59,10 @@ class Route(NamedTuple):
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
-def route_of(path: str, leaf: Any) -> Route | None:
+def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Route | None:
     """The route of a leaf in a box for one layer; None where no axis splits it that is bound here.
+
+    ``path`` is the leaf's in the module at the path ``module`` of the model.
 
     Raises:
       ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
@@ -75,16 +76,21 @@ def route_of(path: str, leaf: Any) -> Route | None:
     first = next(i for i, axis in enumerate(held) if axis in gathered)
     if len(dims) > 1 or not gathered.issuperset(held[first:]):
         raise ValueError(
-            f"'{path_in_model(path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are gathered "
-            "ahead only where one dim is split over these axes, and no axis that stays lies inside of them. Pass "
-            "prefetch=False, or write nn.scan(nn.remat(...)) there."
+            f"'{path_in_model(module, path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are "
+            "gathered ahead only where one dim is split over these axes, and no axis that stays lies inside of them. "
+            "Pass prefetch=False, or write nn.scan(nn.remat(...)) there."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, found.communication, path_in_model(path))
+    return Route(dims[0], held[first:], left, found.communication, path_in_model(module, path))
 
 
 def prefetched_scan(
-    layer: Layer, stacked: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree
+    layer: Layer,
+    stacked: PyTree,
+    carry: PyTree,
+    per_layer: PyTree,
+    shared: PyTree,
+    module: tuple[str, ...] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
 
@@ -97,52 +103,56 @@ def prefetched_scan(
       carry: what the first layer gets; arrays of any dtype.
       per_layer: leaves [layers, ...]: inputs of each layer, its random keys, say.
       shared: what every layer gets.
+      module: the path of the scan in the model, by which errors name leaves.
     Returns:
       The last carry, and outputs with a layer dim in front. The gradient is that of a scan of ``jax.checkpoint`` of the
       layer with its gather, which keeps nothing.
     """
-    leaves = trees.leaves_with_path(stacked)
-    empty = [rebox(leaf, None) if is_box(leaf) else None for _, leaf in leaves]
-    structure = jax.tree.structure(trees.map_leaves(lambda leaf: 0, stacked))
-    routes = [route_of(*leaf) for leaf in leaves]
-    found = zip(leaves, routes, strict=True)
+    leaves, structure = trees.flatten_with_path(stacked)
+    routes = [route_of(path, leaf, module) for path, leaf in leaves]
     values = [
-        shard_to_gather(leaf, route.axes, path) if route else leaf_of(leaf).value for (path, leaf), route in found
+        shard_to_gather(leaf, route.axes, path) if route else leaf_of(leaf).value
+        for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
-    scan = _Scan(layer, routes, empty, structure, list(map(Primal.of, values)))
+    boxes = [rebox(leaf, None) if is_box(leaf) else None for _, leaf in leaves]
+    scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
+
+
+class _Leaf(NamedTuple):
+    """What is known of a stacked leaf: its route where it is split, its box for one layer, and its stacked shards."""
+
+    route: Any  # a ``Route``; None where the leaf is whole
+    box: Any  # without a value; None where the leaf has none
+    stacked: Primal
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the shard of a layer is packed."""
+        shard, route = replace(self.stacked, shape=self.stacked.shape[1:]), self.route
+        return packing_of(shard, route.dim, route.axes, route.how) if route else None
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """The two passes. ``values`` are those of the stacked leaves; ``ahead`` what is gathered of layers to come.
+    """The two passes. Lists have an entry for each stacked leaf; it is None where a leaf takes no part.
 
-    ``ahead[s]`` holds the split leaves of one layer after s + 1 stages, the last ones whole; None past either end.
+    ``values`` are the stacked leaves. ``ahead`` is what is gathered of layers to come: ``ahead[s]`` holds the split
+    leaves of one layer after s + 1 stages, the last ones whole; None past either end.
     """
 
     layer: Layer
-    routes: Sequence[Route | None]  # of each leaf
-    empty: Sequence[Any]  # boxes of one layer, without values
     structure: Any
-    primals: Sequence[Primal]  # of the stacked leaves
+    leaves: Sequence[_Leaf]
 
     @property
     def length(self) -> int:
-        return self.primals[0].shape[0]
+        return self.leaves[0].stacked.shape[0]
 
     @property
     def depth(self) -> int:
         """The stages of the leaf that has most; so many layers are on their way."""
-        return max(len(route.stages) for route in self.routes if route)
-
-    @property
-    def packings(self) -> list[Packing | None]:
-        """How each split leaf of a layer is packed."""
-
-        def packing(route: Route, stacked: Primal) -> Packing | None:
-            return packing_of(replace(stacked, shape=stacked.shape[1:]), route.dim, route.axes, route.how)
-
-        return list(map(packing, *self._of_split()))
+        return max(len(leaf.route.stages) for leaf in self.leaves if leaf.route)
 
     def differentiable(self) -> Callable[..., tuple[PyTree, PyTree]]:
         run = jax.custom_vjp(lambda *args: self.forward(*args)[0])
@@ -153,49 +163,45 @@ class _Scan:
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """A layer from its gathered leaves, padding included, and from those that were never split."""
-        of_split, of_whole = iter(trees.stored_values(split)), iter(trees.stored_values(whole))
-        leaves = [
-            self._gathered(next(of_split), route, box) if route else next(of_whole)
-            for route, box in zip(self.routes, self.empty, strict=True)
+        split, whole = trees.stored_values(split), trees.stored_values(whole)
+        weights = [
+            as_gathered(rebox(box, value), value, route.names_left, route.axes, route.how) if route else kept
+            for (route, box, _), value, kept in zip(self.leaves, split, whole, strict=True)
         ]
-        return self.layer(jax.tree.unflatten(self.structure, leaves), carry, inputs, shared)
-
-    def _gathered(self, value: jax.Array, route: Route, box: Any) -> Any:
-        return as_gathered(rebox(box, value), value, route.names_left, route.axes, route.how)
+        return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Any) -> Arrays:
         """What a layer's split leaves send."""
-        found = zip(values, self.routes, strict=True)
-        sent = [shard_as_sent(_at(value, index), route.how) for value, route in found if route]
-        return [p.pack(shard) if p else shard for p, shard in zip(self.packings, sent, strict=True)]
+        sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
+        return self._of_split(lambda leaf, shard: leaf.packing.pack(shard) if leaf.packing else shard, sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
         """The whole leaves of the layer that comes next; until here they stay packed."""
-        return [p.unpack(value) if p else value for p, value in zip(self.packings, ahead[-1] or (), strict=True)]
+        return self._of_split(lambda leaf, x: leaf.packing.unpack(x) if leaf.packing else x, ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Any) -> Arrays:
-        return [_at(value, index) for value, route in zip(values, self.routes, strict=True) if not route]
+        """A layer's leaves that are not split."""
+        return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
-    def to_differentiate(self, arrays: Arrays, is_among: Callable[[Route | None], bool] = lambda route: True) -> Arrays:
-        """Arrays of those leaves whose route ``is_among`` them; frozen ones in their boxes, which take no gradient."""
-        among = [box for box, route in zip(self.empty, self.routes, strict=True) if is_among(route)]
-        found = zip(arrays, among, strict=True)
-        return [value if leaf_of(box).trainable else rebox(box, value) for value, box in found]
+    def to_differentiate(self, arrays: Arrays) -> Arrays:
+        """The arrays; those of frozen leaves in their boxes, which take no gradient."""
+        return [
+            array if array is None or leaf_of(leaf.box).trainable else rebox(leaf.box, array)
+            for leaf, array in zip(self.leaves, arrays, strict=True)
+        ]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
         """Each layer that is on its way goes one stage on, and the ``shards`` of another one set out."""
-        with jax.named_scope(GATHER_SCOPE):
-            return [self._stage(stage, arrays) for stage, arrays in enumerate([shards, *ahead[:-1]])]
 
-    def _stage(self, stage: int, arrays: Arrays | None) -> Arrays | None:
-        def gather(value: jax.Array, route: Route, packing: Packing | None) -> jax.Array:
+        def gather(stage: int, leaf: _Leaf, value: jax.Array) -> jax.Array:
             # A leaf of fewer stages sets out later, so that it is whole no sooner.
-            axes = route.stages[max(0, stage - self.depth + len(route.stages)) :][:1]
-            axes = axes if stage >= self.depth - len(route.stages) else ()
-            return collectives.all_gather(value, 0 if packing else route.dim, axes)
+            own_stage = stage - self.depth + len(leaf.route.stages)
+            axes = leaf.route.stages[own_stage : own_stage + 1] if own_stage >= 0 else ()
+            return collectives.all_gather(value, 0 if leaf.packing else leaf.route.dim, axes)
 
-        routes, _ = self._of_split()
-        return arrays and list(map(gather, arrays, routes, self.packings))
+        with jax.named_scope(GATHER_SCOPE):
+            stages = enumerate([shards, *ahead[:-1]])
+            return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
     def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """What is on its way before the first iteration, which computes layer ``order[0]``."""
@@ -203,6 +209,11 @@ class _Scan:
         for position in range(self.depth):
             ahead = self.advance(ahead, self.shards(values, order[position]) if position < len(order) else None)
         return ahead
+
+    def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
+        """``fn(leaf, array)`` of the split leaves that have one."""
+        pairs = zip(self.leaves, arrays, strict=True)
+        return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -218,7 +229,9 @@ class _Scan:
         ahead = self.set_out(values, range(self.length))
         one = jax.eval_shape(self.compute, self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared)
         kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x))), carry)
-        outputs = jax.tree.map(partial(_zeros, self.length), one[1])
+        outputs = jax.tree.map(
+            lambda x: jnp.broadcast_to(collectives.zeros_of_type(x, x.dtype), (self.length, *x.shape)), one[1]
+        )
         in_loop = max(0, self.length - self.depth)
         state = _loop(in_loop, lambda i: i, step, (carry, ahead, kept, outputs))
         for index in range(in_loop, self.length):
@@ -230,8 +243,10 @@ class _Scan:
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         values, kept, per_layer, shared = residuals
-        d_carry, d_outputs = jax.tree.map(_unless_float0, cotangents)
-        self._check(jax.tree.leaves((d_carry, d_outputs)))
+        d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)
+        for route, _, primal in self.leaves:
+            for cotangent in jax.tree.leaves((d_carry, d_outputs)) if route else ():
+                check_one_gradient_of_one_batch(route.path, primal, cotangent, route.axes)
 
         def step(index: Any, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
             d_carry, ahead, pending, (d_values, d_per_layer, d_shared) = state
@@ -239,11 +254,13 @@ class _Scan:
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
             # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
             d_carry, further = _together(d_carry, further)
-            split = self.to_differentiate(self.arrived(ahead), bool)
-            whole = self.to_differentiate(self.whole(values, index), lambda route: not route)
+            split, whole = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
             args = split, whole, _at(kept, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
-            d_values = self._put_whole(d_values, index, d_whole)
+            d_values = [
+                so_far if leaf.route else _put(so_far, index, grad)
+                for leaf, so_far, grad in zip(self.leaves, d_values, d_whole, strict=True)
+            ]
             grads = d_values, _put(d_per_layer, index, d_inputs), jax.tree.map(jnp.add, d_shared, d_more)
             return d_carry, further, self.terms(d_split), grads
 
@@ -261,36 +278,20 @@ class _Scan:
 
     def terms(self, grads: Arrays) -> Arrays:
         """This device's terms of the mean gradients of a layer's split leaves, which the next iteration scatters."""
-        of_leaves = zip(grads, *self._of_split(), strict=True)
-        return [
-            None if grad is None else terms_to_scatter(grad, route.axes, route.how, primal)
-            for grad, route, primal in of_leaves
-        ]
+        return self._of_split(
+            lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
+        )
 
     def scatter(self, d_values: Arrays, index: Any, terms: Arrays) -> Arrays:
         """The gradients of all layers, with those of one from their terms."""
 
-        def scatter(term: Any, route: Route, primal: Primal) -> Any:
-            if term is None:
-                return None
-            return gradient_of_shard(collectives.reduce_scatter(term, route.dim, route.axes), route.how, primal)
+        def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
+            shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
+            return gradient_of_shard(shard, leaf.route.how, leaf.stacked)
 
-        done = iter([scatter(*leaf) for leaf in zip(terms, *self._of_split(), strict=True)])
-        found = zip(d_values, self.routes, strict=True)
-        return [_put(grads, index, next(done)) if route else grads for grads, route in found]
-
-    def _put_whole(self, d_values: Arrays, index: Any, grads: Arrays) -> Arrays:
-        left, found = iter(grads), zip(d_values, self.routes, strict=True)
-        return [grads if route else _put(grads, index, next(left)) for grads, route in found]
-
-    def _of_split(self) -> tuple[list[Route], list[Primal]]:
-        pairs = [(r, p) for r, p in zip(self.routes, self.primals, strict=True) if r]
-        return [route for route, _ in pairs], [primal for _, primal in pairs]
-
-    def _check(self, cotangents: Arrays) -> None:
-        for route, primal in zip(*self._of_split(), strict=True):
-            for cotangent in cotangents:
-                check_one_gradient_of_one_batch(route.path, primal, cotangent, route.axes)
+        done = self._of_split(scattered, terms)
+        pairs = zip(d_values, done, strict=True)
+        return [so_far if grad is None else _put(so_far, index, grad) for so_far, grad in pairs]
 
 
 def _loop(count: int, index_of: Callable[[Any], Any], step: Callable[[Any, Any], Any], state: Any) -> Any:
@@ -328,15 +329,5 @@ def _put(stacked: PyTree, index: Any, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 0), stacked, tree)
 
 
-def _zeros(length: int, abstract: Any) -> jax.Array:
-    """[length, ...] for what ``jax.eval_shape`` found."""
-    zeros = collectives.zeros_of_type(abstract, abstract.dtype)
-    return jnp.broadcast_to(zeros, (length, *abstract.shape))
-
-
 def _zeros_like_floats(leaf: Any) -> jax.Array | None:
     return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if leaf_of(leaf).is_differentiable else None
-
-
-def _unless_float0(cotangent: Any) -> Any:
-    return None if cotangent.dtype == jax.dtypes.float0 else cotangent

@@ -31,12 +31,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core.primitives import mul_p
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
-from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_nodes
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 
 Policy = Callable[..., Any]
 
@@ -149,25 +148,6 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
         for eqn in body
         if eqn.primitive.name not in passed
     )
-
-
-def named_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *objects: type[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a wrapped module, floats in the first of them (or in all, given by keyword) named BLOCK_INPUT.
-
-    What comes after the first, a mask, say, is often the same for all layers: kept for each, it would take more.
-    Instances of ``objects``, whatever they hold, stay as they are.
-    """
-
-    def named(x: Any) -> Any:
-        is_float = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-        return checkpoint_name(x, BLOCK_INPUT) if is_float else x
-
-    def all_named(tree: PyTree) -> PyTree:
-        return map_nodes(named, tree, lambda node: isinstance(node, objects))
-
-    return (all_named(args[:1]) + args[1:], kwargs) if args else (args, all_named(kwargs))
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:

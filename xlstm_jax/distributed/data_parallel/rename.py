@@ -1,12 +1,37 @@
-"""The leaves of one model under the names of another."""
+"""The same model with its parameters under other names: its leaves renamed, or layers of a loop as layers of a scan.
 
-from collections.abc import Mapping
+    block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_params -->  blocks/up/kernel[3, d, f]
+                                                      <-- unstack_params --
+
+A module that is called in a loop has parameters of its own for each layer; ``nn.scan`` keeps those of all layers in one
+leaf, with a layer dim in front. On a mesh the layer dim is whole: each device stacks the shards that it has, and
+nothing travels. A box gets an entry for the layer dim, or loses it, and keeps all else.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
 from flax.traverse_util import unflatten_dict
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.wording import kind_of, listed
+
+NUMBER = "{}"  # in the name of a layer of a loop
+WHOLE_LAYER_DIM = {meta.PARTITION_NAME: None}
+SHOWN_NAMES = 8
+
+Entries = dict[str, Any]
 
 
 def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
@@ -38,3 +63,231 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
         paths = ", ".join(path for path, _ in trees.leaves_with_path(tree))
         raise ValueError(f"no path begins with {unused[0]!r}; the paths are {paths}.")
     return unflatten_dict(renamed, sep="/")
+
+
+# --------------------------------------------------------------------------------------- layers of a loop and of a scan
+
+
+def stack_params(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
+    """Layers in a loop to layers in a scan: all that is kept for ``block_0``, ``block_1``, ... under ``blocks``.
+
+    Wherever in the tree such layers lie, they are stacked: in parameters, in the moments of an optimizer, in a whole
+    ``TrainState`` (whose ``apply_fn`` stays what it was), in the abstract target of a restore.
+
+    >>> params = {"block_0": {"w": jnp.zeros((4, 2))}, "block_1": {"w": jnp.ones((4, 2))}, "head": jnp.ones(2)}
+    >>> stacked = stack_params(params, "block_{}", "blocks")
+    >>> stacked["blocks"]["w"].shape, sorted(stacked)
+    ((2, 4, 2), ['blocks', 'head'])
+
+    Args:
+      tree: arrays, NumPy arrays or ``ShapeDtypeStruct``, boxed or not, in dicts within any containers. Global arrays
+        stay split as they are; a device holds its shards of the old leaves and of the new ones.
+      layer_names: the layers' name with ``{}`` for their numbers, from 0 on, as "block_{}".
+      stacked_name: the name of the scan.
+    Returns:
+      The tree with leaves [layers, ...] under ``stacked_name``. All else is as it was: the same arrays, which a step
+      that takes over the memory of one tree takes from the other.
+    Raises:
+      ValueError: there is no such layer, or one is missing; layers differ in structure, shape, dtype or box (names the
+        leaf); or there is something of that name already.
+      TypeError: a name is no string, or ``layer_names`` has not one ``{}``.
+
+    The state of an optimizer is stacked right where it has a number for each of a parameter (SGD, Adam, Lion), and not
+    where it has a norm or a factor of the parameter as a whole.
+    """
+    pattern = _pattern(layer_names)
+    _check_name(stacked_name)
+
+    def stacked(node: Mapping[str, Any]) -> tuple[Sequence[str], Entries]:
+        names = _layers_in(node, pattern)
+        return list(names.values()), {stacked_name: _stacked({n: node[name] for n, name in names.items()}, layer_names)}
+
+    return _with_other_entries(tree, lambda node: bool(_layers_in(node, pattern)), stacked, layer_names.format(0))
+
+
+def unstack_params(tree: PyTree, stacked_name: str, layer_names: str) -> PyTree:
+    """The inverse of ``stack_params``: layers in a scan to layers in a loop.
+
+    >>> params = {"blocks": {"w": jnp.ones((2, 4, 2))}, "head": jnp.ones(2)}
+    >>> jax.tree.map(jnp.shape, unstack_params(params, "blocks", "block_{}"))
+    {'block_0': {'w': (4, 2)}, 'block_1': {'w': (4, 2)}, 'head': (2,)}
+
+    Args:
+      tree: as of ``stack_params``, with leaves [layers, ...] under ``stacked_name``.
+      stacked_name, layer_names: see ``stack_params``.
+    Raises:
+      ValueError: there is nothing of that name; its leaves differ in the size of dim 0, or one has no dim; a box splits
+        the layer dim; or there is something of a layer's name already.
+      TypeError: as of ``stack_params``.
+    """
+    _pattern(layer_names)
+    _check_name(stacked_name)
+
+    def unstacked(node: Mapping[str, Any]) -> tuple[Sequence[str], Entries]:
+        layers = _unstacked(node[stacked_name], stacked_name)
+        return [stacked_name], {layer_names.format(number): layer for number, layer in enumerate(layers)}
+
+    return _with_other_entries(tree, lambda node: stacked_name in node, unstacked, stacked_name)
+
+
+def _with_other_entries(
+    tree: PyTree,
+    concerns: Callable[[Mapping[str, Any]], bool],
+    replaced: Callable[[Mapping[str, Any]], tuple[Sequence[str], Entries]],
+    wanted: str,
+) -> PyTree:
+    """The tree with other entries in each dict that it ``concerns``: ``replaced(dict)`` are the names of old ones, and
+    the new ones. ``wanted`` is the name to say is missing where it concerns none."""
+    seen: set[str] = set()
+    replacements: list[Entries] = []
+
+    def is_concerned(node: Any) -> bool:
+        if not isinstance(node, Mapping):
+            return False
+        seen.update(map(str, node))
+        return concerns(node)
+
+    def is_leaf(node: Any) -> bool:
+        return is_box(node) or is_concerned(node)
+
+    def replace(node: Any) -> Any:
+        if not is_concerned(node):
+            return node
+        old, new = replaced(node)
+        replacements.append(new)
+        rest = {
+            name: trees.map_leaves(replace, child, one_leaf=is_leaf) for name, child in node.items() if name not in old
+        }
+        if taken := sorted(rest.keys() & new.keys()):
+            raise ValueError(f"beside {min(old)!r} there is {taken[0]!r} already; choose another name.")
+        return type(node)(rest | new)
+
+    found = trees.map_leaves(replace, tree, one_leaf=is_leaf)
+    if not replacements:
+        raise ValueError(f"the tree has no {wanted!r}; its names are {listed(sorted(seen), shown=SHOWN_NAMES)}.")
+    return found
+
+
+def _pattern(layer_names: str) -> re.Pattern[str]:
+    _check_name(layer_names)
+    if layer_names.count(NUMBER) != 1:
+        raise TypeError(f"{layer_names=} has not one {NUMBER} for the number of a layer, as 'block_{NUMBER}' has.")
+    before, after = map(re.escape, layer_names.split(NUMBER))
+    return re.compile(f"{before}(0|[1-9][0-9]*){after}")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(
+            f"a name of layers is a string, not {kind_of(name)}: stack_params(tree, 'block_{NUMBER}', 'blocks'), "
+            f"unstack_params(tree, 'blocks', 'block_{NUMBER}')."
+        )
+
+
+def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, str]:
+    """The names of the layers in a dict, by their numbers."""
+    matches = (pattern.fullmatch(name) for name in node if isinstance(name, str))
+    return {int(match[1]): match[0] for match in matches if match}
+
+
+# ------------------------------------------------------------------------------------------------------- to one leaf
+
+
+def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
+    if missing := sorted(set(range(max(layers))) - set(layers)):
+        there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
+        raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
+    layer_trees = [layers[number] for number in range(len(layers))]
+    first = {path: _described(leaf) for path, leaf in trees.leaves_with_path(layer_trees[0])}
+    for number, tree in enumerate(layer_trees):
+        _check_same(layer_names, first, number, {path: _described(leaf) for path, leaf in trees.leaves_with_path(tree)})
+    return trees.map_leaves(_stacked_leaf, *layer_trees)
+
+
+def _check_same(layer_names: str, first: dict[str, str], number: int, other: dict[str, str]) -> None:
+    for path in sorted(first.keys() | other.keys()):
+        if first.get(path) != other.get(path):
+            raise ValueError(
+                f"'{layer_names.format(0)}/{path}' is {first.get(path, 'not there')}, and '{layer_names.format(number)}"
+                f"/{path}' is {other.get(path, 'not there')}: the layers of a scan are all alike."
+            )
+
+
+def _described(leaf: Any) -> str:
+    """All that layers must have in common to be stacked, in words."""
+    value = leaf_of(leaf).value
+    text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
+    text += "" if leaf_of(leaf).trainable else ", frozen,"
+    if is_box(leaf):
+        padded = f" with padding from {leaf_of(leaf).true_shape}" if leaf_of(leaf).is_padded else ""
+        text += f"{padded} in a {type(leaf).__name__} of {leaf_of(leaf).names}, {leaf_of(leaf).communication}"
+    return text
+
+
+def _stacked_leaf(*layers: Any) -> Any:
+    values = [leaf_of(layer).value for layer in layers]
+    value = _on_shards(_stack, _spec_of_stacked, *values)
+    is_boxed = isinstance(layers[0], meta.AxisMetadata)
+    return layers[0].add_axis(0, WHOLE_LAYER_DIM).replace_boxed(value) if is_boxed else value
+
+
+def _stack(*layers: Any) -> Any:
+    return np.stack(layers) if all(isinstance(x, np.ndarray) for x in layers) else jnp.stack(layers)
+
+
+def _spec_of_stacked(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
+
+
+# ------------------------------------------------------------------------------------------------------ and back again
+
+
+def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
+    leaves = trees.leaves_with_path(tree)
+    first = next((np.shape(leaf_of(leaf).value)[:1] for _, leaf in leaves), ())
+    for path, leaf in leaves:
+        described = f"'{stacked_name}/{path}' is {_described(leaf)}"
+        if not first or np.shape(leaf_of(leaf).value)[:1] != first:
+            raise ValueError(
+                f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all that a "
+                "scan keeps is that of the layers."
+            )
+        if entry_axes(leaf_of(leaf).names[0]):
+            raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
+    next_layers = trees.map_leaves(_layers_of_leaf, tree)
+    return [jax.tree.map(lambda next_layer: next_layer(), next_layers) for _ in range(first[0] if first else 0)]
+
+
+def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
+    """A function that returns the leaf's first layer, then its second, and so on."""
+    layers = _on_shards(_split, _spec_of_layer, leaf_of(leaf).value)
+    if isinstance(leaf, meta.AxisMetadata):
+        layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
+    return iter(layers).__next__
+
+
+def _split(stacked: Any) -> list[Any]:
+    return [stacked[number] for number in range(len(stacked))]
+
+
+def _spec_of_layer(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*spec[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------- on a mesh
+
+
+def _on_shards(fn: Callable[..., Any], respec: Callable[[PartitionSpec], PartitionSpec], *values: Any) -> Any:
+    """``fn(*values)``; on a mesh each device works on its shards, and ``respec`` makes the spec of what comes out."""
+    sharding = None if isinstance(values[0], Tracer) else getattr(values[0], "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, respec(sharding.spec))
+    if isinstance(values[0], jax.ShapeDtypeStruct):
+        abstract = jax.eval_shape(fn, *values)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
+    return _jitted(fn, sharding)(*values) if isinstance(sharding, NamedSharding) else fn(*values)
+
+
+@functools.cache
+def _jitted(fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
+    return jax.jit(fn, out_shardings=sharding)

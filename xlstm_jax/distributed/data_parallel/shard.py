@@ -10,19 +10,18 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, names_below, split_along, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
-from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.shard_choice import (
+from xlstm_jax.distributed.data_parallel.policy import (
     DEFAULT_MIN_WEIGHT_SIZE,
-    INTER_HOST_AXES,
     UNEVEN,
     ShardChoice,
+    ShardPolicy,
     choose_shard_dim,
     padded_size,
 )
+from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import (
@@ -104,7 +103,7 @@ def _decisions(
     choices = {path: _choice(leaf, axis_sizes, policy) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
     sizes = [leaf_of(leaves[path]).stored_bytes for path in split]
-    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, INTER_HOST_AXES)
+    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, policy.communication.inter_host_axes)
     order_of = dict(zip(split, orders, strict=True))
     return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
@@ -182,11 +181,6 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
     return collectives.own_shard(x, split_axis % x.ndim, axes)
 
 
-def names_below(path: str) -> int:
-    """The ``unit_depth`` of a leaf at this path among a module's variables, the first name being the collection's."""
-    return path.count("/")
-
-
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
     """A module's variables after it has split them: the boxes that are new say that this module gathers them."""
 
@@ -197,8 +191,3 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
         return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, Sharded) and is_new else leaf
 
     return trees.map_leaves_with_path(mark, variables, before)
-
-
-def is_gathered_here(path: str, leaf: Any) -> bool:
-    """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
-    return not 0 < leaf_of(leaf).unit_depth < names_below(path)

@@ -9,37 +9,37 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import BOXES, leaf_of, rebox, true_value, with_padding
+
+OneLeaf = type[Any] | tuple[type[Any], ...] | Callable[[Any], bool]
 
 
-def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """``jax.tree.map`` where a box is one leaf; ``rest`` has a box or a bare value for each."""
-    return jax.tree.map(fn, tree, *rest, is_leaf=is_box)
+def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = BOXES) -> tuple[list[tuple[str, Any]], Any]:
+    """All leaves with their paths, as in ``blocks/mlp/kernel``, and the structure to put them back: the one walk.
 
-
-def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Like ``map_leaves``; ``fn`` gets the leaf's path, as in ``blocks/mlp/kernel``, before the leaf."""
-
-    def with_path(path: tuple[Any, ...], *leaves: Any) -> Any:
-        return fn(path_string(path), *leaves)
-
-    return jax.tree_util.tree_map_with_path(with_path, tree, *rest, is_leaf=is_box)
+    ``one_leaf`` is what counts as one leaf though JAX could take it apart: classes, or a predicate.
+    """
+    classes = one_leaf if isinstance(one_leaf, type | tuple) else None
+    is_leaf: Any = one_leaf if classes is None else lambda node: isinstance(node, classes)
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(path_string(path), leaf) for path, leaf in found], treedef
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     """All leaves with their paths, a box being one leaf, in the order of the tree."""
-    return [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]]
+    return flatten_with_path(tree)[0]
 
 
-def map_nodes(fn: Callable[[Any], Any], tree: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
-    """The tree with ``fn`` applied to what ``is_node`` is true of, a box or a dict, say, and to all other leaves."""
-    return jax.tree.map(fn, tree, is_leaf=lambda node: is_box(node) or is_node(node))
+def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = BOXES) -> PyTree:
+    """``jax.tree.map`` where a box is one leaf; ``rest`` has a box or a bare value for each."""
+    return map_leaves_with_path(lambda path, *leaves: fn(*leaves), tree, *rest, one_leaf=one_leaf)
 
 
-def flatten_with_path(tree: PyTree, leaf_type: type[Any] | tuple[type[Any], ...]) -> tuple[list[tuple[str, Any]], Any]:
-    """All leaves with their paths, an instance of ``leaf_type`` being one leaf, and the structure to put them back."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, leaf_type))
-    return [(path_string(path), leaf) for path, leaf in found], treedef
+def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = BOXES) -> PyTree:
+    """Like ``map_leaves``; ``fn`` gets the leaf's path before the leaf."""
+    leaves, treedef = flatten_with_path(tree, one_leaf)
+    others = zip(*map(treedef.flatten_up_to, rest), strict=True) if rest else [()] * len(leaves)
+    return treedef.unflatten([fn(*leaf, *other) for leaf, other in zip(leaves, others, strict=True)])
 
 
 def path_string(path: tuple[Any, ...]) -> str:
@@ -97,7 +97,8 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
       The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the positions of the list
       and ``rest(leaf)`` in those of the other leaves, which by default stay as they are.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+    found, treedef = flatten_with_path(tree)
+    leaves = [leaf for _, leaf in found]
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
     def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
+from xlstm_jax.distributed.data_parallel.policy import padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
 from xlstm_jax.distributed.processes.devices import Device

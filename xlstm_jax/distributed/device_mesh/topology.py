@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from xlstm_jax.distributed.data_parallel.shard_choice import HOST_AXIS, SLICE_AXIS
+from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS, SLICE_AXIS
 from xlstm_jax.distributed.device_mesh.checks import auto_types
 from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes
 from xlstm_jax.distributed.processes.devices import Device

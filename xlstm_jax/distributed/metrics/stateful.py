@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.shard_choice import padded_size
+from xlstm_jax.distributed.data_parallel.policy import padded_size
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.layout import Cells, Vectors
 from xlstm_jax.distributed.metrics.mesh_state import (

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
-from xlstm_jax.distributed.data_parallel.modules.unit import Stacks
+from xlstm_jax.distributed.data_parallel.modules import Stacks
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of

@@ -1,1 +1,5 @@
-"""Modules that keep their parameters sharded: Linen's and NNX's, entered in one way (``unit``)."""
+"""Modules that gather their parameters where they run: of Linen and of NNX, by one description of both (``unit``)."""
+
+from xlstm_jax.distributed.data_parallel.modules.linen_module import Stacks, noting_stacks
+
+__all__ = ["Stacks", "noting_stacks"]

@@ -22,18 +22,16 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
-from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.remat import named_input
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
+from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
+Watcher = TypeVar("Watcher")
 
 LINEN = ModuleSystem(nn.Module, lift.checkpoint)  # methods are lifted to functions of scopes
 
@@ -49,6 +47,7 @@ def shard_module_params(
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
     trainable: bool = True,
+    inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Target:
     """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
 
@@ -81,6 +80,8 @@ def shard_module_params(
         up to the next multiple, which the module, the optimizer and checkpoints do not see.
       trainable: False freezes all parameters of the module, those of modules within included: they are split and
         gathered as they would be, and have no gradient and no optimizer state. See docs/frozen.md.
+      inter_host_axes: which of the axes cross hosts or slices, over slow links, by default those that
+        ``create_fsdp_mesh`` makes: they are gathered first, when the least is sent, and the other axes take turns.
     Raises:
       ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
         no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
@@ -97,6 +98,7 @@ def shard_module_params(
         replicas=replicas,
         uneven=uneven,
         trainable=trainable,
+        inter_host_axes=inter_host_axes,
     )
     if isinstance(target, nn.Module):
         cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
@@ -139,12 +141,36 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
 
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
-    gather, shard = functools.partial(gather_here, policy), functools.partial(shard_here, policy)
+    gather, shard = functools.partial(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
         new.__init__ = target.__init__
     return lift_transform(unit.dropping, new, LINEN, policy, methods=methods) if policy.reshard_after_forward else new
+
+
+def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
+    """What a module sees of its variables; errors name their leaves by their paths in the model."""
+    return gather_here(policy, variables, unit_path())
+
+
+def unit_path() -> tuple[str, ...] | None:
+    """The path of the innermost unit that runs; None where none does."""
+    units = watching(RunningUnit)
+    return units[0].path if units else None
+
+
+def inside_map_variables() -> bool:
+    """Whether this code runs within an ``nn.map_variables`` of the model itself.
+
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it.
+    """
+    for frame in running_functions():
+        if frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars:
+            mapped = frame.f_locals["map_in_fn"]
+            if not (isinstance(mapped, functools.partial) and mapped.func is _gathered):
+                return True
+    return False
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
@@ -158,7 +184,7 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
     @functools.wraps(target)
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):
-            inputs, kwargs = named_input(args[1:], kwargs)
+            inputs, kwargs = unit.named_input(LINEN, args[1:], kwargs)
             return of_module(args[0], *inputs, **kwargs)
         made = target(*args, **kwargs)
         if not isinstance(made, nn.Module):
@@ -195,15 +221,14 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
-        with nn.intercept_methods(vary_carries):
-            return enter(self, gathering, policy, args, kwargs)
+        return enter(self, gathering, policy, args, kwargs)
 
     return method
 
 
 def enter(module: nn.Module, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """Runs a lifted method of a module."""
-    with named_in_errors(module, policy.axes), noting_scans():
+    with explained_shapes(module, policy.axes), inside_unit(module):
         return unit.entered(LINEN, module.name or type(module).__name__, gathering, module, args, kwargs)
 
 
@@ -220,6 +245,38 @@ def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str
             f"{call.format(cls.__name__)}(...)."
         )
     return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
+
+
+# ------------------------------------------------------------------------------------------------------- what runs
+
+
+def watching(kind: type[Watcher]) -> list[Watcher]:
+    """The objects of a class whose methods see all modules that run, by ``nn.intercept_methods``; innermost first.
+
+    Users' functions stand between those who watch and those who ask. Linen keeps what watches on a stack of its own.
+    """
+    watchers = (getattr(method, "__self__", None) for method in nn.module._global_interceptor_stack)
+    return [watcher for watcher in watchers if isinstance(watcher, kind)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningUnit:
+    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path."""
+
+    path: tuple[str, ...]
+
+    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """For ``nn.intercept_methods``: the carries of an RNN within the unit vary from the beginning."""
+        return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
+
+
+@contextmanager
+def inside_unit(module: nn.Module) -> Iterator[None]:
+    """While a unit runs."""
+    for stacks in watching(Stacks):
+        stacks.units_entered += 1
+    with nn.intercept_methods(RunningUnit(module.path).intercept):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -243,15 +300,14 @@ def check_not_inside_reader(module: nn.Module) -> None:
 
 
 @contextmanager
-def named_in_errors(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """While the module gathers: errors name its leaves by their path, and Linen's of a whole value says what it is."""
-    with inside_module(module.path):
-        try:
-            yield
-        except ScopeParamShapeError as error:
-            if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
-                raise reason from None
-            raise
+def explained_shapes(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
+    """While a module gathers: Linen's error about a shape says so where a value is whole that should be a shard."""
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
+            raise reason from None
+        raise
 
 
 def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
@@ -275,11 +331,6 @@ def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[s
     return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
 
 
-def vary_carries(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """For ``nn.intercept_methods``."""
-    return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
-
-
 def _initial_carry(
     rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
 ) -> PyTree:
@@ -288,3 +339,64 @@ def _initial_carry(
     time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
     key = jax.random.key(0) if init_key is None else init_key
     return rnn.cell.initialize_carry(key, inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :])
+
+
+# ------------------------------------------------------------------------------------------------- scans over layers
+
+
+class Stacks:
+    """Stacks of layers within a unit, which gathers the weights of all layers at once, where it could be a layer's.
+
+    ``layers`` has the name of each stack, as ``nn.scan`` makes it, and the class of a layer. Scans of functions are
+    not seen: nothing here can tell what their layers are.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, str] = {}
+        self.units_entered = 0
+        self._scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many units before
+
+    def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """For ``nn.intercept_methods``: sees the modules that run within a unit."""
+        cls, units = type(context.module), self.units_entered
+        if watching(RunningUnit) and scans_over_params(cls):
+            self._scan = cls, units
+        elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
+            if self._scan[1] == units:  # no unit was entered since, so the layer is no unit
+                self.layers[context.module.name or cls.__name__] = cls.__name__
+            self._scan = None
+        return method(*args, **kwargs)
+
+
+@contextmanager
+def noting_stacks() -> Iterator[Stacks]:
+    """Fills with the stacks of layers that units gather at once, in the models that run inside the context."""
+    stacks = Stacks()
+    with nn.intercept_methods(stacks.look):
+        yield stacks
+
+
+def gathers_one_layer(path: str) -> None:
+    """The module at ``path`` is a layer, and was sharded from outside: it gathers one layer at a time."""
+    for stacks in watching(Stacks):
+        stacks.layers.pop(path.rpartition("/")[-1], None)
+
+
+def scans_over_params(cls: type[nn.Module]) -> bool:
+    """Whether ``nn.scan`` has made this class, with a layer dim for "params"; Flax leaves that in a closure only."""
+    found = _closure_of_lifted(vars(cls).get("__call__"))
+    axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
+    return axes.get("params") is not None
+
+
+def recomputes(cls: type[nn.Module]) -> bool:
+    """Whether ``nn.remat`` has made this class, or the one that it wraps."""
+    return _closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
+
+
+def _closure_of_lifted(method: Any) -> dict[str, Any]:
+    """What Flax has left of the transformation that made a method, around which there may be wrappers."""
+    found: dict[str, Any] = {}
+    while inspect.isfunction(method) and "transform" not in found:
+        found, method = dict(inspect.getclosurevars(method).nonlocals), getattr(method, "__wrapped__", None)
+    return found

@@ -26,15 +26,13 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, w
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
-    let_carries_vary,
-    make_unit,
-    modules_of,
-)
-from xlstm_jax.distributed.data_parallel.modules.nnx_variables import (
     collection_of,
     contents,
     is_variable,
     leaves_of,
+    let_carries_vary,
+    make_unit,
+    modules_of,
     path_of,
     with_leaf,
 )

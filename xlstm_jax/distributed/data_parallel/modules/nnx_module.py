@@ -1,23 +1,248 @@
-"""NNX modules as units, by a subclass of their class that gathers in every public method.
+"""NNX modules as units, and the leaves of their variables.
 
-A chosen module gets another class of the same name, and is not changed otherwise. When a public method is entered, it
-gathers the variables below it, except those of units within; when the method returns, it drops them. ``nnx.split``
-keeps classes, so a model that ``nnx.jit``, ``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
+  module.kernel = Param(W[d, f])            a module holds variables; one that is split is a ``SplitVariable``
+  {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
+
+A split variable knows its names, how it travels, and the policy of its unit. A chosen module gets another class of the
+same name, and is not changed otherwise. When a public method is entered, ``Gathered`` gives the variables below it,
+except those of units within, their whole values; when the method returns, they are dropped. Read at any other time, a
+split variable gathers itself, once for each read. ``nnx.split`` keeps classes, so a model that ``nnx.jit``,
+``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
 """
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from flax.core import meta
+from flax.nnx.bridge import variables as bridge
 
-from xlstm_jax.distributed.data_parallel.modules.nnx_variables import Gathered, is_split, is_variable, path_of
-from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, dropping, entered, public_methods
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    Method,
+    ModuleSystem,
+    dropping,
+    entered,
+    gather_here,
+    public_methods,
+)
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
+COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
+OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
+NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
+BOX, POLICY = "split_box", "shard_policy"  # in ours: the box without its value, and the policy that gathers it
+OF_LINEN = "linen_meta_type"  # in those of ``nnx.bridge``: the class of a box that a Linen module has made
 NOTE_SHAPE = "note_shape"  # in the metadata of a variable: a function that a unit calls with the shape that it sees
+
+
+# ------------------------------------------------------------------------------------------------- variables of a shard
+
+
+class _Changed:
+    """A variable while its value is the library's: what a model writes then would be lost."""
+
+    __slots__ = ()
+
+    def set_value(self: Any, value: Any, *, index: Any = ...) -> None:
+        del value, index
+        names = self.get_metadata(BOX).names
+        raise ValueError(
+            f"the model writes a parameter that is split as {names}. Write it outside of the model: by "
+            "the optimizer, or in the variables that the model is applied to."
+        )
+
+
+class _Whole(_Changed):
+    """A variable while its module runs: its value is gathered."""
+
+    __slots__ = ()
+
+
+class _Split(_Changed, SplitVariable):
+    """A variable whose value is a shard: a leaf of the library, and gathered wherever it is read as an array."""
+
+    __slots__ = ()
+
+    @property
+    def as_sharded(self: Any) -> Sharded:
+        return _box(self).replace(unit_depth=0)  # the variable itself has the policy that gathers it
+
+    def replace(self: Any, **fields: Any) -> Any:
+        return self.copy(**{BOX: self.get_metadata(BOX).replace(**fields)})
+
+    def replace_boxed(self: Any, val: Any) -> Any:
+        return self.from_metadata(val, self.get_metadata())
+
+    def get_value(self: Any, **index: Any) -> Any:
+        with jax.named_scope("read.sharded"):
+            (whole,) = _whole_values({".": self}).values()
+        return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        metadata = self.get_metadata()
+        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+
+
+def _box(variable: Any) -> Sharded:
+    """The stored value of a split variable in its box, with an entry for each dim."""
+    box, value = variable.get_metadata(BOX), variable.get_raw_value()
+    names = _of_last_dims(box.names, np.ndim(value))
+    sizes = _of_last_dims(box.true_sizes, np.ndim(value)) if box.is_padded else ()
+    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in box.model_axes)
+    return box.replace(value=value, names=names, true_sizes=sizes, model_axes=own)
+
+
+def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """An entry for each dim, of entries for the last ones; leading dims are layers, which nnx.scan and nnx.vmap take.
+
+    Raises:
+      ValueError: they have taken a dim that is split.
+    """
+    extra = max(0, len(entries) - ndim)
+    if any(entries[:extra]):
+        raise ValueError(
+            f"a parameter split as {entries} has {ndim} dims where it is read: nnx.scan or nnx.vmap has taken a dim "
+            "that is split. Initialise with example inputs, by which the model sees what a layer is, and scan over dim "
+            "0 of the parameters."
+        )
+    return (None,) * (ndim - len(entries)) + entries[extra:]
+
+
+@functools.cache
+def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
+    """The variables of class ``cls`` in a state, ``_Split`` or ``_Whole``; the class keeps its name."""
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})
+
+
+def _plain_type(variable: Any) -> Any:
+    return getattr(type(variable), "plain_type", type(variable))
+
+
+def _turn_into(variable: Any, state: type[_Changed]) -> None:
+    kind: Any = state
+    object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), kind))
+
+
+def is_split(variable: Any) -> bool:
+    """Whether the value of a variable is a shard."""
+    return issubclass(type(variable), _Split)
+
+
+def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole values of split variables by path; what other axes split (tensor parallel) stays so."""
+    whole: dict[str, Any] = {}
+    for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
+        whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
+    return {path: leaf_of(whole[path]).value for path in variables}
+
+
+class Gathered:
+    """A context in which split variables (by path) have their whole values.
+
+    NNX refuses to write a variable that was made under another trace. This write is undone, so nobody sees it later.
+    """
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self._variables = variables
+
+    def __enter__(self) -> None:
+        self._shards = {path: variable.get_raw_value() for path, variable in self._variables.items()}
+        self._set(_whole_values(self._variables), _Whole)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._shards, _Split)
+
+    def _set(self, values: Mapping[str, Any], state: type[_Changed]) -> None:
+        for path, variable in self._variables.items():
+            object.__setattr__(variable, "_raw_value", values[path])
+            _turn_into(variable, state)
+
+
+# ----------------------------------------------------------------------------------------------- collections by path
+
+
+def contents(module: nnx.Module) -> dict[str, Any]:
+    """The variables and bare arrays of a module, by path as in ``blocks/0/kernel``."""
+    return {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf) or _is_array(leaf)}
+
+
+def is_variable(leaf: Any) -> bool:
+    """``isinstance`` of ``nnx.Variable``, for which NNX has a slow rule of its own."""
+    return issubclass(type(leaf), nnx.Variable)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def path_of(parts: tuple[Any, ...]) -> str:
+    """A path of NNX, whose parts are names and numbers, as one text."""
+    return "/".join(map(str, parts))
+
+
+def collection_of(leaf: Any) -> str | None:
+    """The name of the collection that a variable belongs to; None for the state of random numbers."""
+    if not is_variable(leaf):
+        return OF_ARRAYS
+    if isinstance(leaf, nnx.RngState):
+        return None
+    known = next((name for cls, name in COLLECTIONS.items() if isinstance(leaf, cls)), None)
+    return known or nnx.variable_name_from_type(_plain_type(leaf), allow_register=True)
+
+
+def leaves_of(module: nnx.Module) -> dict[str, Any]:
+    """The leaves of a module as the library has them, by path as in ``params/blocks/0/kernel``."""
+    found = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
+    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in found if name is not None}
+
+
+def _leaf(variable: Any) -> Any:
+    """The bare value of a variable; in a box where it is split, or where its metadata name mesh axes for its dims."""
+    if not is_variable(variable):
+        return variable
+    metadata, value = variable.get_metadata(), variable.get_raw_value()
+    if is_split(variable):
+        return _box(variable)
+    if OF_LINEN in metadata:
+        box = bridge.to_linen_var(variable)
+        return box if leaf_of(box).axes else value
+    names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
+    rules = dict(metadata.get("sharding_rules") or ())
+    own = tuple(rules.get(name, name) for name in names)
+    return meta.Partitioned(value, own) if any(own) else value
+
+
+def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
+    """The variable with the value of ``leaf``, which its unit gathers where a box splits it over axes of ``policy``."""
+    box = leaf_of(leaf)
+    if policy and set(box.axes) & set(policy.axes):
+        how = box.communication.or_else(policy.communication)
+        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
+        _turn_into(split, _Split)
+        return split
+    if not box.axes and OF_LINEN not in variable.get_metadata():
+        return variable.copy(read_value(leaf))
+    # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
+    box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
+    return variable.copy(box.value, **_metadata_of_bridge(box))
+
+
+def _metadata_of_bridge(box: Sharded) -> dict[str, Any]:
+    """What ``nnx.bridge`` notes of a box in the metadata of a variable."""
+    metadata = box.to_nnx_metadata()
+    del metadata["value"]
+    return metadata | {OF_LINEN: type(box)}
+
+
+# ------------------------------------------------------------------------------------------------------------- units
 
 
 def _is_method(attribute: Any) -> bool:

@@ -15,11 +15,10 @@ from flax.core import lift, meta
 from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.modules.linen_scans import recomputes
+from xlstm_jax.distributed.data_parallel.modules.linen_module import inside_unit, recomputes, unit_path
 from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_module
 from xlstm_jax.wording import kind_of
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
@@ -91,7 +90,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or self.is_mutable_collection("params") or not _is_gathered(self):
             return plain(self, *args, **kwargs)
-        with inside_module(self.path):
+        with inside_unit(self):
             return ahead(self, *args, **kwargs)
 
     return method
@@ -99,8 +98,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
 def _is_gathered(module: nn.Module) -> bool:
     stacked = _of_one_layer(module.variables.get("params", {}))
-    with inside_module(module.path):
-        return any(route_of(path, leaf) is not None for path, leaf in leaves_with_path(stacked))
+    return any(route_of(path, leaf, module.path) is not None for path, leaf in leaves_with_path(stacked))
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
@@ -128,7 +126,8 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
             with counted.from_the_same(scopes):
                 return run(scopes, carry, *merged[len(keys) :])
 
-        return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared), ()
+        stacked = _of_one_layer(variables)
+        return prefetched_scan(layer, stacked, carry, per_layer, shared, unit_path()), ()
 
     return lift.pack(scan, ("params",), (), tuple(split_rngs), name="scan")
 

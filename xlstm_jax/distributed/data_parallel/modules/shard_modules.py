@@ -10,9 +10,9 @@ method then runs on a copy of the module, with a ``setup`` of its own, so XLA re
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -21,25 +21,24 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, names_below
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     enter,
+    gathers_one_layer,
+    inside_map_variables,
+    inside_unit,
     is_nnx,
     lifted,
     methods_to_lift,
     taken_apart,
+    watching,
     with_varying_carry,
 )
-from xlstm_jax.distributed.data_parallel.modules.linen_scans import noting_scans, scans_over_params, unnoted
-from xlstm_jax.distributed.data_parallel.modules.selection import Seen, SeenModule, Selection, as_selection
-from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself, gather_here, is_public
-from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.shard import is_gathered_here, names_below
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_map_variables, set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
@@ -59,6 +58,7 @@ def shard_modules(
     replicas: Replicas | None = None,
     uneven: str = UNEVEN[0],
     trainable: bool = True,
+    inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Model:
     """Shards submodules of a model from outside, as if ``shard_module_params`` were around them in its source.
 
@@ -80,7 +80,7 @@ def shard_modules(
       where: which submodules; the model itself, at path "", is one of them.
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module there;
-        - ``larger_than(size)``, or ``repeated_blocks()``, of a Linen model.
+        - ``larger_than(size)``, of a Linen model.
       axis_name: and all that follow it: see ``shard_module_params``.
     Raises:
       ValueError: (in ``init``; at once, of an NNX model) nothing was chosen; lists the modules that there are.
@@ -96,11 +96,58 @@ def shard_modules(
         replicas=replicas,
         uneven=uneven,
         trainable=trainable,
+        inter_host_axes=inter_host_axes,
     )
     if isinstance(model, ShardsItself) and not isinstance(model, type):
         return model.with_units(where, policy)
     _check_model(model)
-    return _sharded(model, _Sharding(as_selection(where), where, policy))
+    selection = where if isinstance(where, Selection) else Selection(as_predicate(where, LINEN))
+    return _sharded(model, _Sharding(selection, where, policy))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which modules are units: those of which ``predicate`` is true, or, without one, those larger than ``size``.
+
+    Units are chosen while the model is initialised, each when it is left. The boxes of its parameters then say which
+    module gathers them: by size, ``apply`` asks these boxes.
+    """
+
+    predicate: Predicate | None = None
+    size: int = 0
+
+    def __repr__(self) -> str:
+        return f"larger_than({self.size})"
+
+    def chooses(self, path: str, module: nn.Module, own_size: int) -> bool:
+        """Whether the module at ``path`` is a unit; ``own_size`` values below it are no other unit's."""
+        if self.predicate:
+            return bool(self.predicate(path, module))
+        return own_size > self.size and not isinstance(module, nn.RNNCellBase)
+
+    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
+        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
+        return bool(self.predicate(path, module)) if self.predicate else is_marked
+
+
+def larger_than(size: int) -> Selection:
+    """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
+
+    The parameters of a chosen submodule do not count. So the innermost modules that are large enough are chosen, and a
+    module around them gathers the rest if the rest is large enough, too. The cell of an ``nn.RNN`` is never chosen,
+    since it would gather at every step of the loop; the RNN is.
+
+    >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
+    >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
+    >>> [(row.path, row.parts, row.gathered_with) for row in plan.rows if row.path.endswith("kernel")]
+    [('layers_0/kernel', 4, 'layers_0'), ('layers_1/kernel', 1, None)]
+
+    Args:
+      size: a number of values, as 2**20.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"size={size!r} is no number of values; pass an int, as 2**20.")
+    return Selection(size=size)
 
 
 @dataclass(frozen=True)
@@ -110,10 +157,6 @@ class _Sharding:
     selection: Selection
     where: Any
     policy: ShardPolicy
-
-
-def _nothing(module: nn.Module) -> None:
-    """Lifted and run in an initialisation, it splits the parameters of a module that is there."""
 
 
 def _sharded(model: Any, sharding: _Sharding) -> Any:
@@ -148,45 +191,38 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
     return new
 
 
-# The sharded models that are being called. A method that calls another one of the same model starts no new run.
-_running: ContextVar[tuple["_Run", ...]] = ContextVar("_running", default=())
-
-
 def _intercepted(plain: Method, sharding: _Sharding) -> Method:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        runs = _running.get()
-        if self.scope is None or any(run.sharding is sharding and run.root == self.path for run in runs):
+        # A method that calls another one of the same model starts no new run.
+        if self.scope is None or any(run.sharding is sharding and run.root == self.path for run in watching(_Run)):
             return plain(self, *args, **kwargs)
-        run = _Run(sharding, self.path)
-        with set_context(_running, (*runs, run)), nn.intercept_methods(run.intercept):
+        with nn.intercept_methods(_Run(sharding, self.path).intercept):
             return plain(self, *args, **kwargs)
 
     return method
 
 
 class _Run:
-    """One call of a method of a sharded model."""
+    """One call of a method of a sharded model. Paths start at that model, which is "" itself."""
 
     def __init__(self, sharding: _Sharding, root: tuple[str, ...]) -> None:
-        self.sharding, self.root, self.seen = sharding, root, Seen()
+        self.sharding, self.root = sharding, root
         self._entered: list[tuple[str, type[nn.Module]]] = []
-        self._scan: type[nn.Module] | None = None  # that was looked at last
+        # Of an initialisation: the modules that have run, and the path of its unit for each parameter of a unit.
+        self._seen: dict[str, type[nn.Module]] = {}
+        self._unit_of: dict[str, str] = {}
+        self._has_units = False  # which may have no parameters
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name = context.module, context.method_name
         if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
-        if not hasattr(type(module), name):  # Linen looks at the setup of what nn.scan has made, before it is called
-            self._scan = type(module) if scans_over_params(type(module)) else self._scan
-            return method(*args, **kwargs)
-        if module.path[: len(self.root)] != self.root:
+        # Linen looks at the setup of what nn.scan has made, before it is called.
+        if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
-        if self._scan and type(module) in self._scan.__mro__:
-            self.seen.scanned.add(path)
-            self._scan = None
         kwargs = with_varying_carry(module, name, args, kwargs)
         if self._is_inside(path, type(module)):
             return method(*args, **kwargs)
@@ -217,42 +253,51 @@ class _Run:
         return bool(own) and self.sharding.selection.gathers(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module, and splits the parameters of those that were chosen when it is left."""
+        """Runs a method of a module, and splits the module's parameters when it is left, if it was chosen."""
         selection = self.sharding.selection
-        with noting_scans() if selection.gathers(path, module, False) else nullcontext():
+        with inside_unit(module) if selection.gathers(path, module, False) else nullcontext():
             result = method()
-        self.seen.modules[path] = self._seen(module)
-        units = selection.units(self.seen, path, module)
-        if path in units and inside_map_variables(gather_here):
-            units = _refused_in_map(path, selection)
-        for unit in units:
-            self.seen.choose(unit)
-            self._split(unit, path, module)
-        if len(self._entered) == 1 and not path and not self.seen.units:
+        self._seen[path] = type(module)
+        sizes = self._sizes(module)
+        own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
+        if selection.chooses(path, module, own_size) and not (inside_map_variables() and self._is_left_out(path)):
+            self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
+            gathers_one_layer(path)
+            lifted(_nothing, None, self.sharding.policy)(module)
+        if len(self._entered) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
 
-    def _seen(self, module: nn.Module) -> SeenModule:
-        places = {"/".join(scope.path[len(self.root) :]): _params(scope) for scope in _places(module)}
-        found = [(place, leaf) for place, params in places.items() for leaf in leaves_with_path(params)]
-        shapes = {f"{place}/{name}".lstrip("/"): leaf_of(leaf).true_shape for place, (name, leaf) in found}
-        return SeenModule(type(module), tuple(places), shapes)
+    def _is_left_out(self, path: str) -> bool:
+        """Whether a module in an ``nn.map_variables`` of the model is no unit; the map would compute from shards.
 
-    def _split(self, unit: str, path: str, module: nn.Module) -> None:
-        """Splits the parameters of the unit, which is the module at ``path``, or lies below it."""
-        unnoted(unit)
-        split = lifted(_nothing, None, self.sharding.policy)
-        if unit == path:
-            split(module)
-        for place in self.seen.modules[unit].places if unit != path else ():
-            scope: Any = module.scope
-            for name in place.removeprefix(path).strip("/").split("/"):
-                scope = scope.push(name, reuse=True)
-            split(_Place(parent=scope))
+        ``larger_than`` leaves its parameters to the module around it, which gathers them before.
+
+        Raises:
+          ValueError: the module was chosen by its class, or by a predicate.
+        """
+        if not self.sharding.selection.predicate:
+            return True
+        outer = path.rpartition("/")[0]
+        raise ValueError(
+            f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm "
+            "are made of it), which would compute from shards what it is to compute from whole parameters. Choose the "
+            f"module around it, which gathers before: where=lambda path, module: path == {outer!r}, or "
+            "larger_than(size)."
+        )
+
+    def _sizes(self, module: nn.Module) -> dict[str, int]:
+        """The number of values of each parameter of the module; within ``nn.scan``, of one layer."""
+        found = [
+            (scope.path[len(self.root) :], leaf)
+            for scope in _places(module)
+            for leaf in leaves_with_path(_params(scope))
+        ]
+        return {"/".join((*place, name)): math.prod(leaf_of(leaf).true_shape) for place, (name, leaf) in found}
 
     def _refuse(self, model: nn.Module) -> NoReturn:
-        outer_first = sorted(self.seen.modules.items(), key=lambda item: item[0].count("/"))
-        patterns = {path_pattern(f"{path}/")[:-1]: seen.cls.__name__ for path, seen in outer_first if path}
+        outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
+        patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
         there = [f"{path!r} ({name})" for path, name in patterns.items()]
         more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
         raise ValueError(
@@ -273,26 +318,8 @@ class _Run:
             self._entered.pop()
 
 
-def _refused_in_map(path: str, selection: Selection) -> list[str]:
-    """No unit at ``path``, within an ``nn.map_variables`` of the model: that would map shards, weight norm by hand say.
-
-    ``larger_than`` leaves its parameters to the module around it, which gathers them before.
-
-    Raises:
-      ValueError: the module was chosen by its class, or by a predicate.
-    """
-    if not selection.names_modules:
-        return []
-    outer = path.rpartition("/")[0]
-    raise ValueError(
-        f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm are "
-        "made of it), which would compute from shards what it is to compute from whole parameters. Choose the module "
-        f"around it, which gathers before: where=lambda path, module: path == {outer!r}, or larger_than(size)."
-    )
-
-
-class _Place(nn.Module):
-    """A module at some path of the model, to reach the parameters there."""
+def _nothing(module: nn.Module) -> None:
+    """Lifted and run in an initialisation, it splits the parameters of a module that is there."""
 
 
 def _places(module: nn.Module) -> list[Any]:

@@ -14,26 +14,34 @@ What entering and leaving do depends on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.gather import gather_own_params
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, read_value, whole_value
+from xlstm_jax.distributed.data_parallel.leaf import (
+    BOXES,
+    gather_leaf,
+    is_box,
+    is_gathered_here,
+    leaf_of,
+    path_in_model,
+    read_value,
+    whole_value,
+)
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.remat import named_input, remat_policy, split_arrays
-from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, is_gathered_here, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.tracing import path_in_model, set_context
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -83,7 +91,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     raise TypeError(
         f"where is {kind_of(where)}: pass a module class (nn.Dense, nnx.Linear) or a tuple of them, a predicate of "
         "(path, module), as lambda path, module: path.startswith('h/'), or, of a Linen model, "
-        "larger_than(size) or repeated_blocks()."
+        "larger_than(size)."
     )
 
 
@@ -94,8 +102,7 @@ def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
 
 def is_public(method: str, system: ModuleSystem) -> bool:
     """Whether a method of this name is for others to call, and not for the module itself or for its library."""
-    own = any(method in vars(base) for base in system.module_class.__mro__)
-    return method == "__call__" or not (method.startswith("_") or own)
+    return method == "__call__" or not (method.startswith("_") or hasattr(system.module_class, method))
 
 
 # -------------------------------------------------------------------------------------------------------------- enter
@@ -127,17 +134,42 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
     The gather runs outside of the module's own scope: under ``name`` it is found in profiles and forecasts.
     """
-    args, kwargs = named_input(args, kwargs, *system.objects)
+    args, kwargs = named_input(system, args, kwargs)
     with jax.named_scope(f"{name}.sharded"):
         return run(module, *args, **kwargs)
 
 
-def gather_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """What the module sees: its leaves gathered, except those that a unit within it gathers by itself."""
-    if running(policy.axes) == "manual":
-        check_shards(variables, policy.axes)
-        how = replace(policy.communication, replicas=None)
-        return gather_own_params(variables, policy.axes, how, is_gathered_here)
+def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a unit, floats in the first of them (or in all, given by keyword) named BLOCK_INPUT.
+
+    What comes after the first, a mask, say, is often the same for all layers: kept for each, it would take more.
+    """
+
+    def named(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return checkpoint_name(x, BLOCK_INPUT) if is_float else x
+
+    first, rest = (args[:1], args[1:]) if args else (kwargs, ())
+    first = map_leaves(named, first, one_leaf=(*BOXES, *system.objects))
+    return (first + rest, kwargs) if args else (args, first)
+
+
+def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None = None) -> PyTree:
+    """What the module sees: its leaves gathered, except those that a unit within it gathers by itself.
+
+    ``module`` is the path of a Linen module, by which errors name its leaves.
+    """
+    how = replace(policy.communication, replicas=None)
+
+    def gathered(path: str, leaf: Any) -> Any:
+        if not is_box(leaf) or not is_gathered_here(path, leaf):
+            return leaf
+        path, value = path_in_model(module, path), leaf_of(leaf).value
+        # A global array did not come through the shard_map. Those of an outer jit are tracers, and their types get
+        # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, policy.axes):
+            raise closed_over(path, leaf, policy.axes)
+        return gather_leaf(leaf, policy.axes, how, path)
 
     def take_out(path: str, leaf: Any) -> Any:
         if not is_gathered_here(path, leaf):
@@ -147,19 +179,10 @@ def gather_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
         # Boxes over other axes stay, for the wrapper of those.
         return read_value(leaf) if is_box(leaf) and set(leaf_of(leaf).axes) <= set(policy.axes) else leaf
 
-    return map_leaves_with_path(take_out, variables)
-
-
-def check_shards(variables: Any, axes: tuple[str, ...]) -> None:
-    """Raises where a leaf that a box splits over ``axes`` is a global array: it did not come through the ``shard_map``.
-
-    Global arrays of an outer ``jit`` are tracers, and their types get lost in a scan of Linen; ``linen_module`` sees
-    those by their shapes.
-    """
-    for path, leaf in leaves_with_path(variables):
-        value = leaf_of(leaf).value
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, axes):
-            raise closed_over(path_in_model(path), leaf, axes)
+    if running(policy.axes) != "manual":
+        return map_leaves_with_path(take_out, variables)
+    with jax.named_scope(GATHER_SCOPE):
+        return map_leaves_with_path(gathered, variables)
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -217,7 +240,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
     mode = running(policy.axes)
-    if mode == "plain":
+    if mode == "plain" or not jax.tree.leaves(variables):
         return variables
     if mode == "manual":
         return with_unit(box_shards(variables, policy), variables)
@@ -226,35 +249,3 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
     return with_unit((plan_params if is_planning() else box_params)(variables, sizes, policy), variables)
-
-
-# ------------------------------------------------------------------------------------------- stacks of layers in a unit
-
-
-@dataclass
-class Stacks:
-    """Stacks of layers within a unit, which gathers the weights of all layers at once, where it could be a layer's.
-
-    ``layers`` has the name of each stack, as ``nn.scan`` makes it, and the class of a layer. ``units`` counts the units
-    that were entered.
-    """
-
-    layers: dict[str, str] = field(default_factory=dict)
-    units: int = 0
-
-
-# A context variable, as the user's loss function is traced between whoever asks and the modules.
-_stacks: ContextVar[Stacks | None] = ContextVar("_stacks", default=None)
-
-
-@contextmanager
-def noting_stacks() -> Iterator[Stacks]:
-    """Fills with the stacks of layers that units gather at once, in the models that run inside the context."""
-    stacks = Stacks()
-    with set_context(_stacks, stacks):
-        yield stacks
-
-
-def noted_stacks() -> Stacks | None:
-    """Where units note their stacks; None while nobody asks."""
-    return _stacks.get()

@@ -26,6 +26,12 @@ SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
+# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links: the
+# default of ``inter_host_axes``.
+SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
+INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
+
+
 @dataclass(frozen=True)
 class Replicas:
     """Copies of the shards, along axes that cross hosts or slices (hybrid sharding, HSDP).
@@ -60,19 +66,27 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Communication:
-    """How a split leaf travels: the dtypes that were asked for, by name or None, and the copies of its shards."""
+    """How a split leaf travels: the dtypes that were asked for, by name or None, and the copies of its shards.
+
+    Of its axes ``inter_host_axes`` are gathered first, whatever the order of the others.
+    """
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Replicas | None = None
+    inter_host_axes: tuple[str, ...] = INTER_HOST_AXES
 
     @classmethod
     def of(
-        cls, gather_dtype: DTypeLike | None, grad_scatter_dtype: DTypeLike | None, replicas: Replicas | None = None
+        cls,
+        gather_dtype: DTypeLike | None,
+        grad_scatter_dtype: DTypeLike | None,
+        replicas: Replicas | None = None,
+        inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
         """The same from dtypes as users write them; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", FORMATS)
-        return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas)
+        return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
         """The same with what ``other`` says, where this says nothing."""

@@ -5,7 +5,6 @@ are read off the stack, as no trace tells. All of it is asked while a model is t
 """
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from flax.core import lift
 from flax.core.tracers import current_trace
 
 
@@ -31,8 +29,8 @@ class RunningLoss:
     gathered_in_branches: list[str] = field(default_factory=list)
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
 
-    def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any]) -> Any:
-        """``gather()``, or what it returned for the same shard before.
+    def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
+        """``gather()`` of the leaf at ``path``, or what it returned for the same shard before.
 
         A loss that reads a parameter twice (a tied embedding) then has one gather of it, and JAX adds up the gradients
         of both reads before the one reduce-scatter. An array that was made within a transformation (``nn.remat``,
@@ -40,6 +38,8 @@ class RunningLoss:
         """
         if not self.axes:
             return gather()
+        if inside_branch():
+            self.gathered_in_branches.append(path or "a parameter")
         key = (current_trace(), how)
         for known, of, whole in self.gathers:
             if known is shard and of == key:
@@ -51,8 +51,6 @@ class RunningLoss:
 
 # Between value_and_grad, which knows the axes, and the gathers within the model stands the user's loss function.
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
-# Linen calls a wrapped module's gather without its path, which errors name.
-_module: ContextVar[tuple[str, ...] | None] = ContextVar("_module", default=None)
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
@@ -63,23 +61,6 @@ def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
 def running_loss() -> RunningLoss:
     """The loss function that runs; with no axes where none does."""
     return _running_loss.get()
-
-
-def note_branch(path: str) -> None:
-    """Called at each gather."""
-    if (loss := running_loss()).axes and inside_branch():
-        loss.gathered_in_branches.append(path or "a parameter")
-
-
-def inside_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-    """While the module at ``path`` gathers: errors then name its leaves by their path in the model."""
-    return set_context(_module, path)
-
-
-def path_in_model(path: str) -> str:
-    """The path of a leaf from the top of the model, for one within the module that gathers it."""
-    module = _module.get()
-    return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
 @contextlib.contextmanager
@@ -102,7 +83,8 @@ BRANCHES = {
 }
 
 
-def _frames() -> Iterator[FrameType]:
+def running_functions() -> Iterator[FrameType]:
+    """The frames of the functions that are being called, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -111,18 +93,5 @@ def _frames() -> Iterator[FrameType]:
 
 def inside_branch() -> bool:
     """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
-    found = ((frame.f_code.co_filename, BRANCHES.get(frame.f_code.co_name)) for frame in _frames())
+    found = ((frame.f_code.co_filename, BRANCHES.get(frame.f_code.co_name)) for frame in running_functions())
     return any(file is not None and path.endswith(file) for path, file in found)
-
-
-def inside_map_variables(ours: Any) -> bool:
-    """Whether this code runs within an ``nn.map_variables`` that maps by another function than ``ours``.
-
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it.
-    """
-    for frame in _frames():
-        if frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars:
-            mapped = frame.f_locals["map_in_fn"]
-            if not (isinstance(mapped, functools.partial) and mapped.func is ours):
-                return True
-    return False

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xlstm_jax.distributed.data_parallel.policy import padded_size
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.shard_choice import HOST_AXIS, padded_size
+from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of

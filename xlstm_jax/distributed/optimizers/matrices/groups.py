@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from optax.contrib import MuonDimensionNumbers
 
-from xlstm_jax.distributed.data_parallel.shard_choice import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, normalized
 
