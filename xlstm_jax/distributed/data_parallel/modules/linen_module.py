@@ -228,7 +228,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 
 def enter(module: nn.Module, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """Runs a lifted method of a module."""
-    with explained_shapes(module, policy.axes), inside_unit(module):
+    with inside_unit(module, policy.axes):
         return unit.entered(LINEN, module.name or type(module).__name__, gathering, module, args, kwargs)
 
 
@@ -271,12 +271,25 @@ class RunningUnit:
 
 
 @contextmanager
-def inside_unit(module: nn.Module) -> Iterator[None]:
-    """While a unit runs."""
+def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
+    """While a unit runs. Linen's error about a shape then says so where a value is whole that should be a shard."""
     for stacks in watching(Stacks):
         stacks.units_entered += 1
-    with nn.intercept_methods(RunningUnit(module.path).intercept):
-        yield
+    try:
+        with nn.intercept_methods(RunningUnit(module.path).intercept):
+            yield
+    except ScopeParamShapeError as error:
+        if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
+            raise reason from None
+        raise
+
+
+def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
+    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
+    for path, leaf in leaves_with_path(module.variables.get("params", {})):
+        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
+            return unit.closed_over("/".join((*module.path, path)), leaf, axes)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -297,25 +310,6 @@ def check_not_inside_reader(module: nn.Module) -> None:
                 "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
                 f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
             )
-
-
-@contextmanager
-def explained_shapes(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """While a module gathers: Linen's error about a shape says so where a value is whole that should be a shard."""
-    try:
-        yield
-    except ScopeParamShapeError as error:
-        if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
-            raise reason from None
-        raise
-
-
-def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
-    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
-    for path, leaf in leaves_with_path(module.variables.get("params", {})):
-        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
-            return unit.closed_over("/".join((*module.path, path)), leaf, axes)
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- carries that vary

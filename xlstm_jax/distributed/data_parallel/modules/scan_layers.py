@@ -90,7 +90,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or self.is_mutable_collection("params") or not _is_gathered(self):
             return plain(self, *args, **kwargs)
-        with inside_unit(self):
+        with inside_unit(self, ()):
             return ahead(self, *args, **kwargs)
 
     return method

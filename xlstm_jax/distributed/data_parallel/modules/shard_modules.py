@@ -11,8 +11,8 @@ method then runs on a copy of the module, with a ``setup`` of its own, so XLA re
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -216,31 +216,27 @@ class _Run:
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
-        module, name = context.module, context.method_name
+        module, name, policy = context.module, context.method_name, self.sharding.policy
         if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen looks at the setup of what nn.scan has made, before it is called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
-        path = "/".join(module.path[len(self.root) :])
+        path, cls = "/".join(module.path[len(self.root) :]), type(module)
         kwargs = with_varying_carry(module, name, args, kwargs)
-        if self._is_inside(path, type(module)):
+        # A module of another class at the same path shares its scope (``share_scope``).
+        if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
-        with self._inside(path, type(module)):
+        self._entered.append((path, cls))
+        try:
             if module.is_initializing():
                 return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
-            return enter(module, self._lifted(context), self.sharding.policy, args, kwargs)
-
-    def _lifted(self, context: nn.module.InterceptorContext) -> Method:
-        """The method as a function of a module whose parameters are gathered."""
-        plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
-
-        def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return plain(module, *args, **kwargs)
-
-        return lifted(sharded, None, self.sharding.policy)
+            plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+            return enter(module, lifted(_as_function(plain), None, policy), policy, args, kwargs)
+        finally:
+            self._entered.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
@@ -254,8 +250,8 @@ class _Run:
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module, and splits the module's parameters when it is left, if it was chosen."""
-        selection = self.sharding.selection
-        with inside_unit(module) if selection.gathers(path, module, False) else nullcontext():
+        selection, policy = self.sharding.selection, self.sharding.policy
+        with inside_unit(module, policy.axes) if selection.gathers(path, module, False) else nullcontext():
             result = method()
         self._seen[path] = type(module)
         sizes = self._sizes(module)
@@ -263,7 +259,7 @@ class _Run:
         if selection.chooses(path, module, own_size) and not (inside_map_variables() and self._is_left_out(path)):
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)
-            lifted(_nothing, None, self.sharding.policy)(module)
+            lifted(_nothing, None, policy)(module)
         if len(self._entered) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
@@ -305,17 +301,14 @@ class _Run:
             f"'' (the model itself), {', '.join(there[:SHOWN])}{more}. Pass a class or a predicate of one of these."
         )
 
-    def _is_inside(self, path: str, cls: type[nn.Module]) -> bool:
-        """Whether the module at ``path`` was entered; one of another class there shares its scope (``share_scope``)."""
-        return any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered)
 
-    @contextmanager
-    def _inside(self, path: str, cls: type[nn.Module]) -> Iterator[None]:
-        self._entered.append((path, cls))
-        try:
-            yield
-        finally:
-            self._entered.pop()
+def _as_function(plain: Method) -> Method:
+    """A method as a function of a module, which Linen then lifts as one."""
+
+    def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return plain(module, *args, **kwargs)
+
+    return sharded
 
 
 def _nothing(module: nn.Module) -> None:
