@@ -109,18 +109,14 @@ class Communication:
         Raises:
           ValueError: a dtype, the one for copies among them, does not fit the value; names the leaf at ``path``.
         """
-        gathered = arrival_dtype(value, self.gather_dtype, "gather_dtype", path)
+        gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
-        arrival_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
+        cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
         """The format of blocks in which a value is gathered; None where it travels as an array of its values."""
         return packed_format(value, self.gather_dtype)
-
-    def as_sent(self, value: jax.Array) -> jax.Array:
-        """What an all-gather sends of a shard, or packs: its values in the gather dtype; PRNG keys as they are."""
-        return value if is_prng_key(value) else value.astype(self.dtypes(value)[0])
 
 
 DEFAULT_COMMUNICATION = Communication()
@@ -193,19 +189,16 @@ def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
     return str(requested) if requested in FORMATS and jnp.issubdtype(value_dtype(x), jnp.floating) else None
 
 
-def arrival_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
-    """Like ``cast_dtype``, where ``requested`` may be one of ``FORMATS``: what is packed arrives in its own dtype."""
-    return value_dtype(x) if packed_format(x, requested) else cast_dtype(x, requested, argument, path)
-
-
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
-    """The dtype in which ``x`` travels when ``requested`` was asked for: its own where that is None or x is no float.
+    """The dtype that ``x`` has when it arrives, where ``requested`` was asked for.
+
+    It is its own where nothing was asked for, where x is no float, and where x travels packed, in one of ``FORMATS``.
 
     Raises:
       ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.
     """
     dtype = value_dtype(x)
-    if requested is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if requested is None or not jnp.issubdtype(dtype, jnp.inexact) or packed_format(x, requested):
         return dtype
     requested = jnp.dtype(requested)
     kind = jnp.complexfloating if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.floating

@@ -23,6 +23,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     Replicas,
     cast_dtype,
+    is_prng_key,
     packed_format,
     term_of_mean,
     widened,
@@ -134,7 +135,8 @@ def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
     Copies are equal by type only until here: the cast to varying over them must not be JAX's, which transposes it to a
     sum of whole gradients.
     """
-    return how.as_sent(collectives.to_varying(x, collectives.spread_axes(how.copied_axes)))
+    x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
+    return x if is_prng_key(x) else x.astype(how.dtypes(x)[0])
 
 
 def terms_to_scatter(cotangent: jax.Array, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:

@@ -1,10 +1,12 @@
-"""What surrounds a gather while it is traced: the loss function that runs, the module, a branch, ``nn.map_variables``.
+"""What surrounds a gather while it is traced: the loss function that runs, and the functions that are being called.
 
-The first two are context variables, as a user's function stands between those who know and those who ask. The last two
-are read off the stack, as no trace tells. All of it is asked while a model is traced, never in a step.
+The loss function is a context variable: between ``value_and_grad``, which knows the axes, and the gathers stands the
+user's model. Functions are read off the stack, as no trace tells of the branch that it belongs to. All of it is asked
+while a model is traced, never in a step.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -49,7 +51,6 @@ class RunningLoss:
         return whole
 
 
-# Between value_and_grad, which knows the axes, and the gathers within the model stands the user's loss function.
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
 
 
@@ -75,11 +76,11 @@ def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 # Functions of JAX, with the files that they are in.
 BRANCHES = {
-    "cond": "conditionals.py",
-    "_cond": "conditionals.py",
-    "switch": "conditionals.py",
-    "_switch": "conditionals.py",
-    "while_loop": "loops.py",
+    ("cond", "conditionals.py"),
+    ("_cond", "conditionals.py"),
+    ("switch", "conditionals.py"),
+    ("_switch", "conditionals.py"),
+    ("while_loop", "loops.py"),
 }
 
 
@@ -93,5 +94,5 @@ def running_functions() -> Iterator[FrameType]:
 
 def inside_branch() -> bool:
     """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
-    found = ((frame.f_code.co_filename, BRANCHES.get(frame.f_code.co_name)) for frame in running_functions())
-    return any(file is not None and path.endswith(file) for path, file in found)
+    codes = {frame.f_code for frame in running_functions()}
+    return not BRANCHES.isdisjoint({(code.co_name, os.path.basename(code.co_filename)) for code in codes})
