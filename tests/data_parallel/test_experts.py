@@ -112,7 +112,7 @@ READY = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case, check_vma", [("split", False), *zip(READY, [True, True, False] * 3, strict=True)])
 def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh, params):
     model, options = READY[case]

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
 RUNS = [(name, True) for name in CASES] + [("tied head", False), ("recurrent", False)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
 def test_three_steps_are_those_of_one_device(name, check_vma):
     model, where, options, chosen = CASES[name]

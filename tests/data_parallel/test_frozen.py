@@ -131,7 +131,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_trained_as_one_device_trains_it(case):
     make_model, options = CASES[case]

@@ -101,7 +101,7 @@ def test_any_two_options_meet_in_each_of_their_four_ways():
         assert len({(case[first], case[second]) for case in CASES}) == 4
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mesh_shape, vma, blocks, backward, gathered", CASES)
 def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks, backward, gathered):
     scan, gather_dtype = blocks == "scan", jnp.bfloat16 if gathered == "bf16" else None

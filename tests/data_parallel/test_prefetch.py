@@ -80,9 +80,9 @@ def step_of(model, mesh, check_vma, minibatches=1):
 
 
 CASES = {
+    "2x4, staged, padded, accumulated": ((2, 4), True, 2, {"axis_name": AXES, "uneven": "pad"}, {"hidden": 33}),
     "8": ((1, 8), True, 1, {}, {}),
     "2x4, staged, dropout": ((2, 4), False, 1, {"axis_name": AXES}, {"rate": 0.5}),
-    "2x4, staged, padded, accumulated": ((2, 4), True, 2, {"axis_name": AXES, "uneven": "pad"}, {"hidden": 33}),
     "HSDP": ((2, 4), True, 1, {"replicas": Replicas("dp")}, {}),
 }
 
@@ -95,7 +95,7 @@ def both_steps(case):
 
 
 # The first and the last iterations are compiled by themselves: what fusion rounds there differs by some float32 units.
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_the_scan(case):
     (got, got_grads), (want, want_grads) = (step(*args) for step, args in both_steps(case))
@@ -113,9 +113,8 @@ def sent_bytes(step, args, mesh):
     return sent
 
 
-@pytest.mark.parametrize("case", ["8", "2x4, staged, dropout"])
-def test_nothing_more_is_gathered_or_scattered(case):
-    ahead, without = (sent_bytes(*step, mesh_of(*CASES[case][0])) for step in both_steps(case))
+def test_nothing_more_is_gathered_or_scattered():
+    ahead, without = (sent_bytes(*step, mesh_of(2, 4)) for step in both_steps("2x4, staged, dropout"))
     assert ahead["reduce-scatter"] == without["reduce-scatter"] > 0
     # What backward gathers first is what forward has gathered last: XLA may find that, and gather it once.
     assert 0.8 * without["all-gather"] < ahead["all-gather"] <= without["all-gather"]
@@ -153,6 +152,7 @@ def test_no_product_of_a_layer_waits_for_a_gather_of_its_iteration():
     assert True in products_wait_for_gathers(*without)  # guard
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_fewer_layers_than_are_on_their_way(layers):
     class Few(nn.Module):

@@ -286,6 +286,7 @@ def test_a_policy_that_offloads_is_heard():
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.one_in(2)
 @both_modes
 def test_gradients_are_those_without_remat(check_vma):
     mesh, module = mesh_of(1, MESH_SIZE), MODULES["cast to a wider dtype"]
@@ -376,6 +377,7 @@ def gathers(found, direction):
     )
 
 
+@pytest.mark.slow
 def test_on_a_tpu_the_bytes_of_gathered_weights_are_free():
     """Against a policy that differs in the gathers alone, so that nothing else explains it."""
     pytest.importorskip("libtpu")

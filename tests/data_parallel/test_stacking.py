@@ -51,6 +51,7 @@ def described(tree):
     return treedef, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
 
 
+@pytest.mark.slow
 def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     """Boxes, shapes and places are those of the scan's own state, moments included, and so is the next step."""
     loop, scan = states()

@@ -229,7 +229,7 @@ def of_one_device(params):
     return jax.value_and_grad(lambda params: error(on_one_device(params, BATCH), BATCH))(params)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case, check_vma", RUNS)
 def test_gradients_and_three_steps_are_those_of_one_device(case, check_vma):
     name, model = CASES[case]

@@ -89,6 +89,7 @@ def test_a_table_that_is_read_twice_travels_once(case, check_vma):
     assert of_the_table(step, state) == (1, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_its_gradient_is_that_of_one_device(case):
     model, _, loss = CASES[case]

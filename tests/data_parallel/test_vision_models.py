@@ -82,7 +82,7 @@ def sharded(name):
     return create_train_state(cls(wrap=WRAP, **options), TX, MESH, KEY, *inputs, batch_axes=AXES)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow  # parity of leaves of every rank stands in test_parity and test_staging
 @pytest.mark.parametrize("name, check_vma, remat", [("resnet", False, True), ("unet", True, False)])
 def test_it_trains_as_on_one_device(name, check_vma, remat):
     cls, options, loss_fn, _ = CASES[name]
