@@ -9,7 +9,6 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 """
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, is_box, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -94,27 +93,35 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     axes = as_axis_names(axis_names)
     collectives.check_bound(axes, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
-    known = [_averaged_over(leaf_of(leaf).value) for leaf in live]
-    done = [axes_of.union(leaf_of(leaf).reduced_axes) for leaf, axes_of in zip(live, known, strict=True)]
-    over = [tuple(axis for axis in axes if axis not in axes_done) for axes_done in done]
-    apart = [set(leaf_of(leaf).model_axes) for leaf in live]
+    values: list[jax.Array] = []
+    axes_left: list[list[str]] = []
+    averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
-        divided = list(map(_divide_summed, live, over, known))
-        over = [tuple(axis for axis in some if axis not in own) for some, own in zip(over, apart, strict=True)]
-        synced = collectives.pmean(divided, over)
-    _remember(synced, [axes_done.union(axes) for axes_done in done])
+        for box in map(leaf_of, live):
+            known = _averaged_over(box.value)
+            left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
+            values.append(_divide_summed(box, left, known))
+            axes_left.append([axis for axis in left if axis not in box.model_axes])
+            averaged.append(known.union(box.reduced_axes, axes))
+        synced = collectives.pmean(values, axes_left)
+    _averages[:] = [(average, over) for average, over in _averages if average() is not None]
+    traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
+    _averages.extend((weakref.ref(value), over) for value, over in traced)
     return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
-def _divide_summed(leaf: Any, axes: tuple[str, ...], known: frozenset[str]) -> jax.Array:
+def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
     """The gradient divided by the number of devices over which it is already a sum.
 
     It is a sum over the model's own axes, and over tracked axes (of copies, too) over which its type does not vary.
     """
-    grad, own = leaf_of(leaf).value, leaf_of(leaf).model_axes
-    over = [axis for axis in (*axes, *leaf_of(leaf).copied_axes) if axis not in known]
-    equal = [axis for axis in over if axis not in collectives.varying_axes(grad) and collectives.is_tracked(axis)]
-    count = collectives.axis_size([axis for axis in over if axis in own or axis in equal])
+    grad, varying = box.value, collectives.varying_axes(box.value)
+    summed = [
+        axis
+        for axis in (*axes, *box.copied_axes)
+        if axis not in known and (axis in box.model_axes or (axis not in varying and collectives.is_tracked(axis)))
+    ]
+    count = collectives.axis_size(summed)
     return grad / count if count > 1 else grad
 
 
@@ -125,9 +132,3 @@ _averages: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
 
 def _averaged_over(value: Any) -> frozenset[str]:
     return next((axes for average, axes in _averages if average() is value), frozenset())
-
-
-def _remember(averages: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
-    new = zip(averages, axes, strict=True)
-    _averages[:] = [(average, over) for average, over in _averages if average() is not None]
-    _averages.extend((weakref.ref(value), over) for value, over in new if isinstance(value, Tracer))

@@ -121,9 +121,14 @@ class Sharded(meta.Partitioned[Any]):
     @property
     def true_shape(self) -> tuple[int, ...]:
         """The global shape that the plain model's leaf has; of a leaf of global shape, padded or not."""
+        return self._shape_of_parts([1] * np.ndim(self.value))
+
+    def _shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
+        """The shape of the values without padding, of ``counts`` such parts along each dim."""
         stored = np.shape(self.value)
         stored = self.packed.true_shape(stored) if self.packed else stored
-        return tuple(size if true is None else true for size, true in zip(stored, self.unpadded_sizes, strict=True))
+        dims = zip(stored, counts, self.unpadded_sizes, strict=True)
+        return tuple(size * count if true is None else true for size, count, true in dims)
 
     @property
     def stored_bytes(self) -> int:
@@ -180,11 +185,8 @@ class Sharded(meta.Partitioned[Any]):
     @property
     def shape(self) -> tuple[int, ...]:
         read, leaf = self._axes_to_read(), leaf_of(self)
-        parts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
-        stored = np.shape(self.value)
-        stored = self.packed.true_shape(stored) if self.packed else stored
-        dims = zip(stored, parts, leaf.unpadded_sizes, strict=True)
-        return tuple(size * count if true is None else true for size, count, true in dims)
+        counts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
+        return leaf._shape_of_parts(counts)
 
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
