@@ -285,7 +285,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
-    """What to raise in place of Linen's error about a shape that a leaf had before it was gathered; None of others."""
+    """The error in place of Linen's, where the shape in that is of a leaf that nothing has gathered; else None."""
     for path, leaf in leaves_with_path(module.variables.get("params", {})):
         if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
             return unit.closed_over("/".join((*module.path, path)), leaf, axes)

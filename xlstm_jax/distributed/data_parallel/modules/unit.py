@@ -191,7 +191,7 @@ def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
-    """What to raise of a leaf whose box says that it is split, and whose value is whole."""
+    """The error for a leaf whose box says that it is split, and whose value is whole."""
     return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))
 
 
