@@ -30,7 +30,7 @@ from xlstm_jax.distributed import (
     make_train_step,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import split_array_over_mesh, stack, stack_params, trees, unstack_params
+from xlstm_jax.distributed.data_parallel import rename, split_array_over_mesh, stack_params, trees, unstack_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 
 LOOP, SCAN = "block_{}", "blocks"
@@ -100,10 +100,10 @@ def test_shards_stay_where_they_are(spec):
     assert scan[SCAN].sharding == NamedSharding(mesh, PartitionSpec(None, *spec))
     assert [leaf.sharding for leaf in unstack_params(scan, SCAN, LOOP).values()] == [x.sharding] * 2
     for fn, sharding, values in [
-        (stack._stack, scan[SCAN].sharding, (x, x)),
-        (stack._split, x.sharding, (scan[SCAN],)),
+        (rename._stack, scan[SCAN].sharding, (x, x)),
+        (rename._split, x.sharding, (scan[SCAN],)),
     ]:
-        program = stack._jitted(fn, sharding).lower(*values).compile().as_text()
+        program = rename._jitted(fn, sharding).lower(*values).compile().as_text()
         assert count_collectives(program) == 0 and "num_partitions=8" in program
 
 
