@@ -9,7 +9,6 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 """
 
 import weakref
-from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -98,7 +97,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for box in map(leaf_of, live):
-            known = _averaged_over(box.value)
+            known = next((over for average, over in _averages if average() is box.value), frozenset())
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(box, left, known))
             axes_left.append([axis for axis in left if axis not in box.model_axes])
@@ -128,7 +127,3 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
 # The traced arrays that sync_gradients has returned and that still exist, with the axes they are averaged over. An
 # average has the type of a sum, and JAX lets nobody write on an array where it comes from.
 _averages: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
-
-
-def _averaged_over(value: Any) -> frozenset[str]:
-    return next((axes for average, axes in _averages if average() is value), frozenset())

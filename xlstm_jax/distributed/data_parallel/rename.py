@@ -226,17 +226,14 @@ def _described(leaf: Any) -> str:
 
 def _stacked_leaf(*layers: Any) -> Any:
     values = [leaf_of(layer).value for layer in layers]
-    value = _on_shards(_stack, _spec_of_stacked, *values)
+    # A spec without any axis is P(), as jit reports it: else a second call would compile again.
+    value = _on_shards(_stack, lambda spec: PartitionSpec(None, *spec) if any(spec) else PartitionSpec(), *values)
     is_boxed = isinstance(layers[0], meta.AxisMetadata)
     return layers[0].add_axis(0, WHOLE_LAYER_DIM).replace_boxed(value) if is_boxed else value
 
 
 def _stack(*layers: Any) -> Any:
     return np.stack(layers) if all(isinstance(x, np.ndarray) for x in layers) else jnp.stack(layers)
-
-
-def _spec_of_stacked(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
 
 
 # ------------------------------------------------------------------------------------------------------ and back again
@@ -260,7 +257,7 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
 
 def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
     """A function that returns the leaf's first layer, then its second, and so on."""
-    layers = _on_shards(_split, _spec_of_layer, leaf_of(leaf).value)
+    layers = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), leaf_of(leaf).value)
     if isinstance(leaf, meta.AxisMetadata):
         layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
     return iter(layers).__next__
@@ -268,10 +265,6 @@ def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
 
 def _split(stacked: Any) -> list[Any]:
     return [stacked[number] for number in range(len(stacked))]
-
-
-def _spec_of_layer(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*spec[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------- on a mesh

@@ -189,8 +189,9 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
         made = target(*args, **kwargs)
         if not isinstance(made, nn.Module):
             first = kind_of(args[0]) if args else "no argument by position"
+            name = getattr(target, "__name__", type(target).__name__)
             raise TypeError(
-                f"{_named(target)}, which shard_module_params has wrapped, was called with {first} and returned "
+                f"{name}, which shard_module_params has wrapped, was called with {first} and returned "
                 f"{kind_of(made)}. It takes functions of a module, f(module, ...), and those that make a module and "
                 "return it, unbound: make(config) -> nn.Module."
             )
@@ -199,10 +200,6 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
         return made
 
     return function
-
-
-def _named(function: Method) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def methods_to_lift(cls: type[nn.Module]) -> list[str]:

@@ -203,7 +203,11 @@ class NnxModel:
         """For each parameter that a unit gathers, by path, the path of that unit: the innermost around it."""
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
-        innermost = {path: _innermost(path, [*self.units, *of_linen]) for path in params}
+        around = {
+            path: [module for module in (*self.units, *of_linen) if not module or path.startswith(f"{module}/")]
+            for path in params
+        }
+        innermost = {path: max(modules, key=len) for path, modules in around.items() if modules}
         return {path: unit for path, unit in innermost.items() if unit in self.units}
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
@@ -240,11 +244,6 @@ class NnxModel:
             )
         policy = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
         return with_leaf(leaf, leaves[full], policy) if is_variable(leaf) else leaves[full]
-
-
-def _innermost(path: str, modules: Iterable[str]) -> str | None:
-    """Of the paths of modules, the longest that ``path`` lies below."""
-    return max((module for module in modules if not module or path.startswith(f"{module}/")), key=len, default=None)
 
 
 def _method(module: nnx.Module, method: str | Callable[..., Any] | None) -> Callable[..., Any]:

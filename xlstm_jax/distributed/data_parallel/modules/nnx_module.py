@@ -171,16 +171,14 @@ class Gathered:
 
 def contents(module: nnx.Module) -> dict[str, Any]:
     """The variables and bare arrays of a module, by path as in ``blocks/0/kernel``."""
-    return {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf) or _is_array(leaf)}
+    arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    leaves = ((path, x) for path, x in nnx.iter_graph(module) if is_variable(x) or isinstance(x, arrays))
+    return {path_of(path): leaf for path, leaf in leaves}
 
 
 def is_variable(leaf: Any) -> bool:
     """``isinstance`` of ``nnx.Variable``, for which NNX has a slow rule of its own."""
     return issubclass(type(leaf), nnx.Variable)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def path_of(parts: tuple[Any, ...]) -> str:
@@ -232,14 +230,8 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         return variable.copy(read_value(leaf))
     # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
     box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
-    return variable.copy(box.value, **_metadata_of_bridge(box))
-
-
-def _metadata_of_bridge(box: Sharded) -> dict[str, Any]:
-    """What ``nnx.bridge`` notes of a box in the metadata of a variable."""
-    metadata = box.to_nnx_metadata()
-    del metadata["value"]
-    return metadata | {OF_LINEN: type(box)}
+    metadata = {name: value for name, value in box.to_nnx_metadata().items() if name != "value"}
+    return variable.copy(box.value, **metadata | {OF_LINEN: type(box)})
 
 
 # ------------------------------------------------------------------------------------------------------------- units
@@ -300,19 +292,15 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
     @functools.wraps(plain)
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        _note_shapes(self)
+        # Somebody may ask for the shapes that a unit sees: those of one layer, where the model scans over layers.
+        for leaf in own_variables(self).values():
+            if note := leaf.get_metadata(NOTE_SHAPE, None):
+                note(np.shape(leaf.get_raw_value()))
         if not _split_variables(self):  # none was ever split, or another method of the module has gathered them
             return plain.__get__(self, cls)(*args, **kwargs)
         return entered(NNX, cls.__name__, dropping(whole, NNX, policy), self, args, kwargs)
 
     return method
-
-
-def _note_shapes(module: nnx.Module) -> None:
-    """Of the variables whose shapes somebody asks for: those of one layer, where the model scans over layers."""
-    for leaf in own_variables(module).values():
-        if note := leaf.get_metadata(NOTE_SHAPE, None):
-            note(np.shape(leaf.get_raw_value()))
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:

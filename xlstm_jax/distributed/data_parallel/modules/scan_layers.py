@@ -88,17 +88,15 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None or self.is_mutable_collection("params") or not _is_gathered(self):
+        if self.scope is None or self.is_mutable_collection("params"):
+            return plain(self, *args, **kwargs)
+        leaves = leaves_with_path(_of_one_layer(self.variables.get("params", {})))
+        if all(route_of(path, leaf, self.path) is None for path, leaf in leaves):
             return plain(self, *args, **kwargs)
         with inside_unit(self, ()):
             return ahead(self, *args, **kwargs)
 
     return method
-
-
-def _is_gathered(module: nn.Module) -> bool:
-    stacked = _of_one_layer(module.variables.get("params", {}))
-    return any(route_of(path, leaf, module.path) is not None for path, leaf in leaves_with_path(stacked))
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:

@@ -170,15 +170,14 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
 
 def _check_model(model: Any) -> None:
     made = model.func if isinstance(model, functools.partial) else model
-    if not (isinstance(made, nn.Module) or (isinstance(made, type) and issubclass(made, nn.Module))):
-        raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{_cure(made)}")
-
-
-def _cure(model: Any) -> str:
-    if is_nnx(model if isinstance(model, type) else type(model)):
-        return " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
-    held = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
-    return f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
+    cls = made if isinstance(made, type) else type(made)
+    if issubclass(cls, nn.Module):
+        return
+    held = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    cure = f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
+    if is_nnx(cls):
+        cure = " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
+    raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{cure}")
 
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:

@@ -186,12 +186,6 @@ def _gathered_by_hand(shard: jax.Array, own: tuple[str, ...], batch_axes: tuple[
     return shard
 
 
-def _by_hand_fwd(
-    shard: jax.Array, own: tuple[str, ...], batch_axes: tuple[str, ...], path: str
-) -> tuple[jax.Array, None]:
-    return shard, None
-
-
 def _by_hand_bwd(
     own: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
@@ -204,7 +198,7 @@ def _by_hand_bwd(
     return (cotangent * collectives.axis_size([axis for axis in own if axis in batch_axes]),)
 
 
-_gathered_by_hand.defvjp(_by_hand_fwd, _by_hand_bwd)
+_gathered_by_hand.defvjp(lambda shard, own, batch_axes, path: (shard, None), _by_hand_bwd)
 
 
 def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
@@ -217,16 +211,15 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
     if not axes:
         return wide
-    mean = _mean_of_copies(wide, axes, replicas.reduce_dtype).astype(wide.dtype)
+    count, requested = collectives.axis_size(axes), replicas.reduce_dtype
+    if format_name := packed_format(wide, requested):
+        mean = packed_mean(term_of_mean(wide, count, wide.dtype), axes, format_name)
+    else:
+        term = term_of_mean(wide, count, cast_dtype(wide, requested, "reduce_dtype"))
+        mean = collectives.all_reduce_sum(term, axes)
+    mean = mean.astype(wide.dtype)
     summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
     return mean * collectives.axis_size(summed) if summed else mean
-
-
-def _mean_of_copies(wide: jax.Array, axes: tuple[str, ...], requested: DTypeLike | None) -> jax.Array:
-    format_name, count = packed_format(wide, requested), collectives.axis_size(axes)
-    if format_name:
-        return packed_mean(term_of_mean(wide, count, wide.dtype), axes, format_name)
-    return collectives.all_reduce_sum(term_of_mean(wide, count, cast_dtype(wide, requested, "reduce_dtype")), axes)
 
 
 def gather_dims(
