@@ -97,9 +97,9 @@ def stored(path: str, leaf: Any, dtype: str | None) -> Any:
 
 def _packed(leaf: Any, format_name: str) -> Any:
     """A frozen leaf with its floats in blocks of bytes; itself where it is whole, padded, or blocks do not fill it."""
-    found = leaf_of(leaf)
-    value = found.value
-    dim = None if found.is_padded else dim_to_pack(value.shape, list(map(bool, found.names)))
+    box = leaf_of(leaf)
+    value = box.value
+    dim = None if box.is_padded else dim_to_pack(value.shape, list(map(bool, box.names)))
     if dim is None:
         return leaf
     how = PackedAlong(format_name, dim, value.shape[dim], str(value.dtype))

@@ -299,11 +299,11 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
 
     An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
     """
-    found = leaf_of(leaf)
-    if not found.axes or isinstance(leaf, SplitVariable):
+    box = leaf_of(leaf)
+    if not box.axes or isinstance(leaf, SplitVariable):
         return leaf
-    own = found.model_axes if is_ours(leaf) else found.axes
-    return found.replace(model_axes=tuple(axis for axis in own if axis not in gathered))
+    own = box.model_axes if is_ours(leaf) else box.axes
+    return box.replace(model_axes=tuple(axis for axis in own if axis not in gathered))
 
 
 def frozen(leaf: Any) -> Any:
@@ -340,25 +340,25 @@ def split_along(
 
     ``true_size`` is the size of ``dim`` without padding, or None where ``value`` has no padding.
     """
-    found = leaf_of(leaf)
-    names, sizes = list(found.names), list(found.unpadded_sizes)
+    box = leaf_of(leaf)
+    names, sizes = list(box.names), list(box.unpadded_sizes)
     names[dim], sizes[dim] = axes_entry(axes), true_size
     split = {axis for entry in names for axis in entry_axes(entry)}
-    replicas = communication.replicas or found.communication.replicas
+    replicas = communication.replicas or box.communication.replicas
     return Sharded(
         value,
         tuple(names),
         communication=replace(communication, replicas=replicas).not_copied_along(split),
         true_sizes=tuple(sizes) if any(sizes) else (),
-        model_axes=found.model_axes,
-        trainable=found.trainable,
+        model_axes=box.model_axes,
+        trainable=box.trainable,
     )
 
 
 def unpacked(leaf: Any) -> Any:
     """The leaf as an array of floats, with the rounding of its packed form; itself where it is not packed."""
-    found = leaf_of(leaf)
-    return found.replace(value=found.packed.unpack(found.value), packed=None) if found.packed else leaf
+    box = leaf_of(leaf)
+    return box.replace(value=box.packed.unpack(box.value), packed=None) if box.packed else leaf
 
 
 # --------------------------------------------------------------------------------------------------- whose to gather
@@ -384,17 +384,17 @@ def is_gathered_here(path: str, leaf: Any) -> bool:
 
 def true_value(leaf: Any) -> Any:
     """The value, whole or global, of a leaf without its padding, and unpacked."""
-    found = leaf_of(leaf)
-    value = found.packed.unpack(found.value) if found.packed else found.value
-    return value[tuple(map(slice, found.true_shape))] if found.is_padded else value
+    box = leaf_of(leaf)
+    value = box.packed.unpack(box.value) if box.packed else box.value
+    return value[tuple(map(slice, box.true_shape))] if box.is_padded else value
 
 
 def with_padding(leaf: Any, value: Any) -> Any:
     """``value``, of the true shape of ``leaf``, padded with zeros to the stored shape of ``leaf``."""
-    found = leaf_of(leaf)
-    if not found.is_padded:
+    box = leaf_of(leaf)
+    if not box.is_padded:
         return value
-    sizes = zip(np.shape(found.value), np.shape(value), strict=True)
+    sizes = zip(np.shape(box.value), np.shape(value), strict=True)
     return jnp.pad(value, [(0, size - true) for size, true in sizes])
 
 
@@ -412,43 +412,43 @@ def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str 
 
     What ``how`` leaves open, the box of the leaf says.
     """
-    found = leaf_of(leaf)
-    how = how.or_else(found.communication)
-    if set(found.axes) & set(axes):
+    box = leaf_of(leaf)
+    how = how.or_else(box.communication)
+    if set(box.axes) & set(axes):
         collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        how.dtypes(found.value, path)  # refused here, with the leaf's name
+        how.dtypes(box.value, path)  # refused here, with the leaf's name
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), found.names, axes, how, path)
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path)
         return as_gathered(leaf, value, names, axes, how)
 
     # The box but for its shard says how the shard is gathered, and what becomes of it then.
-    return running_loss().gathered_once(found.value, (found.replace(value=None), axes, how), gather, path)
+    return running_loss().gathered_once(box.value, (box.replace(value=None), axes, how), gather, path)
 
 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
     """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
-    found = leaf_of(leaf)
-    own = found.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(found.axes)
-    return gathered_by_hand(_as_read(leaf, found.value), tuple(axis for axis in axes if axis in own), path)
+    box = leaf_of(leaf)
+    own = box.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(box.axes)
+    return gathered_by_hand(_as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
     """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
-    found = leaf_of(leaf)
-    value = found.packed.unpack(value, how) if found.packed else value
-    if found.is_padded:
-        sizes = zip(found.true_sizes, names, strict=True)
+    box = leaf_of(leaf)
+    value = box.packed.unpack(value, how) if box.packed else value
+    if box.is_padded:
+        sizes = zip(box.true_sizes, names, strict=True)
         value = value[tuple(slice(size if entry is None else None) for size, entry in sizes)]
     if not any(names):
         return value
     return Sharded(
         value,
         names,
-        communication=replace(how, replicas=None) if set(found.axes) & set(axes) else how,
-        true_sizes=found.true_sizes if found.is_padded else (),
-        unit_depth=found.unit_depth,
-        trainable=found.trainable,
+        communication=replace(how, replicas=None) if set(box.axes) & set(axes) else how,
+        true_sizes=box.true_sizes if box.is_padded else (),
+        unit_depth=box.unit_depth,
+        trainable=box.trainable,
         read_as_stored=True,
     )
 

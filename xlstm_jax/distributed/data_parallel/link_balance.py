@@ -121,9 +121,9 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
 
 def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, Order]:
     """The first dim that several axes gather, with these axes in the order of the mesh; no axes where there is none."""
-    found = leaf_of(leaf)
-    for dim, entry in enumerate(found.names):
-        gathered = [axis for axis in entry_axes(entry) if axis in found.gathered_axes]
+    box = leaf_of(leaf)
+    for dim, entry in enumerate(box.names):
+        gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
         if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
             return dim, tuple(axis for axis in axis_sizes if axis in gathered)
     return 0, ()
@@ -131,13 +131,13 @@ def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, Order]:
 
 def _travelling_bytes(leaf: Any) -> float:
     """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
-    found = leaf_of(leaf)
-    shape = np.shape(found.value)
-    if found.packed:
-        return float(found.stored_bytes)
-    gathered, summed = found.communication.dtypes(found.value)
-    sent = sent_itemsize(found.communication.format_of(found.value) or np.dtype(gathered).name)
-    return math.prod(shape) * (sent + (np.dtype(summed).itemsize if found.is_differentiable else 0))
+    box = leaf_of(leaf)
+    shape = np.shape(box.value)
+    if box.packed:
+        return float(box.stored_bytes)
+    gathered, summed = box.communication.dtypes(box.value)
+    sent = sent_itemsize(box.communication.format_of(box.value) or np.dtype(gathered).name)
+    return math.prod(shape) * (sent + (np.dtype(summed).itemsize if box.is_differentiable else 0))
 
 
 def _shared_orders(

@@ -33,9 +33,9 @@ def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 def stored_shape(leaf: Any) -> tuple[int, ...]:
     """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
-    found = leaf_of(leaf)
-    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in found.names]
-    return tuple(map(operator.mul, found.value.shape, counts))
+    box = leaf_of(leaf)
+    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in box.names]
+    return tuple(map(operator.mul, box.value.shape, counts))
 
 
 def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -57,11 +57,11 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """
 
     def spec(path: str, leaf: Any) -> PartitionSpec:
-        found = leaf_of(leaf)
-        unknown = [axis for axis in found.axes if axis not in mesh.shape]
+        box = leaf_of(leaf)
+        unknown = [axis for axis in box.axes if axis not in mesh.shape]
         if unknown:
             raise ValueError(
-                f"'{path}' is boxed with names {found.names}, but the mesh has the axes {tuple(mesh.shape)} "
+                f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
                 f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
                 "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
             )

@@ -71,16 +71,16 @@ class Planned(Sharded, repr=False):
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
-        before, found = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
-        is_boxed = decision.choice.dim is not None or not found.trainable
+        before, box = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
+        is_boxed = decision.choice.dim is not None or not box.trainable
         stands_for = before.stands_for if before else type(leaf) if is_box(leaf) else None
         return cls(
-            found.value,
+            box.value,
             decision.names,
-            communication=found.communication,
-            true_sizes=found.true_sizes,
+            communication=box.communication,
+            true_sizes=box.true_sizes,
             unit_depth=leaf_of(leaf).unit_depth,
-            trainable=found.trainable,
+            trainable=box.trainable,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             stands_for=Sharded if is_boxed else stands_for,
         )

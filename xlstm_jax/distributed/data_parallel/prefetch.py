@@ -67,8 +67,8 @@ def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Rou
     Raises:
       ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
     """
-    names, found = tuple(leaf.names) if is_box(leaf) else (), leaf_of(leaf)
-    gathered = set(filter(collectives.is_bound, found.gathered_axes))
+    names, box = tuple(leaf.names) if is_box(leaf) else (), leaf_of(leaf)
+    gathered = set(filter(collectives.is_bound, box.gathered_axes))
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
@@ -81,7 +81,7 @@ def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Rou
             "Pass prefetch=False, or write nn.scan(nn.remat(...)) there."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, found.communication, path_in_model(module, path))
+    return Route(dims[0], held[first:], left, box.communication, path_in_model(module, path))
 
 
 def prefetched_scan(

@@ -109,10 +109,10 @@ def _decisions(
 
 
 def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:
-    found = leaf_of(leaf)
-    if is_prng_key(found.value):
+    box = leaf_of(leaf)
+    if is_prng_key(box.value):
         return ShardChoice(None, PrngKeys())
-    return choose_shard_dim(np.shape(found.value), found.names, axis_sizes, policy.min_weight_size, policy.uneven)
+    return choose_shard_dim(np.shape(box.value), box.names, axis_sizes, policy.min_weight_size, policy.uneven)
 
 
 def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
@@ -185,9 +185,9 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
     """A module's variables after it has split them: the boxes that are new say that this module gathers them."""
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
-        found, was = leaf_of(leaf), leaf_of(old)
-        is_new = found.axes != was.axes or not was.unit_depth
-        is_new = is_new and (found.gathered_axes != () or not found.axes)
+        box, was = leaf_of(leaf), leaf_of(old)
+        is_new = box.axes != was.axes or not was.unit_depth
+        is_new = is_new and (box.gathered_axes != () or not box.axes)
         return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, Sharded) and is_new else leaf
 
     return trees.map_leaves_with_path(mark, variables, before)

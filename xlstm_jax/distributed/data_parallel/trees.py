@@ -60,10 +60,10 @@ def unbox(tree: PyTree) -> PyTree:
     check_alive(tree, "unbox")
 
     def bare(leaf: Any) -> Any:
-        found = leaf_of(leaf)
-        if not found.is_padded or found.is_packed:
-            return found.value
-        return jax.eval_shape(true_value, leaf) if isinstance(found.value, jax.ShapeDtypeStruct) else true_value(leaf)
+        box = leaf_of(leaf)
+        if not box.is_padded or box.is_packed:
+            return box.value
+        return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
     return map_leaves(bare, tree)
 
