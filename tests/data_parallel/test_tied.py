@@ -133,7 +133,7 @@ def test_a_read_within_a_checkpoint_is_not_read_outside_of_it():
 
 
 def test_guard_it_would_travel_twice(monkeypatch):
-    monkeypatch.setattr(RunningLoss, "gathered_once", lambda self, shard, how, gather: gather())
+    monkeypatch.setattr(RunningLoss, "gathered_once", lambda self, shard, how, gather, path: gather())
     step, state = step_and_state(*CASES["linen"])
     gathers, scatters = of_the_table(step, state)
     assert gathers >= 2 and scatters == 2
