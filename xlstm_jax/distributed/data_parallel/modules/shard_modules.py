@@ -10,9 +10,10 @@ method then runs on a copy of the module, with a ``setup`` of its own, so XLA re
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -202,6 +203,19 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
     return method
 
 
+def apart_from_model() -> AbstractContextManager[None]:
+    """While a method of a sharded model initialises or applies a module by itself, which is none of the model's own."""
+    return nn.intercept_methods(_Apart().intercept)
+
+
+class _Apart:
+    """Stands on Linen's stack of interceptors, and does nothing: those below it let pass what runs above."""
+
+    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """For ``nn.intercept_methods``."""
+        return method(*args, **kwargs)
+
+
 class _Run:
     """One call of a method of a sharded model. Paths start at that model, which is "" itself."""
 
@@ -216,7 +230,7 @@ class _Run:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
-        if module.scope is None or not is_public(name, LINEN):
+        if self._is_apart() or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen looks at the setup of what nn.scan has made, before it is called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
@@ -236,6 +250,11 @@ class _Run:
             return enter(module, lifted(_as_function(plain), None, policy), policy, args, kwargs)
         finally:
             self._entered.pop()
+
+    def _is_apart(self) -> bool:
+        """Whether what runs now is none of the model's own modules."""
+        above = itertools.takewhile(lambda watcher: watcher is not self, watching(object))
+        return any(isinstance(watcher, _Apart) for watcher in above)
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
