@@ -21,7 +21,7 @@ import pytest
 from flax import linen as nn
 
 from xlstm_jax import distributed
-from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
+from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
 from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.training import mistakes
 
@@ -36,6 +36,7 @@ FACES = [
     distributed.data_parallel,
     distributed.device_mesh,
     distributed.metrics,
+    model_parallel,
     distributed.optimizers,
     distributed.plan,
     distributed.processes,

@@ -19,6 +19,7 @@ CAPTIONS = {
     "checkpoint": "save, restore anywhere",
     "processes": "joining, failing together",
     "optimizers": "norms, clipping, states",
+    "model_parallel": "split layers",
     "data_parallel": "the life of a parameter: boxes, gather, gradients, wrapped modules, collectives",
     "wording": "numbers as text",
     "hardware": "chips, links, XLA options",
@@ -32,7 +33,8 @@ FILL, FILL_CORE, INK, GREY = "#e3edf7", "#f2a65a", "#222222", "#666666"
 
 def layers():
     """The names of the folders, layer by layer, the lowest first."""
-    order = re.search(r'^ORDER = """(.*?)"""', (DOCS.parent / "tests" / "test_layers.py").read_text(), re.M | re.S)[1]
+    source = (DOCS.parent / "tests" / "house" / "test_layers.py").read_text()
+    order = re.search(r'^ORDER = """(.*?)"""', source, re.M | re.S)[1]
     return [[name.strip() for name in names.split(",")] for names in order.split("<")]
 
 

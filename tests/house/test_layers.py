@@ -13,7 +13,7 @@ from tests.measures import names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, quiet_import < wording, hardware < data_parallel < processes, optimizers
+ORDER = """common_types, quiet_import < wording, hardware < data_parallel < processes, optimizers, model_parallel
     < device_mesh, checkpoint < metrics, plan, resilience < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -94,7 +94,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
     in_modules = {"linen_module", "scan_layers", "shard_modules"}
-    assert who_imports("flax.linen") == in_modules | {"cross_entropy", "self_test"}
+    assert who_imports("flax.linen") == in_modules | {"cross_entropy", "experts", "self_test"}
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():

@@ -47,6 +47,18 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
         raise ValueError(unbound_message(unbound[0], caller))
 
 
+def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
+    """``axes``, or () where no axis is bound at all and values are global, as in ``init``.
+
+    Raises:
+      ValueError: some axes are bound, but not all of ``axes``.
+    """
+    if not manual_axes() and not any(map(is_bound, axes)):
+        return ()
+    check_bound(axes, caller=caller)
+    return axes
+
+
 def unbound_message(axis: str, caller: str) -> str:
     """The text of an unbound axis: what was asked, which axes there are, what to do."""
     there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
@@ -147,6 +159,19 @@ def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """
     axes = spread_axes(axes)
     return lax.all_to_all(to_varying(value, axes), axes, 0, 0, tiled=True) if axes else value
+
+
+def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
+    """What the device ``by`` places before this one along ``axes`` holds: every device sends to a later one.
+
+    In a ring the first devices receive from the last ones; otherwise they receive zeros.
+    """
+    axes = spread_axes(axes)
+    count = axis_size(axes)
+    if not (by % count if ring else by):
+        return tree
+    targets = [(i, (i + by) % count) for i in range(count) if ring or 0 <= i + by < count]
+    return jax.tree.map(lambda value: lax.ppermute(to_varying(value, axes), axes, targets), tree)
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:

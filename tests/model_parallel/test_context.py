@@ -1,0 +1,271 @@
+"""Attention over a split sequence has the values and gradients of one device, and keeps and sends what it says."""
+
+import math
+from itertools import cycle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.support import FLOAT32_ROUNDING, equations, on_mesh
+from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
+from xlstm_jax.distributed.model_parallel import context
+from xlstm_jax.distributed.model_parallel.context import (
+    context_attention,
+    context_positions,
+    from_zigzag,
+    to_zigzag,
+)
+
+BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
+SPLIT = P("dp", "cp")
+
+
+def normal(seed, *shape):
+    return 2 * jax.random.normal(jax.random.key(seed), shape)
+
+
+QUERY = normal(0, BATCH, TOKENS, HEADS, SIZE)
+KEY, VALUE = normal(1, BATCH, TOKENS, KEY_HEADS, SIZE), normal(2, BATCH, TOKENS, KEY_HEADS, SIZE)
+COTANGENT = normal(3, BATCH, TOKENS, HEADS, SIZE)
+SEGMENTS = jnp.cumsum(jax.random.bernoulli(jax.random.key(4), 0.2, (BATCH, TOKENS)), axis=1)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return DeviceMeshManager.create_device_mesh({"dp": 2, "cp": 4})
+
+
+def of_one_device(query, key, value, causal=True, window=None, segment_ids=None):
+    """The softmax over all keys, written out."""
+    ahead = jnp.arange(TOKENS) - jnp.arange(TOKENS)[:, None]
+    left, right = window if isinstance(window, tuple) else (window, window) if window else (TOKENS, TOKENS)
+    seen = (ahead >= -left) & (ahead <= (min(right, 0) if causal else right))
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    key, value = (jnp.repeat(x, HEADS // KEY_HEADS, axis=2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(SIZE)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), value)
+
+
+def with_gradients(attend):
+    """Result and gradients of query, key and value, of a function of them."""
+
+    def run(*arrays):
+        out, backward = jax.vjp(attend, *arrays)
+        return out, *backward(COTANGENT)
+
+    return jax.jit(run)(QUERY, KEY, VALUE)
+
+
+def over_devices(mesh, check_vma, layout, **options):
+    """``context_attention`` of global arrays in their natural order."""
+    there, back = (to_zigzag, from_zigzag) if layout == "zigzag" else (lambda x, n: x, lambda x, n: x)
+    segments = options.pop("segment_ids", None)
+
+    def local(query, key, value, segments):
+        options_here = {"block_size": 2, "layout": layout, **options}
+        return context_attention(query, key, value, segment_ids=segments, **options_here)
+
+    specs = (SPLIT, SPLIT, SPLIT, None if segments is None else SPLIT)
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPLIT, check_vma=check_vma)
+    n = mesh.shape["cp"]
+    return lambda *arrays: back(split(*there(arrays, n), None if segments is None else there(segments, n)), n)
+
+
+def same(got, want):
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=FLOAT32_ROUNDING * np.abs(w).max())
+
+
+MASKS = {
+    "causal": {},
+    "segments": {"segment_ids": SEGMENTS},
+    "window": {"window": 3, "segment_ids": SEGMENTS},
+    "both sides": {"causal": False, "window": (2, 5)},
+    "all": {"causal": False},
+}
+CASES = [(impl, layout, mask) for impl in ("ring", "ulysses", "gather") for layout in context.LAYOUTS for mask in MASKS]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case, check_vma", list(zip(CASES, cycle([True, False, False, True]))), ids=str)
+def test_values_and_gradients_are_those_of_one_device(case, check_vma, mesh):
+    impl, layout, mask = case
+    got = with_gradients(over_devices(mesh, check_vma, layout, impl=impl, **MASKS[mask]))
+    same(got, with_gradients(lambda *arrays: of_one_device(*arrays, **MASKS[mask])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("shape", [{"dp": 1, "cp": 8}, {"dp": 2, "cp": 1}, {"dp": 1, "cp": 2}], ids=str)
+@pytest.mark.parametrize("impl", ["ring", "gather"])
+def test_on_other_meshes_too(impl, shape, check_vma):
+    mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: math.prod(shape.values())])
+    same(with_gradients(over_devices(mesh, check_vma, "zigzag", impl=impl)), with_gradients(of_one_device))
+
+
+def test_guard_a_layout_that_is_not_the_batchs_gives_another_result(mesh):
+    attend = over_devices(mesh, True, "contiguous", impl="gather")
+    got = from_zigzag(jax.jit(attend)(*to_zigzag((QUERY, KEY, VALUE), 4)), 4)
+    assert np.abs(got - of_one_device(QUERY, KEY, VALUE)).max() > 0.1
+
+
+class Attention(nn.Module):
+    """Projections, a factor that depends on the position, attention."""
+
+    impl: str = "gather"
+    layout: str = "contiguous"
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = (nn.DenseGeneral((HEADS, SIZE), name=name)(x) for name in ("query", "key", "value"))
+        angle = context_positions(x.shape[1], "cp", self.layout)[:, None, None] / 3.0
+        query, key = (a * jnp.cos(angle) for a in (query, key))
+        y = context_attention(query, key, value, impl=self.impl, layout=self.layout)
+        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1))(y)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
+    x = normal(5, BATCH, TOKENS, 6)
+    params = Attention().init(jax.random.key(0), x)
+    model = Attention("ring", "zigzag")
+    step = value_and_grad(lambda params, x: jnp.mean((model.apply(params, x) - x) ** 2), ("dp", "cp"))
+    loss, grads = on_mesh(step, mesh, check_vma, (P(), SPLIT), P())(params, to_zigzag(x, 4))
+    want = jax.jit(jax.value_and_grad(lambda params: jnp.mean((Attention().apply(params, x) - x) ** 2)))(params)
+    np.testing.assert_allclose(loss, want[0], rtol=FLOAT32_ROUNDING)
+    same(jax.tree.leaves(grads), jax.tree.leaves(want[1]))
+
+
+def test_narrow_inputs_are_summed_in_float32(mesh):
+    """And the ring takes values of another size than keys."""
+    narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, jnp.concatenate([VALUE, VALUE], axis=-1))]
+    got = jax.jit(over_devices(mesh, False, "contiguous", impl="ring"))(*narrow)
+    assert got.dtype == jnp.bfloat16
+    want = of_one_device(*(x.astype(jnp.float32) for x in narrow))
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+# -------------------------------------------------------------------------------------------- what is kept and sent
+
+
+def traced(mesh, fn, *specs):
+    """What ``fn`` of this device's query, key and value computes, as equations."""
+    local = jax.shard_map(fn, mesh=mesh, in_specs=specs or (SPLIT,) * 3, out_specs=SPLIT, check_vma=False)
+    return [eqn.primitive.name for _, eqn in equations(jax.make_jaxpr(local)(QUERY, KEY, VALUE))]
+
+
+def gradients(*arrays, **options):
+    return jax.grad(lambda *arrays: context_attention(*arrays, **options).sum(), (0, 1, 2))(*arrays)
+
+
+def test_the_ring_sends_each_shard_once_round(mesh):
+    forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring"))
+    assert forward.count("ppermute") == 2 * 3 and "all_gather" not in forward  # keys and values, to 3 others
+    both = traced(mesh, lambda *arrays: gradients(*arrays, impl="ring")[0])
+    assert both.count("ppermute") == 2 * (3 + 3 + 4)  # keys again, and their gradients, which come home
+
+
+def test_a_window_ends_the_ring_where_no_one_looks(mesh):
+    forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring", window=3))
+    assert forward.count("ppermute") == 2 * 1  # a device has 4 tokens, and sees those of the one before
+
+
+def test_the_ring_keeps_what_is_local(mesh):
+    """Query, key, value and result, and one number for each query: no logits, and no keys of others."""
+    kept = []
+
+    def forward(*arrays):
+        out, backward = jax.vjp(lambda *arrays: context_attention(*arrays, impl="ring"), *arrays)
+        kept.extend(jax.tree.leaves(jax.eval_shape(lambda: backward)))
+        return out
+
+    traced(mesh, forward)
+    local = (BATCH // 2) * (TOKENS // 4)
+    of_arrays = local * (HEADS * SIZE + KEY_HEADS * 2 * SIZE + HEADS * SIZE + HEADS)
+    assert 0 < sum(x.size for x in kept) <= of_arrays + 4 * TOKENS  # and positions
+
+
+@pytest.mark.parametrize("layout, shares", [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
+def test_zigzag_gives_all_devices_the_same_work(layout, shares):
+    """Pairs of half shards that the ring does not pass over, of each device."""
+    order = context.zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
+    halves = order.reshape(4, 2, 2)
+    how = context._How((), layout, True, None, 1.0, 2)
+    pairs = [[context._any_visible(how, q, k) for q in own for k in halves.reshape(8, 2)] for own in halves]
+    assert [sum(map(bool, row)) for row in pairs] == shares
+
+
+def test_a_kernel_is_called_on_what_it_can_take(mesh):
+    calls = {}
+
+    def kernel(query, key, value, **options):
+        calls[tuple(query.shape)] = options
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    for impl in ("gather", "ulysses"):
+        traced(mesh, lambda *arrays, impl=impl: context_attention(*arrays, impl=impl, kernel=kernel, window=3))
+    of_gather, of_ulysses = calls[(1, 4, HEADS, SIZE)], calls[(1, TOKENS, HEADS // 4, SIZE)]
+    assert of_gather["mask"].shape == (1, 1, 4, TOKENS) and not of_gather["is_causal"]
+    assert of_ulysses["mask"] is None and of_ulysses["is_causal"] and of_ulysses["local_window_size"] == (3, 3)
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+def test_a_batch_is_laid_out_and_back():
+    batch = {"tokens": np.arange(48).reshape(2, 24), "x": jnp.arange(96).reshape(2, 24, 2)}
+    there = to_zigzag(batch, 3)
+    assert there["tokens"][0].tolist() == [*range(4), *range(20, 24), *range(4, 8), *range(16, 20), *range(8, 16)]
+    jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 3), batch)
+
+
+@pytest.mark.parametrize("layout", context.LAYOUTS)
+def test_positions_are_those_of_the_layout(layout, mesh):
+    positions = jnp.arange(16)[None]
+    want = to_zigzag(positions, 4) if layout == "zigzag" else positions
+    got = jax.shard_map(lambda: context_positions(4, "cp", layout), mesh=mesh, in_specs=(), out_specs=P("cp"))()
+    np.testing.assert_array_equal(got, want[0])
+    np.testing.assert_array_equal(context_positions(16, "cp", layout), positions[0])  # whole, outside of shard_map
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+REFUSED = {
+    r"impl='flash': context_attention has": {"impl": "flash"},
+    r"layout='striped': the tokens": {"layout": "striped"},
+    r"6 query heads do not divide over the 4 devices along \('cp',\)": {"impl": "ulysses", "heads": 6},
+    r"8 query heads do not divide into groups for 3 key heads": {"key_heads": 3},
+    r"query, key and value have the shapes \(1, 4, 8, 4\), \(1, 3, 2, 4\)": {"key_tokens": 3},
+    r"kernel= with impl='ring'": {"impl": "ring", "kernel": jax.nn.dot_product_attention},
+    r"window=\(-1, 0\): how many tokens": {"window": (-1, 0)},
+    r"segment_ids of shape \(4,\) do not fit a query of shape \(1, 4, 8, 4\)": {"segment_ids": jnp.zeros(4, int)},
+    r"layout='zigzag' with 3 tokens on each device": {"layout": "zigzag", "tokens": 3, "key_tokens": 3},
+    r"context_attention: 'sp' is not a bound mesh axis; the axes bound here": {"axis": "sp"},
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_does_not_fit_is_refused(match, mesh):
+    options = dict(REFUSED[match])
+    query = jnp.zeros((1, options.pop("tokens", 4), options.pop("heads", 8), 4))
+    key = jnp.zeros((1, options.pop("key_tokens", 4), options.pop("key_heads", 2), 4))
+    local = lambda query, key: context_attention(query, key, key, **options)  # noqa: E731
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), query, key)
+
+
+def test_tokens_that_are_the_same_on_all_devices_are_refused(mesh):
+    local = lambda x: context_attention(x, x, x)  # noqa: E731
+    with pytest.raises(ValueError, match="context_attention: the query does not vary over 'cp'"):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")), QUERY)
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"10 tokens do not divide into the 8 chunks .* to 16 tokens"):
+        to_zigzag(np.zeros((1, 10)), 4)

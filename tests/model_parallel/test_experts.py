@@ -1,0 +1,312 @@
+"""Experts that are split over devices: results, losses and gradients are those of one device that has them all."""
+
+from functools import partial
+from itertools import cycle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from tests.support import FLOAT32_ROUNDING, assert_same_params, equations
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    create_train_state,
+    make_train_step,
+    partition_specs,
+    shard_module_params,
+    shard_modules,
+    sync_gradients,
+    unbox,
+)
+from xlstm_jax.distributed.model_parallel import experts as experts_file
+from xlstm_jax.distributed.model_parallel.experts import (
+    Experts,
+    Routing,
+    apply_by_group,
+    load_balancing_loss,
+    mix_experts,
+    mix_experts_with_capacity,
+    route_tokens,
+    router_z_loss,
+)
+
+DIM, COUNT, ROWS = 6, 8, 64
+KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
+X = jax.random.normal(jax.random.key(1), (ROWS // 2, 2, DIM)) * (1 + jnp.arange(ROWS // 2) % 3)[:, None, None]
+
+
+class MLP(nn.Module):
+    """An expert with biases: rows of zeros do not give zeros."""
+
+    @nn.compact
+    def __call__(self, x):
+        bias = nn.initializers.normal(0.5)
+        return nn.Dense(DIM, bias_init=bias)(nn.gelu(nn.Dense(8, bias_init=bias)(x)))
+
+
+def loss_fn(params, apply_fn, x, rng):
+    """The error and both losses of the router."""
+    y, sown = apply_fn({"params": params}, x, mutable=["losses"])
+    balance, z = sown["losses"]["load_balance"][0], sown["losses"]["router_z"][0]
+    return jnp.mean((y - x) ** 2) + 0.3 * balance + 0.1 * z
+
+
+def of_one_device(**options):
+    """Parameters, loss and gradients of all experts on one device."""
+    model = Experts(MLP(), COUNT, axis=None, **options)
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    return params, *jax.jit(jax.value_and_grad(lambda params: loss_fn(params, model.apply, X, None)))(params)
+
+
+def step_on(shape, axes, check_vma, tx=KEEP, **options):
+    """State and metrics after a step on a mesh, and the state before, without its boxes."""
+    mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
+    model = Experts(MLP(), COUNT, block_size=4, **options)
+    model = shard_modules(model, Experts, "fsdp", 8) if "fsdp" in shape else model
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    before = jax.tree.map(np.asarray, unbox(state.params))
+    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, whole_ok=True)
+    return *step(state, X, jax.random.key(2)), before
+
+
+# Axes of the mesh, and those of the batch: "ep" splits it too, or is an axis of its own.
+MESHES = [
+    ({"dp": 2, "fsdp": 2, "ep": 2}, ("dp", "fsdp", "ep")),
+    ({"fsdp": 2, "ep": 4}, ("fsdp",)),
+    ({"ep": 8}, ("ep",)),
+    ({"dp": 4, "ep": 2}, "dp"),
+    ({"fsdp": 4, "ep": 1}, ("fsdp", "ep")),
+]
+OPTIONS = {
+    "top 2": {"top_k": 2},
+    "capacity": {"top_k": 2, "capacity_factor": 0.8},
+    "shared": {"top_k": 1, "shared": MLP()},
+    "top 8": {"top_k": 8, "normalize": True},
+    "top 3, normalized": {"top_k": 3, "normalize": True, "capacity_factor": 1.5},
+}
+CASES = [(mesh, name) for name in OPTIONS for mesh in MESHES]
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case, check_vma", list(zip(CASES, cycle([True, False, False, True, False]))), ids=str)
+def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(case, check_vma):
+    (shape, axes), name = case
+    options = OPTIONS[name]
+    # With a capacity: rows in as many groups as devices have parts of them.
+    groups = {"row_groups": int(np.prod(list(shape.values())))} if "capacity_factor" in options else {}
+    params, loss, grads = of_one_device(**options, **groups)
+    state, metrics, before = step_on(shape, axes, check_vma, **options)
+    jax.tree.map(np.testing.assert_array_equal, before, params)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
+    assert_same_params(state.opt_state, grads)
+
+
+@pytest.mark.slow
+def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    (shape, axes), options = MESHES[0], OPTIONS["top 2"]
+    mesh = DeviceMeshManager.create_device_mesh(shape)
+    model = shard_modules(Experts(MLP(), COUNT, **options), Experts, "fsdp", 8)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, axes, whole_ok=True)
+    params, *_ = of_one_device(**options)
+    plain, opt_state = Experts(MLP(), COUNT, axis=None, **options), tx.init(params)
+    grad = jax.jit(jax.grad(lambda params: loss_fn(params, plain.apply, X, None)))
+    for number in range(10):
+        state, _ = step(state, X, jax.random.key(number))
+        updates, opt_state = tx.update(grad(params), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_params(state.params, params, 1e-4)
+
+
+def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
+    (shape, axes), options = MESHES[0], OPTIONS["top 2"]
+    mesh = DeviceMeshManager.create_device_mesh(shape)
+    model = Experts(MLP(), COUNT, **options)
+    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    specs = partition_specs(state.params, mesh)
+
+    def local(params, x):
+        return sync_gradients(jax.grad(loss_fn)(params, model.apply, x, None), axes)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs, check_vma=False)
+    assert_same_params(jax.jit(step)(state.params, X), of_one_device(**options)[2])
+
+
+@pytest.mark.parametrize("expert, where", [(MLP, (Experts, nn.Dense)), (shard_module_params(MLP, "fsdp", 8), nn.Embed)])
+def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, where):
+    """Modules within an expert gather nothing by themselves: they would do so in a loop that differs by device."""
+    mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
+
+    class Model(nn.Module):
+        expert: type
+
+        @nn.compact
+        def __call__(self, x):
+            known = nn.Embed(8, DIM, name="embed")((x[:, 0, 0] > 0).astype(int))[:, None]
+            return Experts(self.expert(), COUNT, 2, name="mixture")(x + known)
+
+    def loss_fn(params, apply_fn, x, rng):
+        return jnp.mean((apply_fn({"params": params}, x) - x) ** 2)
+
+    model = shard_modules(Model(expert), where, "fsdp", 8)
+    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    assert state.params["mixture"]["experts"]["Dense_0"]["kernel"].axes == ("ep", "fsdp")
+    params = unbox(state.params)
+    want = jax.jit(jax.grad(lambda params: loss_fn(params, Model(MLP).apply, X, None)))(params)
+    state, _ = make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(2))
+    assert_same_params(state.opt_state, want)
+
+
+def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):
+    monkeypatch.setattr(experts_file, "_starts", lambda sizes: jnp.cumsum(sizes))
+    _, metrics, _ = step_on({"ep": 8}, ("ep",), False, top_k=2)
+    assert abs(metrics["loss"] / of_one_device(top_k=2)[1] - 1) > 1e-3
+
+
+def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monkeypatch):
+    """Without their own rule, slice and gather have other gradients where there are no types."""
+    from xlstm_jax.distributed.data_parallel.wire import collectives
+
+    monkeypatch.setattr(experts_file, "_all_rows", lambda own, axes: collectives.all_gather_equal(own, 0, axes))
+    state, _, _ = step_on({"dp": 4, "ep": 2}, "dp", False, top_k=2)
+    got, want = unbox(state.opt_state)["experts"], of_one_device(top_k=2)[2]["experts"]
+    np.testing.assert_allclose(
+        got["Dense_0"]["kernel"],
+        2 * want["Dense_0"]["kernel"],
+        rtol=1e-3,
+        atol=1e-4 * np.abs(got["Dense_0"]["kernel"]).max(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the router
+
+
+def test_weighted_rows_count_in_the_routers_losses_by_their_weights():
+    """Devices with 1, 2, 3, 4 rows that count: the mean of devices' losses times weights is that of one device."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 4}, devices=jax.devices()[:4])
+    logits = jax.random.normal(jax.random.key(3), (16, 5)) * 2
+    weights = (jnp.arange(16) % 4 <= jnp.arange(16) // 4).astype(jnp.float32)
+
+    def sums(logits, weights, axes=()):
+        routing = route_tokens(logits, 2)
+        both = load_balancing_loss(routing, axes, weights) + router_z_loss(routing, weights)
+        return both * weights.sum()
+
+    local = lambda logits, weights: sums(logits, weights, ("dp",))[None]  # noqa: E731
+    split = jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    got, grad = jax.jit(jax.value_and_grad(lambda logits: split(logits, weights).sum()))(logits)
+    want, of_one = jax.jit(jax.value_and_grad(lambda logits: sums(logits, weights)))(logits)
+    np.testing.assert_allclose(got, want, rtol=FLOAT32_ROUNDING)
+    np.testing.assert_allclose(grad, of_one, rtol=0, atol=FLOAT32_ROUNDING)
+    kept = logits[weights > 0]  # rows of weight 0 are as if they were not there
+    alone = jax.jit(sums)(kept, jnp.ones(len(kept)))
+    np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
+
+
+def test_a_balanced_router_has_the_loss_1():
+    routing = Routing(jnp.arange(8)[:, None] % 4, jnp.ones((8, 1)), jnp.zeros((8, 4)))
+    np.testing.assert_allclose(load_balancing_loss(routing), 1)
+    np.testing.assert_allclose(load_balancing_loss(route_tokens(50 * jnp.eye(1, 4).repeat(8, 0), 1)), 4, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ experts on their rows
+
+
+def test_groups_are_those_of_a_loop_and_rows_behind_them_are_zeros():
+    sizes, rows = np.array([3, 0, 5, 1]), jax.random.normal(jax.random.key(0), (12, DIM))
+    params = jax.vmap(lambda key: MLP().init(key, rows)["params"])(jax.random.split(jax.random.key(1), 4))
+
+    def expert(params, rows):
+        return MLP().apply({"params": params}, rows)
+
+    def loop(params, rows):
+        ends = np.cumsum(sizes)
+        parts = [
+            expert(jax.tree.map(lambda x, i=i: x[i], params), rows[end - size : end])
+            for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        return jnp.concatenate([*parts, jnp.zeros((3, DIM))])
+
+    weights = jnp.arange(12 * DIM).reshape(12, DIM) / 50
+    by_group = lambda params, rows: apply_by_group(expert, params, rows, jnp.asarray(sizes), 2)  # noqa: E731
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *args, fn=fn: jnp.sum(fn(*args) * weights), (0, 1)))(params, rows)
+        for fn in (by_group, loop)
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=FLOAT32_ROUNDING)
+    assert_same_params(got[1][0], want[1][0])
+    np.testing.assert_allclose(got[1][1], want[1][1], rtol=0, atol=FLOAT32_ROUNDING * 10)
+
+
+def doubled(factor, rows):
+    return factor * rows
+
+
+def test_what_is_over_the_capacity_is_dropped_last_choices_first():
+    """C = ceil(0.5 x 2 x 4 / 2) = 2 rows of each expert: first choices of rows 0 and 1, then nothing."""
+    routing = Routing(jnp.array([[0, 1], [0, 1], [0, 1], [1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
+    factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
+    with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=0.5)
+    out, dropped = jax.jit(with_capacity)(factors, rows, routing)
+    assert out.ravel().tolist() == [11.0, 1.0, 0.0, 10.0] and dropped == 0.5
+    assert jax.jit(partial(mix_experts, doubled))(factors, rows, routing).ravel().tolist() == [11.0] * 4
+    halves, _ = jax.jit(partial(with_capacity, row_groups=2))(factors, rows, routing)
+    assert halves.ravel().tolist() == [11.0, 0.0, 1.0, 10.0]  # C = 1 in each group of two rows
+
+
+def test_the_share_that_was_dropped_is_told():
+    model = Experts(MLP(), COUNT, 2, axis=None, capacity_factor=0.25)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    assert set(variables) == {"params"}
+    _, told = jax.jit(partial(model.apply, mutable=["intermediates"]))(variables, X)
+    assert 0.5 < told["intermediates"]["dropped"][0] < 1
+
+
+def test_tokens_travel_and_parameters_do_not():
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 8})
+    params = jnp.ones((8, 1))
+
+    def local(params, rows, logits):
+        return mix_experts(doubled, params, rows, route_tokens(logits, 2), ("ep",))
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    found = [eqn for _, eqn in equations(jax.make_jaxpr(split)(params, X[:, 0], jnp.zeros((32, 8))))]
+    sent = [eqn.outvars[0].aval.shape for eqn in found if eqn.primitive.name == "all_to_all"]
+    # Rows there and back, 4 to each device at most, since a token goes to an expert once; and how many they are.
+    assert sorted(sent) == [(8, 1), (8, 4, DIM), (8, 4, DIM)]
+    assert not [eqn for eqn in found if eqn.primitive.name in ("all_gather", "psum")]
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def refused(match, shape=None, axes=("ep",), x=X, **options):
+    options = {"num_experts": COUNT, "top_k": 2, **options}
+    model = Experts(MLP(), **options)
+    if shape is None:
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(model.init, jax.random.key(0), x)
+        return
+    mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
+    params = unbox(jax.eval_shape(Experts(MLP(), options["num_experts"], 2).init, jax.random.key(0), x))
+    local = lambda params, x: model.apply(params, x)  # noqa: E731
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(axes)), params, x)
+
+
+def test_what_does_not_fit_is_refused():
+    refused("top_k=9 of 8 experts", top_k=9)
+    refused("capacity_factor=0.0 leaves no row", capacity_factor=0.0)
+    refused("row_groups=3 does not divide the 64 rows", capacity_factor=1.0, row_groups=3)
+    refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, (), X[:3])
+    refused(r"a device has parameters of 8 experts, where 2 are needed, 8 over \('ep',\)", {"ep": 4})
+    refused("Experts: 'ep' is not a bound mesh axis; the axes bound here", {"dp": 2}, ("dp",))
+    refused(r"the 6 tokens of a device do not divide over the 4 devices", {"dp": 1, "ep": 4}, ("dp",), X[:3])
+    refused(
+        r"batch_axes=\('dp', 'ep'\).*tokens are the same along", {"dp": 2, "ep": 4}, ("dp",), batch_axes=("dp", "ep")
+    )

@@ -1,0 +1,128 @@
+"""A recurrence over a split sequence has the states and gradients of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.support import FLOAT32_ROUNDING, equations
+from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
+from xlstm_jax.distributed.model_parallel.recurrence import recurrence_over_axis, scan_over_axis
+
+TOKENS, SIZE = 24, 3
+DECAY = jax.random.uniform(jax.random.key(0), (TOKENS, 1), minval=0.5)
+UPDATE, INITIAL = jax.random.normal(jax.random.key(1), (TOKENS, SIZE)), jnp.arange(1.0, 1 + SIZE)
+
+
+def mesh_of_sequence(devices):
+    return DeviceMeshManager.create_device_mesh({"cp": devices}, devices=jax.devices()[:devices])
+
+
+def one_after_the_other(decay, update, initial, reverse=False):
+    def step(state, token):
+        state = token[0] * state + token[1]
+        return state, state
+
+    return lax.scan(step, initial, (decay, update), reverse=reverse)[1]
+
+
+def split_states(decay, update, initial, reverse=False):
+    """The same of this device's tokens, from a zero state, and what the state before them has become."""
+
+    def combine(before, after):
+        return before[0] * after[0], after[0] * before[1] + after[1]
+
+    decays, states = lax.associative_scan(combine, (decay, update), reverse=reverse)
+    last = 0 if reverse else -1
+    arrived = recurrence_over_axis(decays[last], states[last], initial=initial, reverse=reverse)
+    return states + decays * arrived
+
+
+SPECS = P("cp"), P("cp"), P()
+
+
+@pytest.mark.parametrize("devices, check_vma, reverse", [(4, True, False), (3, False, True), (8, False, False)])
+def test_states_and_gradients_are_those_of_one_device(devices, check_vma, reverse):
+    mesh = mesh_of_sequence(devices)
+
+    def loss(states):
+        return jnp.mean(states**2 * (1 + jnp.arange(SIZE)))
+
+    def local(params, decay, update):
+        states = split_states(decay, update, params, reverse)
+        return loss(states), states
+
+    step = value_and_grad(local, "cp", has_aux=True)
+    split = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P("cp"), P("cp")), out_specs=((P(), P("cp")), P()), check_vma=check_vma
+    )
+    (value, states), grad = jax.jit(split)(INITIAL, DECAY, UPDATE)
+    want = one_after_the_other(DECAY, UPDATE, INITIAL, reverse)
+    np.testing.assert_allclose(states, want, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING)
+    np.testing.assert_allclose(value, loss(want), rtol=FLOAT32_ROUNDING)
+    of_one = jax.grad(lambda initial: loss(one_after_the_other(DECAY, UPDATE, initial, reverse)))(INITIAL)
+    np.testing.assert_allclose(grad, of_one, rtol=FLOAT32_ROUNDING)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_gradients_of_decays_and_updates_too(check_vma):
+    split = jax.shard_map(
+        split_states, mesh=mesh_of_sequence(4), in_specs=SPECS, out_specs=P("cp"), check_vma=check_vma
+    )
+
+    def loss(fn, decay, update):
+        return jnp.sum(fn(decay, update, INITIAL) ** 2)
+
+    got = jax.jit(jax.grad(lambda *arrays: loss(split, *arrays), (0, 1)))(DECAY, UPDATE)
+    want = jax.jit(jax.grad(lambda *arrays: loss(one_after_the_other, *arrays), (0, 1)))(DECAY, UPDATE)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=FLOAT32_ROUNDING * np.abs(w).max())
+    # guard: without what the devices before bring, states differ
+    alone = one_after_the_other(DECAY[6:], UPDATE[6:], jnp.zeros(SIZE))
+    assert np.abs(alone - one_after_the_other(DECAY, UPDATE, INITIAL)[6:]).max() > 0.1
+
+
+def stabilized(before, after):
+    """Steps of an exponential gate: log of the decay, largest exponent so far, state divided by its exponential."""
+    (decay_1, largest_1, state_1), (decay_2, largest_2, state_2) = before, after
+    largest = jnp.maximum(largest_1 + decay_2, largest_2)
+    state = jnp.exp(largest_1 + decay_2 - largest) * state_1 + jnp.exp(largest_2 - largest) * state_2
+    return decay_1 + decay_2, largest, state
+
+
+def test_steps_of_ones_own_are_combined():
+    """As in xLSTM: exponents of hundreds, which no float32 holds but for the stabilizer."""
+    log_decay, exponent = jnp.log(DECAY[:, 0]), 200 * jnp.sin(jnp.arange(TOKENS))
+    none = jnp.zeros(()), jnp.float32(-1e30), jnp.zeros(())
+
+    def local(log_decay, exponent, update):
+        own = lax.associative_scan(lambda a, b: jax.vmap(stabilized)(a, b), (log_decay, exponent, update))
+        before = scan_over_axis(stabilized, jax.tree.map(lambda x: x[-1], own), "cp", first=none)
+        return jax.vmap(lambda after: stabilized(before, after))(own)
+
+    split = jax.shard_map(local, mesh=mesh_of_sequence(4), in_specs=P("cp"), out_specs=P("cp"))
+    inputs = log_decay, exponent, UPDATE[:, 0]
+    want = lax.associative_scan(lambda a, b: jax.vmap(stabilized)(a, b), inputs)
+    for g, w in zip(jax.jit(split)(*inputs), want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scan_is_a_logarithm_of_exchanges():
+    split = jax.shard_map(split_states, mesh=mesh_of_sequence(8), in_specs=SPECS, out_specs=P("cp"), check_vma=False)
+    found = [eqn.primitive.name for _, eqn in equations(jax.make_jaxpr(split)(DECAY, UPDATE, INITIAL))]
+    assert found.count("ppermute") == 2 * (3 + 1)  # decays and states; by 1, 2, 4, and to the next device
+
+
+def test_outside_of_shard_map_the_sequence_is_whole():
+    got, want = (jax.jit(fn)(DECAY, UPDATE, INITIAL) for fn in (split_states, one_after_the_other))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"decay of shape \(2,\) and initial of shape \(2, 3\) do not fit a state"):
+        recurrence_over_axis(jnp.ones(2), jnp.ones((2, 3)))
+    local = lambda x: recurrence_over_axis(x, x, "sp")  # noqa: E731
+    with pytest.raises(ValueError, match="scan_over_axis: 'sp' is not a bound mesh axis"):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh_of_sequence(2), in_specs=P("cp"), out_specs=P("cp")), DECAY)

@@ -1,0 +1,506 @@
+"""Attention over a sequence that is split over devices, inside ``shard_map``; exact.
+
+Each of n devices along the axis "cp" has t of n * t tokens, and computes the attention of its own queries. Three ways
+to the keys K[b, t, g, d] (g heads) and values:
+
+  gather    K[b, t, g, d] -- all-gather -->  K[b, n t, g, d]     all keys on each device; any kernel that takes a mask
+  ulysses   K[b, t, g, d] -- all-to-all -->  K[b, n t, g / n, d] all tokens of some heads; any kernel, n divides heads
+  ring      K[b, t, g, d] -- n - 1 permutes, each beside the products with the keys before it; softmax merged in float32
+
+Gather and ulysses are differentiated by JAX: an all-gather becomes a reduce-scatter, an all-to-all goes back. The ring
+has its own backward rule. It keeps what a device has anyway (query, key, value, result, one number for each query) and
+sends keys round a second time, with their gradients.
+
+Under a causal mask the first device of a contiguous layout has next to nothing to do, and the last all. In the zigzag
+layout device i has chunks i and 2n - 1 - i of 2n, so that all have the same.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+
+Array = jax.Array
+Kernel = Callable[..., Array]
+
+LAYOUTS = "contiguous", "zigzag"
+BLOCK_SIZE = 512
+HIDDEN = -1e30  # a logit that the mask hides; finite, so that a difference of two is no NaN
+
+
+@dataclass(frozen=True)
+class _How:
+    """The options of one call: ``axes`` are () where no mesh axis is bound."""
+
+    axes: tuple[str, ...]
+    layout: str
+    causal: bool
+    window: tuple[int, int] | None
+    scale: float
+    block_size: int
+
+    @property
+    def devices(self) -> int:
+        return collectives.axis_size(self.axes)
+
+    def positions(self, length: int) -> np.ndarray:
+        """[n, t]: the positions of the tokens that each device has."""
+        order = np.arange(self.devices * length)
+        return (zigzag_order(order.size, self.devices) if self.layout == "zigzag" else order).reshape(-1, length)
+
+
+# --------------------------------------------------------------------------------------------------------- the layout
+
+
+def zigzag_order(length: int, devices: int) -> np.ndarray:
+    """[length]: the position of each token in the zigzag layout; device i has chunks i and 2n - 1 - i of 2n."""
+    if length % (2 * devices):
+        raise ValueError(
+            f"{length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} devices, "
+            f"two for each. Pad the sequence to {-(-length // (2 * devices)) * 2 * devices} tokens."
+        )
+    chunks = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).ravel()
+
+
+def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
+    """Lays out the tokens of a global batch so that under a causal mask all devices have the same to compute.
+
+    >>> to_zigzag(np.arange(8)[None], devices=2)  # the first device gets chunks 0 and 3 of 4, the second 1 and 2
+    array([[0, 1, 6, 7, 2, 3, 4, 5]])
+
+    Lay out everything that has an entry for each token: inputs, labels, weights, segment ids. Shift labels before.
+
+    Args:
+      batch: a tree of NumPy's or JAX's arrays, before they are split over the mesh.
+      devices: along the axis of the sequence.
+      dim: of the sequence, in every array.
+    Raises:
+      ValueError: twice the devices do not divide the sequence.
+    """
+    return jax.tree.map(lambda x: _reordered(x, zigzag_order(x.shape[dim], devices), dim), batch)
+
+
+def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
+    """The inverse of ``to_zigzag``.
+
+    >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
+    array([[0, 1, 2, 3, 4, 5, 6, 7]])
+    """
+    return jax.tree.map(lambda x: _reordered(x, np.argsort(zigzag_order(x.shape[dim], devices)), dim), batch)
+
+
+def _reordered(values: Any, order: np.ndarray, dim: int) -> Any:
+    return values[(slice(None),) * dim + (order,)]
+
+
+def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
+    """The positions in the whole sequence of the tokens that this device has, for rotary or learned embeddings.
+
+    >>> positions = lambda: context_positions(4, "fsdp", "zigzag")  # the mesh has 4 devices along "fsdp"
+    >>> jax.shard_map(positions, mesh=mesh, in_specs=(), out_specs=jax.P("fsdp"))().reshape(4, 4)[0].tolist()
+    [0, 1, 14, 15]
+
+    Where no mesh axis is bound, as in ``init``, the sequence is whole: 0 to ``length`` - 1.
+
+    Args:
+      length: tokens on this device.
+      axis, layout: as for ``context_attention``.
+    Returns:
+      int32 [length].
+    """
+    axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
+    _check_layout(layout)
+    if layout == "zigzag":
+        _check_even(length, axes)
+    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
+
+
+def _own_positions(how: _How, length: int, back: int = 0) -> Array:
+    """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
+    table = jnp.asarray(how.positions(length), jnp.int32)
+    return table[(collectives.axis_index(how.axes) - back) % how.devices]
+
+
+# ------------------------------------------------------------------------------------------------------ the attention
+
+
+def context_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    axis: AxisNames = "cp",
+    *,
+    causal: bool = True,
+    impl: str = "gather",
+    layout: str = LAYOUTS[0],
+    window: int | tuple[int, int] | None = None,
+    segment_ids: Array | None = None,
+    scale: float | None = None,
+    kernel: Kernel | None = None,
+    block_size: int = BLOCK_SIZE,
+) -> Array:
+    """Attention of a sequence that is split over the devices of an axis; values and gradients are those of one device.
+
+    Call it inside ``shard_map``, in either ``check_vma`` mode. Where no mesh axis is bound, as in ``init``, the
+    sequence is whole and in its natural order, and the same call is the plain attention.
+
+    >>> def attend(x):  # [b, t, heads, d], this device's tokens
+    ...     return context_attention(x, x, x, "fsdp", impl="ring")
+    >>> x = jax.random.normal(jax.random.key(0), (2, 16, 4, 8))
+    >>> split = jax.P(None, "fsdp")
+    >>> over_devices = jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)
+    >>> bool(jnp.allclose(over_devices(x), jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=1e-6))
+    True
+
+    Args:
+      query: [b, t, h, d], the t tokens that this device has of n * t.
+      key, value: [b, t, g, d] with g dividing h (grouped queries). In the ring the value's d may be another one.
+      axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
+      causal: a token sees itself and those before it.
+      impl: "gather": keys and values of all devices come to each, which holds them and, without a kernel of your own,
+        all logits of its queries. "ulysses": tokens are exchanged for heads, the fewest bytes; n must divide h, and key
+        heads are copied where it does not divide g. "ring": keys go round, so that nothing longer than t is in memory.
+      layout: "contiguous" or "zigzag", as ``to_zigzag`` has laid out the batch. The ring does then half of the work;
+        gather computes what the mask hides too, and gains nothing.
+      window: how far a token sees, (to the left, to the right), or one number for both.
+      segment_ids: integers [b, t] of this device's tokens; a token sees those of its own segment only.
+      scale: of the logits; None: 1 / sqrt(d).
+      kernel: ``kernel(query, key, value, mask=, is_causal=, local_window_size=, scale=)``, for gather and ulysses.
+        None: ``jax.nn.dot_product_attention``, which also is the protocol: a bool ``mask`` [b or 1, 1, queries, keys]
+          or None.
+        Ulysses hands on ``is_causal`` and ``local_window_size``, with a mask of segments only; gather has all in the
+        mask.
+      block_size: queries and keys that the ring multiplies at a time, the nearest size that divides t.
+    Returns:
+      [b, t, h, d of the value], in the dtype of the query.
+    Raises:
+      ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none.
+    """
+    axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
+    window = (window, window) if isinstance(window, int) else window
+    how = _How(axes, layout, causal, window, 1 / math.sqrt(query.shape[-1]) if scale is None else scale, block_size)
+    _check(query, key, value, segment_ids, how, impl, kernel)
+    # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
+    over = frozenset(axes).union(*map(collectives.varying_axes, (query, key, value)))
+    query, key, value, segment_ids = collectives.to_varying((query, key, value, segment_ids), sorted(over))
+    if impl == "ring":
+        return _ring(query, key, value, segment_ids, how)
+    by = _by_gather if impl == "gather" else _by_ulysses
+    return by(query, key, value, segment_ids, how, kernel or jax.nn.dot_product_attention).astype(query.dtype)
+
+
+def _by_gather(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
+    length = query.shape[1]
+    key, value = (collectives.all_gather(x, 1, how.axes) for x in (key, value))
+    all_segments = None if segments is None else collectives.all_gather(segments, 1, how.axes)
+    places = _own_positions(how, length), jnp.asarray(how.positions(length).ravel(), jnp.int32)
+    mask = _visible(how, *places, segments, all_segments)
+    return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=how.scale)
+
+
+def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
+    n, length = how.devices, query.shape[1]
+    copies = _copies(query.shape[2], key.shape[2], n)
+    order = how.positions(length).ravel()
+    natural = np.argsort(order)
+
+    def whole_sequence(x: Array) -> Array:  # [b, t, h, d] -> [b, n t, h / n, d]
+        pieces = jnp.moveaxis(x.reshape(*x.shape[:2], n, -1, x.shape[3]), 2, 0)
+        parts = jnp.moveaxis(collectives.all_to_all(pieces, how.axes), 0, 1)
+        return _in_order(parts.reshape(x.shape[0], n * length, -1, x.shape[3]), natural)
+
+    def own_tokens(x: Array) -> Array:  # the inverse
+        parts = _in_order(x, order).reshape(x.shape[0], n, length, *x.shape[2:])
+        pieces = collectives.all_to_all(jnp.moveaxis(parts, 1, 0), how.axes)
+        return jnp.moveaxis(pieces, 0, 2).reshape(x.shape[0], length, -1, x.shape[3])
+
+    query, key, value = map(whole_sequence, (query, *(jnp.repeat(x, copies, axis=2) for x in (key, value))))
+    mask = None
+    if segments is not None:
+        segments = _in_order(collectives.all_gather(segments, 1, how.axes), natural)
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    options = {"mask": mask, "is_causal": how.causal, "local_window_size": how.window, "scale": how.scale}
+    return own_tokens(kernel(query, key, value, **options))
+
+
+def _in_order(values: Array, order: np.ndarray) -> Array:
+    """Along dim 1; nothing is copied where the order is the one that they have."""
+    return values if (np.diff(order) == 1).all() else values[:, order]
+
+
+def _copies(heads: int, key_heads: int, devices: int) -> int:
+    """How often each key head is copied, so that every device gets as many, and those of its query heads."""
+    groups = heads // key_heads
+    return next(n for n in range(1, groups + 1) if groups % n == 0 and key_heads * n % devices == 0)
+
+
+def _visible(
+    how: _How, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
+) -> Array | None:
+    """[b or 1, 1, queries, keys]: which keys a query sees; None where it sees all."""
+    ahead = of_keys[None, None, None, :] - of_queries[None, None, :, None]
+    conditions = [ahead <= 0] if how.causal else []
+    if how.window:
+        left, right = how.window
+        conditions += [ahead >= -left, ahead <= right]
+    if query_segments is not None and key_segments is not None:
+        conditions.append(query_segments[:, None, :, None] == key_segments[:, None, None, :])
+    return jnp.asarray(math.prod(conditions[1:], start=conditions[0])) if conditions else None
+
+
+def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
+    """Whether a query of a block may see a key of another by its position: a block that is hidden is passed over."""
+    nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
+    left, right = how.window or (math.inf, math.inf)
+    right = min(right, 0) if how.causal else right
+    return (nearest <= right) & (farthest >= -left)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ring
+
+# In blocks: queries [nq, b, g, r, c, d], where r query heads share a key head; keys and values [nk, b, g, c, d];
+# positions [nq, c], segment ids [nq, b, c]. ``of_queries`` is (positions, segment ids) of the queries, in blocks.
+
+
+def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> Array:
+    return _ring_fwd(query, key, value, segments, how)[0]
+
+
+def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
+    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    zeros = jnp.zeros_like(blocks[..., 0], wide)
+    state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
+    for step in range(steps := _steps(how, query.shape[1])):
+        # Sent before the products, and not used by them: the compiler may do both at a time.
+        coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
+        state = _merge(how, state, blocks, of_queries, arrived, _positions_in_blocks(how, query.shape[1], step))
+        arrived = coming
+    largest, total, out = state
+    normalizer = largest + jnp.log(total)
+    out = _from_blocks(out / total[..., None]).astype(query.dtype)
+    return out, (query, key, value, segments, out, normalizer)
+
+
+def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, out, normalizer = kept
+    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
+    wide = normalizer.dtype
+    through = _query_blocks(d_out, key.shape[2], how)
+    correction = (_query_blocks(out, key.shape[2], how).astype(wide) * through.astype(wide)).sum(-1)
+    of_result = through, normalizer, correction
+    d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
+    for step in range(steps := _steps(how, query.shape[1])):
+        coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
+        places = _positions_in_blocks(how, query.shape[1], step)
+        # The gradients of the keys at hand arrive while the new terms are computed.
+        before = collectives.shift(d_arrived, how.axes) if step else d_arrived
+        d_query, terms = _merge_gradients(how, d_query, blocks, of_queries, of_result, arrived, places)
+        d_arrived = jax.tree.map(jnp.add, before, list(terms))
+        arrived = coming
+    d_key, d_value = collectives.shift(d_arrived, how.axes, 1 - steps)  # home
+    shapes = zip((d_query, d_key[:, :, :, None], d_value[:, :, :, None]), (query, key, value), strict=True)
+    return *(_from_blocks(x).astype(like.dtype) for x, like in shapes), None  # type: ignore[return-value]
+
+
+_ring = jax.custom_vjp(_ring, nondiff_argnums=(4,))
+_ring.defvjp(_ring_fwd, _ring_bwd)
+
+
+def _steps(how: _How, length: int) -> int:
+    """How many devices' keys a device needs: all, or those that a window reaches back to."""
+    if how.causal and how.window and how.layout == "contiguous":
+        return min(how.devices, 1 + math.ceil(how.window[0] / length))
+    return how.devices
+
+
+def _block_length(how: _How, length: int) -> int:
+    """The divisor nearest to the block size; of half the tokens in the zigzag layout, whose halves lie apart."""
+    length = length // 2 if how.layout == "zigzag" else length
+    divisors = [size for size in range(1, length + 1) if length % size == 0]
+    return min(divisors, key=lambda size: abs(math.log(size / how.block_size)))
+
+
+def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, Any, Any]:
+    """(queries, (their positions, segment ids), (keys, values, segment ids)), in blocks."""
+    length = query.shape[1]
+    if segments is not None:
+        segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(how, length)), 1, 0)
+    keys, values = (_query_blocks(x, x.shape[2], how)[:, :, :, 0] for x in (key, value))
+    of_queries = _positions_in_blocks(how, length, 0), segments
+    return _query_blocks(query, key.shape[2], how), of_queries, (keys, values, segments)
+
+
+def _positions_in_blocks(how: _How, length: int, step: int) -> Array:
+    return _own_positions(how, length, step).reshape(-1, _block_length(how, length))
+
+
+def _query_blocks(x: Array, groups: int, how: _How) -> Array:
+    """[b, t, h, d] -> [n, b, g, r, c, d]."""
+    batch, length, heads, size = x.shape
+    blocks = x.reshape(batch, -1, _block_length(how, length), groups, heads // groups, size)
+    return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
+
+
+def _from_blocks(x: Array) -> Array:
+    """The inverse of ``_query_blocks``."""
+    count, batch, groups, shared, length, size = x.shape
+    return jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, count * length, groups * shared, size)
+
+
+def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
+    """The state (largest logit, sum of exponentials, weighted sum of values) of all queries, with these keys added."""
+    keys, values, key_segments = arrived
+
+    def of_one_block(_: None, block: Any) -> tuple[None, PyTree]:
+        state, query, (position, segment) = block
+
+        def add(state: PyTree, block: Any) -> tuple[PyTree, None]:
+            key, value, key_position, key_segment = block
+            attend = partial(_attend, how, query, key, value, (position, key_position, segment, key_segment))
+            return lax.cond(_any_visible(how, position, key_position), attend, lambda state: state, state), None
+
+        return None, lax.scan(add, state, (keys, values, places, key_segments))[0]
+
+    return lax.scan(of_one_block, None, (state, queries, of_queries))[1]
+
+
+def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
+    largest, total, out = state
+    logits, mask = _logits(how, query, key, places)
+    new = jnp.maximum(largest, logits.max(-1))
+    weights = jnp.exp(logits - new[..., None])
+    if mask is not None:  # where a query has seen nothing but hidden keys so far, these exponentials are 1
+        weights = jnp.where(mask, weights, 0)
+    shrink = jnp.exp(largest - new)
+    more = _product("bgrqk,bgkd->bgrqd", weights.astype(value.dtype), value)
+    return new, total * shrink + weights.sum(-1), out * shrink[..., None] + more
+
+
+def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
+    """[b, g, r, queries, keys], and the mask."""
+    mask = _visible(how, *places)
+    mask = None if mask is None else mask[:, None]
+    logits = _product("bgrqd,bgkd->bgrqk", query, key) * how.scale
+    return (logits if mask is None else jnp.where(mask, logits, HIDDEN)), mask
+
+
+def _merge_gradients(
+    how: _How, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """The gradient of all queries with the terms of these keys added, and the gradients of the keys and values."""
+    keys, values, key_segments = arrived
+
+    def of_one_block(d_keys: PyTree, block: Any) -> tuple[PyTree, Array]:
+        d_query, query, (position, segment), result = block
+
+        def add(d_query: Array, block: Any) -> tuple[Array, PyTree]:
+            key, value, key_position, key_segment, d_key = block
+            terms = partial(_terms, how, query, key, value, (position, key_position, segment, key_segment), result)
+            seen = _any_visible(how, position, key_position)
+            return lax.cond(seen, terms, lambda *sums: sums, d_query, d_key)
+
+        d_query, d_keys = lax.scan(add, d_query, (keys, values, places, key_segments, d_keys))
+        return d_keys, d_query
+
+    d_keys = jnp.zeros_like(keys, d_query.dtype), jnp.zeros_like(values, d_query.dtype)
+    d_keys, d_query = lax.scan(of_one_block, d_keys, (d_query, queries, of_queries, of_result))
+    return d_query, d_keys
+
+
+def _terms(
+    how: _How, query: Array, key: Array, value: Array, places: Any, result: Any, d_query: Array, d_keys: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    """With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q."""
+    (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
+    logits, _ = _logits(how, query, key, places)
+    softmax = jnp.exp(logits - normalizer[..., None])
+    d_value += _product("bgrqk,bgrqd->bgkd", softmax.astype(value.dtype), d_out.astype(value.dtype))
+    d_logits = softmax * (_product("bgrqd,bgkd->bgrqk", d_out, value) - correction[..., None]) * how.scale
+    d_logits = d_logits.astype(query.dtype)
+    d_key += _product("bgrqk,bgrqd->bgkd", d_logits, query)
+    return d_query + _product("bgrqk,bgkd->bgrqd", d_logits, key), (d_key, d_value)
+
+
+def _product(dims: str, a: Array, b: Array) -> Array:
+    """In float32, or in what is wider."""
+    wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    return jnp.einsum(dims, a, b, preferred_element_type=wide)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def _check(
+    query: Array, key: Array, value: Array, segments: Array | None, how: _How, impl: str, kernel: Kernel | None
+) -> None:
+    if impl not in ("gather", "ulysses", "ring"):
+        raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
+    _check_layout(how.layout)
+    _check_shapes(query, key, value, segments)
+    if how.layout == "zigzag":
+        _check_even(query.shape[1], how.axes)
+    if impl == "ring" and kernel is not None:
+        raise ValueError(
+            "kernel= with impl='ring': the ring merges softmaxes block by block, which a kernel that returns results "
+            "alone cannot. Leave kernel= out, or take impl='ulysses' (or 'gather'), which calls it on whole softmaxes."
+        )
+    if how.window is not None and min(how.window) < 0:
+        raise ValueError(f"window={how.window}: how many tokens a token sees to its left and right, 0 or more each.")
+    if impl == "ulysses" and (heads := query.shape[2]) % how.devices:
+        raise ValueError(
+            f"impl='ulysses': the {heads} query heads do not divide over the {how.devices} devices along {how.axes}. "
+            f"Take impl='ring' or 'gather', or {math.gcd(heads, how.devices)} devices for the sequence."
+        )
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        for axis in collectives.spread_axes(how.axes):
+            if collectives.is_tracked(axis) and axis not in collectives.varying_axes(array):
+                raise ValueError(
+                    f"context_attention: the {name} does not vary over {axis!r} (its type is {jax.typeof(array)}): all "
+                    "devices have the same tokens. Split the sequence over that axis, as in_specs=P('fsdp', 'cp') of a "
+                    "batch [b, t] does, or name the axis that splits it."
+                )
+
+
+def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None) -> None:
+    shapes = query.shape, key.shape, value.shape
+    fit = all(len(shape) == 4 for shape in shapes) and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    if not (fit and key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3]):
+        raise ValueError(
+            f"query, key and value have the shapes {shapes[0]}, {shapes[1]}, {shapes[2]}: they must be [b, t, h, d], "
+            "[b, t, g, d] and [b, t, g, e], with the same tokens t of one sequence on this device."
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} query heads do not divide into groups for {key.shape[2]} key heads: a key head must "
+            "serve as many query heads as any other."
+        )
+    if segments is not None and segments.shape != query.shape[:2]:
+        raise ValueError(
+            f"segment_ids of shape {segments.shape} do not fit a query of shape {query.shape}: one integer for each of "
+            f"this device's tokens, {query.shape[:2]}, is needed."
+        )
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see to_zigzag.")
+
+
+def _check_even(length: int, axes: tuple[str, ...]) -> None:
+    if axes and length % 2:
+        raise ValueError(
+            f"layout='zigzag' with {length} tokens on each device along {axes}: two chunks of one size are needed. "
+            f"Pad the sequence to {length + 1} tokens for each device, and lay it out by to_zigzag."
+        )

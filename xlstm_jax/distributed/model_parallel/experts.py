@@ -1,0 +1,568 @@
+"""A mixture of experts, the experts split over devices: tokens travel to the experts that they are routed to, and back.
+
+Life of the n tokens X[n, d] of one device, each routed to k of E experts, of which each of p devices along "ep" has E /
+p:
+  route      X[n, d] -- router -->  logits[n, E] -- top k -->  experts[n, k], weights[n, k]
+  dispatch   X[n, d] -- sorted by expert, all-to-all -->  the rows of all p devices for this device's experts
+  compute    each expert on its rows, grouped
+  combine    -- all-to-all, unsorted -->  Y[n, k, d] -- weighted sum -->  Y[n, d]
+
+Without a capacity no token is dropped: a device receives as many rows as are sent, at most p n min(k, E / p), computes
+those that are there, and the result is that of one device. With a capacity an expert takes C rows of each group of
+rows, and the result is that of one device that cuts its rows into the same groups.
+
+The axis of experts may be one of those that split the batch: each device has its own tokens, and the gradient of an
+expert, a sum over the tokens of all, is divided as any other (``sync_gradients``). Or it is an axis of its own, along
+which tokens are the same: each device then takes its part of them, and gathers the results.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_model, with_layer_names
+from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+
+Array = jax.Array
+Expert = Callable[[PyTree, Array], Array]  # (the parameters of one expert, rows [m, d]) -> rows [m, e]
+
+BLOCK_SIZE = 128  # rows that an expert computes at a time
+
+
+# --------------------------------------------------------------------------------------------------------- the router
+
+
+class Routing(NamedTuple):
+    """Where tokens go: ``experts`` int32 [n, k] and ``weights`` [n, k], by the ``logits`` [n, E].
+
+    >>> Routing(experts=jnp.array([[1]]), weights=jnp.ones((1, 1)), logits=jnp.zeros((1, 2))).experts.shape
+    (1, 1)
+    """
+
+    experts: Array
+    weights: Array
+    logits: Array
+
+
+def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
+    """The ``top_k`` likeliest experts of each token, weighted by their probabilities.
+
+    >>> route_tokens(jnp.log(jnp.array([[0.5, 0.1, 0.4]])), top_k=2).experts
+    Array([[0, 2]], dtype=int32)
+
+    Args:
+      logits: [n, E]; softmax and weights are float32.
+      top_k: 1 to E. Of experts that are equally likely the first is taken.
+      normalize: divide the weights of a token by their sum (Mixtral), which is 1 for all k = E.
+    Raises:
+      ValueError: ``top_k`` is not between 1 and E.
+    """
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ValueError(
+            f"top_k={top_k} of {logits.shape[-1]} experts: a token goes to one expert at least, and to all at most."
+        )
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    weights, experts = lax.top_k(jax.nn.softmax(logits), top_k)
+    return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
+
+
+def load_balancing_loss(
+    routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
+) -> Array:
+    """E times the sum over experts of (share of the choices) x (mean probability): 1 where all get the same, E at most.
+
+    Shares are those of the whole batch. The mean over the devices of what this returns is the loss of the whole batch,
+    and the mean of its gradients the gradient: add it to the loss of the device as any mean over its tokens.
+
+    >>> routing = route_tokens(jnp.zeros((4, 8)), top_k=1)  # all to the first of 8 experts, all equally likely
+    >>> float(load_balancing_loss(routing))
+    1.0
+
+    Args:
+      routing: of this device's tokens.
+      batch_axes: all axes along which tokens differ; () outside of ``shard_map``.
+      row_weights: [n], 0 for padding; means are weighted. In a loss of (sum, weight) add it times the device's weight.
+    """
+    n, experts = routing.logits.shape
+    weights = jnp.ones(n, routing.logits.dtype) if row_weights is None else row_weights.astype(routing.logits.dtype)
+    chosen = jnp.zeros(experts, weights.dtype).at[routing.experts].add(weights[:, None])
+    axes = as_axis_names(batch_axes) if batch_axes else ()
+    # Sums over devices of both, and no mean of the devices' shares: they may hold different weights. Types must not
+    # tell that a total is equal on all devices, as it would then count once.
+    sums = collectives.to_varying([chosen, weights.sum() * routing.experts.shape[1]], axes)
+    chosen, total = collectives.psum(sums, [axes, axes])
+    share = lax.stop_gradient(chosen / jnp.where(total > 0, total, 1))
+    return experts * jnp.sum(share * _mean(jax.nn.softmax(routing.logits), weights))
+
+
+def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
+    """The mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
+
+    >>> routing = route_tokens(jnp.full((4, 8), 3.0) - jnp.log(8), top_k=1)
+    >>> round(float(router_z_loss(routing)), 4)
+    9.0
+    """
+    weights = jnp.ones(len(routing.logits), routing.logits.dtype) if row_weights is None else row_weights
+    return _mean(jax.nn.logsumexp(routing.logits, axis=-1) ** 2, weights.astype(routing.logits.dtype))
+
+
+def _mean(values: Array, weights: Array) -> Array:
+    total = weights.sum()
+    return jnp.tensordot(weights, values, 1) / jnp.where(total > 0, total, 1)
+
+
+# -------------------------------------------------------------------------------------------- experts on their own rows
+
+
+def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, block_size: int = BLOCK_SIZE) -> Array:
+    """Each expert on its own rows, which lie one group after the other; no row is computed twice, and few in vain.
+
+    An expert takes ``block_size`` rows at a time, in a loop that ends with its rows: rows behind all groups cost
+    nothing. The backward pass computes each expert again, as within ``nn.remat``. One device; no collective.
+
+    >>> double_or_triple, rows = jnp.array([2.0, 3.0]), jnp.ones((4, 1))
+    >>> apply_by_group(lambda factor, rows: factor * rows, double_or_triple, rows, jnp.array([1, 2])).ravel().tolist()
+    [2.0, 3.0, 3.0, 0.0]
+
+    Args:
+      expert: ``expert(params of one, rows [m, d])`` -> [m, e], each row by itself.
+      params: stacked, with a leading dim of experts.
+      rows: [r, d], sorted by expert.
+      sizes: integers [experts], the rows of each; their sum is at most r.
+    Returns:
+      [r, e]; rows behind all groups are 0.
+    """
+    axes = frozenset().union(*(collectives.varying_axes(x) for x in jax.tree.leaves((params, rows, sizes))))
+    params, rows, sizes = collectives.to_varying((params, rows, sizes.astype(jnp.int32)), sorted(axes))
+    return _by_group(params, rows, sizes, expert, min(block_size, max(len(rows), 1)))
+
+
+def _by_group(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> Array:
+    return _by_group_fwd(params, rows, sizes, expert, block)[0]
+
+
+def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> tuple[Array, PyTree]:
+    padded = _with_block(rows, block)
+
+    def of_one_group(out: Array, group: Any) -> tuple[Array, None]:
+        of_one, start, size = group
+
+        # The last block of a group reaches into the next groups, which overwrite what is theirs.
+        def of_one_block(i: Array, out: Array) -> Array:
+            at = start + i * block
+            computed = expert(of_one, lax.dynamic_slice_in_dim(padded, at, block))
+            return lax.dynamic_update_slice_in_dim(out, computed, at, 0)
+
+        return lax.fori_loop(0, -(-size // block), of_one_block, out), None
+
+    like = jax.eval_shape(expert, jax.tree.map(lambda x: x[0], params), padded[:block])
+    out = collectives.to_varying(jnp.zeros((len(padded), *like.shape[1:]), like.dtype), collectives.varying_axes(rows))
+    out, _ = lax.scan(of_one_group, out, (params, _starts(sizes), sizes))
+    return _up_to(sizes, out[: len(rows)]), (params, rows, sizes)
+
+
+def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
+    params, rows, sizes = kept
+    padded, d_out = _with_block(rows, block), _with_block(_up_to(sizes, d_out), block)
+
+    def of_one_group(d_rows: Array, group: Any) -> tuple[Array, PyTree]:
+        of_one, start, size = group
+
+        def of_one_block(i: Array, sums: Any) -> Any:
+            d_rows, d_params = sums
+            at = start + i * block
+            own = at + jnp.arange(block) < start + size
+            coming = lax.dynamic_slice_in_dim(d_out, at, block)
+            coming = jnp.where(own.reshape(-1, *(1,) * (coming.ndim - 1)), coming, 0)
+            _, backward = jax.vjp(expert, of_one, lax.dynamic_slice_in_dim(padded, at, block))
+            of_params, of_rows = backward(coming)
+            d_params = jax.tree.map(lambda total, x: total + x.astype(total.dtype), d_params, of_params)
+            return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
+
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), of_one)
+        d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
+        return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
+
+    d_rows, d_params = lax.scan(of_one_group, jnp.zeros_like(padded), (params, _starts(sizes), sizes))
+    return d_params, _up_to(sizes, d_rows[: len(rows)]), None
+
+
+_by_group = jax.custom_vjp(_by_group, nondiff_argnums=(3, 4))
+_by_group.defvjp(_by_group_fwd, _by_group_bwd)
+
+
+def _starts(sizes: Array) -> Array:
+    return jnp.cumsum(sizes) - sizes
+
+
+def _with_block(rows: Array, block: int) -> Array:
+    """With a block of zeros behind, so that each block that begins within the rows ends within."""
+    return jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(block, *rows.shape[1:]))])
+
+
+def _up_to(sizes: Array, rows: Array) -> Array:
+    """Rows behind all groups as zeros."""
+    return jnp.where((jnp.arange(len(rows)) < sizes.sum()).reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- there and back
+
+
+def mix_experts(
+    expert: Expert,
+    params: PyTree,
+    rows: Array,
+    routing: Routing,
+    axes: tuple[str, ...] = (),
+    *,
+    block_size: int = BLOCK_SIZE,
+) -> Array:
+    """The weighted results of each token's experts, none dropped; inside ``shard_map``, each device with its own
+    tokens.
+
+    >>> factors = jnp.array([[10.0], [20.0]])  # two experts; the tokens go to one each
+    >>> routing = Routing(jnp.array([[1], [0]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
+    >>> mix_experts(lambda factor, rows: factor * rows, factors, jnp.ones((2, 1)), routing).ravel().tolist()
+    [20.0, 10.0]
+
+    Args:
+      expert, block_size: as for ``apply_by_group``.
+      params: stacked, of the experts of this device: E / p of them over p devices.
+      rows: [n, d].
+      routing: of ``rows``, over all E experts.
+      axes: those that experts are split over, outermost first; () where each device has them all.
+    Returns:
+      [n, e], in the dtype of the experts' results.
+    """
+    experts, k = routing.logits.shape[1], routing.experts.shape[1]
+    chosen = routing.experts.ravel()
+    order = jnp.argsort(chosen, stable=True)
+    sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
+    own_experts = partial(apply_by_group, expert, params, block_size=block_size)
+    sent = rows[order // k]
+    if collectives.spread_axes(axes):
+        most = len(rows) * min(k, experts // collectives.axis_size(axes))
+        results = _exchanged(own_experts, sent, sizes, axes, most)
+    else:
+        results = own_experts(sent, sizes)
+    return _combined(results[jnp.argsort(order)].reshape(*routing.weights.shape, -1), routing.weights)
+
+
+def _combined(results: Array, weights: Array) -> Array:
+    """[n, k, e], [n, k] -> [n, e]."""
+    return jnp.einsum("nke,nk->ne", results, weights.astype(results.dtype))
+
+
+def _exchanged(
+    own_experts: Callable[[Array, Array], Array], rows: Array, sizes: Array, axes: tuple[str, ...], most: int
+) -> Array:
+    """``own_experts(rows, sizes)`` of rows sorted by expert, each computed by the device that has its expert.
+
+    All devices send parts of the same size, ``most`` rows, as no more can come to one device: a token goes to an expert
+    once. With the rows travels how many of them are whose.
+    """
+    devices = collectives.axis_size(axes)
+    sent = sizes.reshape(devices, -1)  # [p, E / p]
+    counts, starts = sent.sum(1), _starts(sent.sum(1))
+    place = jnp.arange(most)
+    index = jnp.minimum(starts[:, None] + place, len(rows) - 1)
+    parts = jnp.where((place < counts[:, None])[..., None], rows[index], 0)
+    arrived, arrived_sizes = collectives.all_to_all(parts, axes), collectives.all_to_all(sent, axes)
+    # [p, most]: the expert of each row that has come, behind all of them where there is no row.
+    expert = (place[None, :, None] >= jnp.cumsum(arrived_sizes, axis=1)[:, None, :]).sum(-1)
+    order = jnp.argsort(expert.ravel(), stable=True)
+    results = own_experts(arrived.reshape(-1, rows.shape[1])[order], arrived_sizes.sum(0))
+    back = collectives.all_to_all(results[jnp.argsort(order)].reshape(devices, most, -1), axes)
+    device = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(counts)).sum(1)
+    return back[device, jnp.arange(len(rows)) - starts[device]]
+
+
+def mix_experts_with_capacity(
+    expert: Expert,
+    params: PyTree,
+    rows: Array,
+    routing: Routing,
+    axes: tuple[str, ...] = (),
+    *,
+    capacity_factor: float,
+    row_groups: int = 1,
+) -> tuple[Array, Array]:
+    """As ``mix_experts``, where an expert takes C = ceil(capacity_factor k n / E) rows of each group of n, and no more.
+
+    Rows are cut into ``row_groups``. In each group an expert takes the first C rows that chose it: all first choices
+    before all second ones, each in the order of rows. Others are dropped: that choice adds nothing to its token. A
+    device along an axis of the batch is a group at least, so N devices with one group each compute what one device does
+    with ``row_groups=N``.
+
+    >>> routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)), jnp.zeros((4, 2)))  # all to the first of 2
+    >>> one = lambda factor, rows: factor * rows
+    >>> result, dropped = mix_experts_with_capacity(
+    ...     one, jnp.ones((2, 1)), jnp.ones((4, 1)), routing, capacity_factor=1.0
+    ... )
+    >>> result.ravel().tolist(), float(dropped)
+    ([1.0, 1.0, 0.0, 0.0], 0.5)
+
+    Returns:
+      [n, e], and the share of this device's choices that were dropped.
+    """
+    experts, k = routing.logits.shape[1], routing.experts.shape[1]
+    if len(rows) % row_groups:
+        raise ValueError(
+            f"row_groups={row_groups} does not divide the {len(rows)} rows of this device. Capacities are counted in "
+            f"each group, so all must have the same size: take a divisor of {len(rows)}."
+        )
+    capacity = math.ceil(capacity_factor * k * (len(rows) // row_groups) / experts)
+    if capacity < 1:
+        raise ValueError(
+            f"capacity_factor={capacity_factor!r} leaves no row to an expert; it must be positive, 1.25, say."
+        )
+    grouped = rows.reshape(row_groups, -1, rows.shape[1])
+    chosen = routing.experts.reshape(row_groups, -1, k)
+    sources, filled, places = jax.vmap(partial(_slots, experts=experts, capacity=capacity))(chosen)
+    sent = jnp.where(filled[..., None], jax.vmap(lambda rows, sources: rows[sources])(grouped, sources), 0)
+    # [groups, E, C, d] -> [E, groups C, d]
+    sent = jnp.moveaxis(sent, 0, 1).reshape(experts, row_groups * capacity, -1)
+    results = _exchanged_slots(jax.vmap(expert), params, sent, axes)
+    results = jnp.moveaxis(results.reshape(experts, row_groups, capacity, -1), 1, 0)
+    taken = places < capacity
+    place = jnp.minimum(places, capacity - 1)
+    back = jax.vmap(lambda results, chosen, place: results[chosen, place])(results, chosen, place)
+    back = jnp.where(taken[..., None], back, 0).reshape(*routing.weights.shape, -1)
+    return _combined(back, routing.weights), 1 - taken.mean(dtype=jnp.float32)
+
+
+def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array, Array]:
+    """Of one group: the row in each slot [E, C], whether there is one, and the place of each choice [n, k]."""
+    n, k = chosen.shape
+    by_rank = chosen.T.ravel()  # first choices first
+    order = jnp.argsort(by_rank, stable=True)
+    sizes = jnp.zeros(experts, jnp.int32).at[by_rank].add(1)
+    starts, slot = _starts(sizes), jnp.arange(capacity)
+    sources = order[jnp.minimum(starts[:, None] + slot, n * k - 1)] % n
+    places = jnp.argsort(order) - starts[by_rank]
+    return sources, slot < sizes[:, None], places.reshape(k, n).T
+
+
+def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[str, ...]) -> Array:
+    """[E, C, d] -> [E, C, e], each expert's slots computed by the device that has it."""
+    devices = collectives.axis_size(axes)
+    count, capacity, size = slots.shape
+    arrived = collectives.all_to_all(slots.reshape(devices, -1, capacity, size), axes)
+    own = jnp.moveaxis(arrived, 0, 1).reshape(count // devices, devices * capacity, size)
+    results = experts(params, own).reshape(count // devices, devices, capacity, -1)
+    return collectives.all_to_all(jnp.moveaxis(results, 1, 0), axes).reshape(count, capacity, -1)
+
+
+# Tokens that are the same along the axis of experts: each device takes its part of them, and gathers the results. JAX
+# transposes slice and gather rightly where types tell what is equal; the rules say the same for ``check_vma=False``.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _own_rows(rows: Array, axes: tuple[str, ...]) -> Array:
+    return collectives.own_shard(rows, 0, axes)
+
+
+def _own_rows_fwd(rows: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
+    return collectives.own_shard(rows, 0, axes), None
+
+
+def _own_rows_bwd(axes: tuple[str, ...], _: None, d_own: Array) -> tuple[Array]:
+    return (collectives.all_gather_equal(d_own, 0, axes),)
+
+
+_own_rows.defvjp(_own_rows_fwd, _own_rows_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_rows(own: Array, axes: tuple[str, ...]) -> Array:
+    return collectives.all_gather_equal(own, 0, axes)
+
+
+def _all_rows_fwd(own: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
+    return collectives.all_gather_equal(own, 0, axes), None
+
+
+def _all_rows_bwd(axes: tuple[str, ...], _: None, d_rows: Array) -> tuple[Array]:
+    return (collectives.own_shard(d_rows, 0, axes),)
+
+
+_all_rows.defvjp(_all_rows_fwd, _all_rows_bwd)
+
+
+# ---------------------------------------------------------------------------------------------------------- the module
+
+
+class Experts(nn.Module):
+    """A mixture of ``num_experts`` copies of a Linen module, each token going to ``top_k`` of them.
+
+    >>> class MLP(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         x = nn.gelu(nn.Dense(32)(x))
+    ...         return nn.Dense(8)(x)
+    >>> mixture = Experts(MLP(), num_experts=4, top_k=2, axis=None)
+    >>> params = mixture.init(jax.random.key(0), jnp.ones((2, 3, 8)))["params"]
+    >>> jax.tree.map(jnp.shape, params)["experts"]["Dense_0"], params["router"]["kernel"].shape
+    ({'bias': (4, 32), 'kernel': (4, 8, 32)}, (8, 4))
+
+    Inside ``shard_map`` each device has ``num_experts`` / p experts over the p devices of ``axis``, and tokens travel;
+    in either ``check_vma`` mode. Outside, as in ``init``, it has them all: parameters, names and results are those of
+    one device. Wrap the module itself (``shard_module_params(Experts, "fsdp")``) to split each expert over further
+    axes.
+
+    The losses of the router are sown into the collection "losses" as "load_balance" and "router_z", the share of
+    dropped choices into "intermediates" as "dropped"; ``init`` sows nothing. See ``load_balancing_loss``.
+
+    Attributes:
+      module: the expert, which maps rows [m, d] to [m, e], each by itself: parameters only, no dropout, no BatchNorm.
+      num_experts, top_k: E experts, of which a token goes to 1 to E.
+      axis: the mesh axis, or axes, that experts are split over; None: each device has all of them.
+      shared: a module that all tokens pass; its result is added.
+      capacity_factor: None: no token is dropped. A number: see ``mix_experts_with_capacity``.
+      row_groups: the groups of this device's rows for the capacity: of all rows, where one device is to compute what N
+        do.
+      normalize: divide the weights of each token's experts by their sum.
+      batch_axes: all axes along which tokens differ. None: what types say (``check_vma=True``), else the axes of the
+        running loss (``value_and_grad`` and the ready steps), else all axes that are bound.
+      block_size: rows that an expert computes at a time, without a capacity.
+    """
+
+    module: nn.Module
+    num_experts: int
+    top_k: int
+    axis: AxisNames | None = "ep"
+    shared: nn.Module | None = None
+    capacity_factor: float | None = None
+    row_groups: int = 1
+    normalize: bool = False
+    batch_axes: AxisNames | None = None
+    block_size: int = BLOCK_SIZE
+
+    @nn.compact
+    def __call__(self, x: Array, row_weights: Array | None = None) -> Array:
+        """[..., d] -> [..., e]; ``row_weights`` [...] are 0 for tokens that do not count in the router's losses."""
+        rows = x.reshape(-1, x.shape[-1])
+        axes = () if self.axis is None else collectives.bound_or_none(as_axis_names(self.axis), caller="Experts")
+        shared_axes = self._shared_axes(rows, axes)
+        self._check_divides(rows, axes, shared_axes)
+        logits = nn.Dense(self.num_experts, use_bias=False, dtype=jnp.float32, name="router")(rows)
+        routing = route_tokens(logits, self.top_k, normalize=self.normalize)
+        self._sow_losses(routing, row_weights)
+        params = self._params(axes, rows)
+        out = self._mixed(params, rows, routing, axes, shared_axes)
+        if self.shared is not None:
+            out = out + self.shared(rows)
+        return out.reshape(*x.shape[:-1], -1)
+
+    def _mixed(
+        self, params: PyTree, rows: Array, routing: Routing, axes: tuple[str, ...], shared_axes: tuple[str, ...]
+    ) -> Array:
+        if not shared_axes:
+            return self._of_own_tokens(params, rows, routing, axes)
+        part = jax.tree.map(lambda x: _own_rows(x, shared_axes), (rows, routing.weights, routing.logits))
+        chosen = collectives.own_shard(routing.experts, 0, shared_axes)
+        return _all_rows(self._of_own_tokens(params, part[0], Routing(chosen, *part[1:]), axes), shared_axes)
+
+    def _of_own_tokens(self, params: PyTree, rows: Array, routing: Routing, axes: tuple[str, ...]) -> Array:
+        module = self.module.clone(parent=None, name=None)
+
+        def expert(params: PyTree, rows: Array) -> Array:
+            with apart_from_model():
+                return cast(Array, module.apply({"params": params}, rows))
+
+        if self.capacity_factor is None:
+            return mix_experts(expert, params, rows, routing, axes, block_size=self.block_size)
+        out, dropped = mix_experts_with_capacity(
+            expert, params, rows, routing, axes, capacity_factor=self.capacity_factor, row_groups=self.row_groups
+        )
+        if not self.is_initializing():
+            self.sow("intermediates", "dropped", dropped)
+        return out
+
+    def _sow_losses(self, routing: Routing, row_weights: Array | None) -> None:
+        if self.is_initializing():
+            return
+        weights = None if row_weights is None else row_weights.ravel()
+        bound = collectives.spread_axes(collectives.manual_axes())
+        balance = load_balancing_loss(routing, self._token_axes(routing.logits, bound), weights)
+        self.sow("losses", "load_balance", balance)
+        self.sow("losses", "router_z", router_z_loss(routing, weights))
+
+    def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``among`` along which tokens differ."""
+        tracked, varying = [axis for axis in among if collectives.is_tracked(axis)], collectives.varying_axes(rows)
+        if self.batch_axes is None:
+            said = tuple(varying) if tracked else running_loss().axes or among
+        else:
+            said = as_axis_names(self.batch_axes)
+        differ = tuple(axis for axis in among if axis in said)
+        for axis in tracked:
+            if (axis in differ) != (axis in varying):
+                has = "differ" if axis not in differ else "are the same"
+                raise ValueError(
+                    f"Experts(batch_axes={self.batch_axes!r}): by their type, {jax.typeof(rows)}, tokens {has} along "
+                    f"{axis!r}. Name all axes of the batch and no others, or leave batch_axes= out."
+                )
+        return differ
+
+    def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``axes`` along which tokens are the same: their devices share the tokens among them."""
+        spread = collectives.spread_axes(axes)
+        differ = self._token_axes(rows, spread)
+        return tuple(axis for axis in spread if axis not in differ)
+
+    def _check_divides(self, rows: Array, axes: tuple[str, ...], shared_axes: tuple[str, ...]) -> None:
+        if self.num_experts % (devices := collectives.axis_size(axes)):
+            raise ValueError(
+                f"Experts: {self.num_experts} experts do not divide over the {devices} devices along {axes}. Take a "
+                f"multiple of {devices} experts, or {math.gcd(self.num_experts, devices)} devices for them."
+            )
+        if len(rows) % (devices := collectives.axis_size(shared_axes)):
+            raise ValueError(
+                f"Experts: the {len(rows)} tokens of a device do not divide over the {devices} devices along "
+                f"{shared_axes}, along which they are the same, so that each takes its part. Pad the batch, or split "
+                "it over that axis."
+            )
+
+    def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
+        """Stacked, of this device's experts; gathered by their boxes where no wrapper has gathered them."""
+        if not self.has_variable("params", "experts"):
+            return self.param("experts", self._init_experts, axes, rows)
+        params = nn.meta.unbox(self.get_variable("params", "experts"))
+        needed = self.num_experts // collectives.axis_size(axes)
+        if found := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
+            raise ValueError(
+                f"Experts: a device has parameters of {max(found)} experts, where {needed} are needed, "
+                f"{self.num_experts} over {axes or 'one device'}. Were they made with another num_experts? "
+                "Into shard_map they come by in_specs=partition_specs(params, mesh)."
+            )
+        return params
+
+    def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
+        """Each expert by a key of its own, the same on any number of devices; boxed with the axis in front."""
+        keys = collectives.own_shard(jax.random.split(rng, self.num_experts), 0, axes)
+        module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])
+        with apart_from_model():
+            params = jax.vmap(lambda key: module.init(key, row)["params"])(keys)
+        over = () if self.axis is None else as_axis_names(self.axis)
+
+        def boxed(leaf: Any) -> Any:
+            if not over and not is_box(leaf):
+                return leaf
+            found = leaf_of(split_by_model(with_layer_names(leaf)))
+            # Wrapped modules within the expert gather nothing: they see what is read here.
+            names = axes_entry(over), *found.names[1:]
+            return found.replace(names=names, model_axes=over + found.model_axes, unit_depth=0)
+
+        return trees.map_leaves(boxed, params)

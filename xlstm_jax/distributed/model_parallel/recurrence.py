@@ -1,0 +1,115 @@
+"""The state that a recurrence brings to each device of a sequence that is split over devices, inside ``shard_map``.
+
+A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of one device takes the state before them to the state
+after them, h -> A h + U, where A is the product of the a[s], and U the state that it makes of a zero state. Two such
+steps, one after the other, are one: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the states at the borders of n
+devices need no n steps one after the other, but log2(n) exchanges in which every device takes part:
+
+  every device   its own (A, U) of its t tokens, from a zero state
+  scan           (A, U) of all devices before it, by doubling: of 1, then 2, then 4, ... devices
+  every device   the state before its first token; then its own tokens as on one device
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+
+Combine = Callable[[PyTree, PyTree], PyTree]
+
+
+def recurrence_over_axis(
+    decay: jax.Array,
+    state: jax.Array,
+    axis: AxisNames = "cp",
+    *,
+    initial: jax.Array | None = None,
+    reverse: bool = False,
+) -> jax.Array:
+    """The state of a linear recurrence before the first token of each device; exact, and so are gradients.
+
+    Call it inside ``shard_map``, in either ``check_vma`` mode, with the sequence in its natural order (no zigzag).
+    Where no mesh axis is bound, as in ``init``, the sequence is whole, and ``initial`` is returned.
+
+    >>> def states(a, u):  # h[s] = a[s] h[s - 1] + u[s] over a sequence that is split
+    ...     step = lambda before, after: (before[0] * after[0], after[0] * before[1] + after[1])
+    ...     products, own = jax.lax.associative_scan(step, (a, u))
+    ...     return own + products * recurrence_over_axis(products[-1], own[-1], "fsdp")
+    >>> split = jax.P("fsdp")
+    >>> jax.shard_map(states, mesh=mesh, in_specs=split, out_specs=split)(jnp.full(8, 2.0), jnp.ones(8)).tolist()
+    [1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0]
+
+    Args:
+      decay: the product of the decays of this device's tokens; broadcasts against ``state``.
+      state: what this device's tokens make of a zero state.
+      axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
+      initial: the state before the first token of all, of the shape of ``state`` and equal on all devices; None: zeros.
+      reverse: the recurrence runs from the last token to the first; the state is that which comes from behind.
+    Returns:
+      Of the shape of ``state``.
+    Raises:
+      ValueError: the axis is not bound and others are; decay or initial do not fit the state.
+    """
+    initial = jnp.zeros_like(state) if initial is None else jnp.asarray(initial, state.dtype)
+    sizes = zip(decay.shape[::-1], state.shape[::-1], strict=False)
+    broadcasts = decay.ndim <= state.ndim and all(size in (1, of_state) for size, of_state in sizes)
+    if initial.shape != state.shape or not broadcasts:
+        raise ValueError(
+            f"recurrence_over_axis: decay of shape {decay.shape} and initial of shape {initial.shape} do not fit a "
+            f"state of {state.shape}. The decay must broadcast to it (with dims of 1 behind a decay for each head), "
+            "and initial have its shape."
+        )
+    first = jnp.ones_like(decay), initial
+    return scan_over_axis(_linear, (decay, state), axis, first=first, reverse=reverse)[1]
+
+
+def _linear(before: PyTree, after: PyTree) -> PyTree:
+    return before[0] * after[0], after[0] * before[1] + after[1]
+
+
+def scan_over_axis(
+    combine: Combine, step: PyTree, axis: AxisNames = "cp", *, first: PyTree, reverse: bool = False
+) -> PyTree:
+    """What the steps of all devices before this one come to, for recurrences with more than a decay and a state.
+
+    >>> def largest_before(x):  # running maxima, which are the stabilizers of xLSTM's exponential gates
+    ...     return scan_over_axis(jnp.maximum, x.max(), "fsdp", first=jnp.float32(-1))[None]
+    >>> split = jax.P("fsdp")
+    >>> x = jnp.array([0.0, 3.0, 1.0, 5.0, 2.0, 2.0, 9.0, 4.0])  # two values on each of 4 devices
+    >>> jax.shard_map(largest_before, mesh=mesh, in_specs=split, out_specs=split)(x).tolist()
+    [-1.0, 3.0, 5.0, 5.0]
+
+    Args:
+      combine: ``combine(before, after)``: the step that two steps come to, one after the other; associative.
+      step: a tree, what the tokens of this device come to.
+      axis, reverse: as for ``recurrence_over_axis``.
+      first: the step before the first device: of the structure, shapes and dtypes of ``step``, equal on all devices.
+    Returns:
+      Like ``first``: combine(first, combine of all steps before this device's). A scan of log2(n) exchanges.
+    """
+    axes = collectives.bound_or_none(as_axis_names(axis), caller="scan_over_axis")
+    n, index = collectives.axis_size(axes), collectives.axis_index(axes)
+    if n == 1:
+        return first
+    first, step = collectives.to_varying((first, step), axes)
+    rank, direction = (n - 1 - index, -1) if reverse else (index, 1)
+
+    def after_those_of(distance: int, step: PyTree) -> PyTree:
+        """The step after that of the device ``distance`` before it; as it is where there is no such device."""
+        arrived = collectives.shift(step, axes, direction * distance, ring=False)
+        # Where nothing has arrived, zeros may have no gradient (logarithms): the device's own step stands for them.
+        before = _where(rank >= distance, arrived, step)
+        return _where(rank >= distance, combine(before, step), step)
+
+    step = _where(rank == 0, combine(first, step), step)
+    for power in range((n - 1).bit_length()):
+        step = after_those_of(2**power, step)
+    return _where(rank == 0, first, collectives.shift(step, axes, direction, ring=False))
+
+
+def _where(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
