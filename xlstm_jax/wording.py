@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import io
-import itertools
 import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -172,82 +171,49 @@ class FoldingTable(Table):
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - EDGES
-        left = next((i for i, column in enumerate(self.columns) if column.no_wrap), len(self.columns))
-        lines = _lines(_needs(self.columns, console, options, room - INDENT), room, left)
+        lines = _lines(self.columns, console, options)
+        widths = [width for line in lines for width in line.values()]
+        each = zip(self.columns, widths, strict=True)
+        columns = [dataclasses.replace(column, width=width, no_wrap=False) for column, width in each]
         drawn = copy.copy(self)
-        drawn.columns, drawn.rows = [], []
-        columns = [_of_width(self.columns[i], width) for line in lines for i, width in line.items()]
-        rows = list(zip(*(column.cells for column in self.columns), strict=True))
         if len(lines) == 1:
-            drawn.columns, drawn.rows = columns, self.rows
+            drawn.columns = columns
         else:  # a single column, each of whose cells holds a row in several lines
-            bottom = [dataclasses.replace(column, vertical="bottom") for column in columns]
-            drawn.add_column(_in_lines([column.header for column in columns], bottom, lines))
-            for row, cells in zip(self.rows, rows, strict=True):
+            drawn.columns, drawn.rows = [], []
+            headers = [dataclasses.replace(column, vertical="bottom") for column in columns]
+            drawn.add_column(_in_lines([column.header for column in columns], headers, lines))
+            for row, *cells in zip(self.rows, *(column.cells for column in columns), strict=True):
                 drawn.add_row(_in_lines(cells, columns, lines), style=row.style, end_section=row.end_section)
         yield from Table.__rich_console__(drawn, console, options)
 
 
-class _Need(NamedTuple):
-    """The width that a column takes: at least, with its header in two lines, and with nothing folded."""
-
-    least: int
-    header_folded: int
-    whole: int
-
-
-def _of_width(column: Column, width: int) -> Column:
-    """Folds at spaces, and where the column is wide enough for its cells not at all."""
-    return dataclasses.replace(column, width=width, no_wrap=False, overflow="fold")
-
-
-def _needs(columns: Sequence[Column], console: Console, options: ConsoleOptions, room: int) -> list[_Need]:
-    needs, unlimited = [], options.update(width=MAX_CELL)
-    for column in columns:
+def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
+    """The widths of the columns of each line: one line if that is wide enough, else as many columns as fit in each."""
+    room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
+    whole, least = {}, {}
+    for i, column in enumerate(columns):
         header = Measurement.get(console, unlimited, column.header)
         cells = [Measurement.get(console, unlimited, cell) for cell in column.cells]
-        least = max([header.minimum, *(max(m.minimum, min(m.maximum, MIN_WIDTH)) for m in cells)])
-        cell = max((m.maximum for m in cells), default=0)
-        folded, whole = max(_in_two_lines(str(column.header)), cell), max(header.maximum, cell)
-        needs.append(_Need(min(least, room), folded, whole))
-    return needs
+        whole[i] = max([header.maximum, *(cell.maximum for cell in cells)])
+        least[i] = max([header.minimum, *(max(cell.minimum, min(cell.maximum, MIN_WIDTH)) for cell in cells)])
+    if sum(least.values()) + GAP * (len(columns) - 1) <= room:
+        return [_narrowed(whole, least, room)]
+    # There is room below each other: headers of numbers are not folded.
+    least = {i: min(whole[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
+    lines: list[dict[int, int]] = [{}]
+    for i, width in least.items():
+        if lines[-1] and sum(lines[-1].values()) + GAP * len(lines[-1]) + width > room - INDENT * (len(lines) > 1):
+            lines.append({})
+        lines[-1][i] = width
+    return [_narrowed({i: whole[i] for i in line}, line, room - INDENT * (0 not in line)) for line in lines]
 
 
-def _in_two_lines(text: str) -> int:
-    """The width of a text that is folded once, at the best of its spaces."""
-    words = text.split()
-    return min(
-        (max(len(" ".join(words[:i])), len(" ".join(words[i:]))) for i in range(1, len(words))), default=len(text)
-    )
-
-
-def _lines(needs: Sequence[_Need], room: int, left: int) -> list[dict[int, int]]:
-    """The widths of the columns of each line, in as few lines as there is room for.
-
-    Of several ways to do so the one that folds least; then one that goes on where the numbers begin.
-    """
-    for count in range(1, len(needs) + 1):
-        ways = []
-        for ends in itertools.combinations(range(1, len(needs)), count - 1):
-            parts = itertools.pairwise([0, *ends, len(needs)])
-            lines = [_widths({i: needs[i] for i in range(*part)}, room - INDENT * (part[0] > 0)) for part in parts]
-            if all(lines):
-                width = sum(sum(line.values()) for line in lines)
-                ways.append((-width, left not in ends, [-end for end in ends], lines))
-        if ways:
-            return min(ways, key=lambda way: way[:-1])[-1]
-    return [{}]  # a table without columns
-
-
-def _widths(needs: Mapping[int, _Need], room: int) -> dict[int, int]:
-    """The columns of one line, the widest made narrower until they fit, headers before text; {} where they do not."""
-    room -= GAP * (len(needs) - 1)
-    widths = {i: need.whole for i, need in needs.items()}
-    for floors in ({i: need.header_folded for i, need in needs.items()}, {i: need.least for i, need in needs.items()}):
-        while sum(widths.values()) > room and (wide := [i for i in widths if widths[i] > floors[i]]):
-            widths[max(wide, key=lambda i: widths[i])] -= 1
-    return widths if sum(widths.values()) <= room else {}
+def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:
+    """The widths of one line: the widest becomes narrower, down to the least, until all fit."""
+    widths = dict(widths)
+    while sum(widths.values()) + GAP * (len(widths) - 1) > room:
+        widths[max((i for i in widths if widths[i] > least[i]), key=lambda i: widths[i])] -= 1
+    return widths
 
 
 def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
