@@ -16,11 +16,9 @@ A leaf larger than a group, such as layers that ``nn.scan`` has stacked, is upda
 no axis splits that dim and the update is arithmetic on single elements; else the leaf comes in whole.
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,122 +37,10 @@ FUNCTIONS = ("jit", "pjit")
 UPDATE_SCOPE = "update"
 BY_CALLER = -1  # the user of a result
 
-Number = int  # of a value in a program
-Operand = Any  # a number, or a literal
-
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
-_Carry = tuple[dict[int, Any], dict[Number, Any]]  # of a loop over rows: moments by place, what else it computes
-
-
-class Op(NamedTuple):
-    """An equation between values that have numbers."""
-
-    eqn: core.JaxprEqn
-    operands: tuple[Operand, ...]
-    results: tuple[Number, ...]
-
-    @property
-    def numbers(self) -> list[Number]:
-        return [x for x in self.operands if isinstance(x, Number)]
-
-    @property
-    def result(self) -> Any:
-        """The type of its first result; None where it has none."""
-        return self.eqn.outvars[0].aval if self.results else None
-
-    def is_elementwise(self, shape: tuple[int, ...] | None = None) -> bool:
-        """Whether its result is an array, of this shape, each element made of those in its place and of scalars."""
-        own = tuple(self.result.shape) if self.results else ()
-        if not own or (shape is not None and own != shape):
-            return False
-        name, shapes = self.eqn.primitive.name, {getattr(x.aval, "shape", None) for x in self.eqn.invars} - {()}
-        return (name in ELEMENTWISE and shapes <= {own}) or (name == SPREAD and not shapes)
-
-    def run(self, values: Mapping[Number, Any], rows: int | None = None) -> dict[Number, Any]:
-        """The results by their numbers; of an elementwise one also where ``values`` are so many rows of each."""
-        operands = [values[x] if isinstance(x, Number) else x.val for x in self.operands]
-        primitive, scope = self.eqn.primitive, str(self.eqn.source_info.name_stack)
-        with self.eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
-            if rows and primitive.name == SPREAD:
-                results = jax.lax.broadcast(operands[0], (rows, *self.result.shape[1:]))
-            else:
-                results = primitive.bind(*operands, **primitive.get_bind_params(self.eqn.params))
-        return dict(zip(self.results, results if primitive.multiple_results else [results], strict=True))
-
-
-@dataclass
-class TracedUpdate:
-    """A function as a list of operations.
-
-    Attributes:
-      count: what gives values their numbers.
-      given: what it is computed from beside its arguments, by number.
-      inputs, outputs: the arguments and the results.
-    """
-
-    count: Iterator[Number] = field(default_factory=itertools.count)
-    ops: list[Op] = field(default_factory=list)
-    given: dict[Number, Any] = field(default_factory=dict)
-    inputs: list[Number] = field(default_factory=list)
-    outputs: list[Operand] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, closed: Any) -> "TracedUpdate":
-        """Of what ``jax.make_jaxpr`` returns."""
-        program = cls()
-        program.inputs = [next(program.count) for _ in closed.jaxpr.invars]
-        program.outputs = program._add(closed, program.inputs)
-        return program
-
-    def _add(self, closed: Any, operands: Sequence[Operand]) -> list[Operand]:
-        """Adds the equations of a jaxpr, those of functions in it one by one; returns its results."""
-        numbers: dict[Any, Operand] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            numbers[var] = next(self.count)
-            self.given[numbers[var]] = const
-        for eqn in closed.jaxpr.eqns:
-            own = [_read(numbers, x) for x in eqn.invars]
-            if eqn.primitive.name in FUNCTIONS:
-                results = self._add(eqn.params["jaxpr"], own)
-            else:
-                results = [next(self.count) for _ in eqn.outvars]
-                self.ops.append(Op(eqn, tuple(own), tuple(results)))
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return [_read(numbers, x) for x in closed.jaxpr.outvars]
-
-    def phases(self, arrival: Mapping[Number, int]) -> tuple[dict[Number, int], dict[int, list[Op]]]:
-        """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
-
-        An operation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one
-        later phase needs, such as a clipped gradient: until then no memory holds the result.
-        """
-        phase, by_op = dict.fromkeys(self.given, 0) | dict(arrival), [0] * len(self.ops)
-        for i, op in enumerate(self.ops):
-            by_op[i] = max((phase[x] for x in op.numbers), default=0)
-            phase |= dict.fromkeys(op.results, by_op[i])
-        users: dict[Number, set[int]] = defaultdict(set)
-        for x in self.outputs:
-            if isinstance(x, Number):
-                users[x].add(BY_CALLER)
-        for i, op in reversed(list(enumerate(self.ops))):
-            needed = set[int]().union(*(users[x] for x in op.results))
-            if op.is_elementwise() and len(needed) == 1 and BY_CALLER not in needed:
-                (by_op[i],) = needed
-                phase |= dict.fromkeys(op.results, by_op[i])
-            for x in op.numbers:
-                users[x].add(by_op[i])
-        ops: dict[int, list[Op]] = defaultdict(list)
-        for k, op in zip(by_op, self.ops, strict=True):
-            ops[k].append(op)
-        return phase, ops
-
-
-def _read(numbers: Mapping[Any, Operand], x: Any) -> Operand:
-    return x if isinstance(x, core.Literal) else numbers[x]
-
-
-# ------------------------------------------------------------------------------------------------- the update in groups
+_Values = dict[Any, jax.Array]  # by the variables of a jaxpr
+_Carry = tuple[dict[int, jax.Array], _Values]  # of a loop over rows: moments by place, what else it computes
 
 
 def streamed(
@@ -186,8 +72,9 @@ def streamed(
         return flat
 
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
-    program = TracedUpdate.of(jax.make_jaxpr(on_device)(*abstract))
-    return jax.tree.unflatten(structure[0], _Streaming(program, moments).outputs())
+    traced = jax.make_jaxpr(on_device)(*abstract)
+    flat = jax.make_jaxpr(partial(_evaluated, traced))(*abstract)
+    return jax.tree.unflatten(structure[0], _Streaming(flat, moments).outputs())
 
 
 class _Moment(NamedTuple):
@@ -228,107 +115,158 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
     return max((n for n in range(1, layers) if layers % n == 0 and n * size <= layers * GROUP_BYTES), default=1)
 
 
-def _upstream(x: Number, makers: Mapping[Number, Op]) -> list[Number]:
-    """What a value is computed from, the nearest first."""
-    queue = [x]
-    for y in queue:  # goes on to what it appends
-        queue += [z for z in (makers[y].numbers if y in makers else ()) if z not in queue]
-    return queue
+# ------------------------------------------------------------------------------------------------------- equations
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    """Inputs or outputs that are no literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
+
+
+def _shape(x: Any) -> Any:
+    return getattr(x.aval, "shape", None)
+
+
+def _read(values: Mapping[Any, jax.Array], x: Any) -> Any:
+    return x.val if isinstance(x, core.Literal) else values[x]
+
+
+def _results(eqn: core.JaxprEqn, values: Mapping[Any, jax.Array], rows: int | None = None) -> _Values:
+    """What an equation computes; an elementwise one also where ``values`` are so many rows of each array."""
+    operands = [_read(values, x) for x in eqn.invars]
+    primitive, scope = eqn.primitive, str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
+        if rows and primitive.name == SPREAD:
+            results = jax.lax.broadcast(operands[0], (rows, *_shape(eqn.outvars[0])[1:]))
+        else:
+            results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+    return dict(zip(eqn.outvars, results if primitive.multiple_results else [results], strict=True))
+
+
+def _evaluated(closed: Any, *arguments: jax.Array) -> list[Any]:
+    """The results of a jaxpr. Traced, it has the equations of jitted functions one by one in place of their calls."""
+    names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+    values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name in FUNCTIONS:
+            results = _evaluated(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
+            values |= zip(eqn.outvars, results, strict=True)
+        else:
+            values |= _results(eqn, values)
+    return [_read(values, x) for x in closed.jaxpr.outvars]
+
+
+def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether its result is an array, of this shape, each element made of those in its place and of scalars."""
+    own = _shape(eqn.outvars[0]) if eqn.outvars else ()
+    if not own or (shape is not None and own != shape):
+        return False
+    name, shapes = eqn.primitive.name, {_shape(x) for x in eqn.invars} - {()}
+    return (name in ELEMENTWISE and shapes <= {own}) or (name == SPREAD and not shapes)
+
+
+def _phases(jaxpr: core.Jaxpr, arrival: Mapping[Any, int]) -> tuple[dict[Any, int], dict[int, list[core.JaxprEqn]]]:
+    """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
+
+    An equation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one later
+    phase needs, such as a clipped gradient: until then no memory holds the result.
+    """
+    phase = dict.fromkeys(jaxpr.constvars, 0) | dict(arrival)
+    arrived = []
+    for eqn in jaxpr.eqns:
+        arrived.append(max((phase[x] for x in _variables(eqn.invars)), default=0))
+        phase |= dict.fromkeys(eqn.outvars, arrived[-1])
+    users: dict[Any, set[int]] = defaultdict(set, {x: {BY_CALLER} for x in _variables(jaxpr.outvars)})
+    eqns: dict[int, list[core.JaxprEqn]] = defaultdict(list)
+    for eqn, own in zip(reversed(jaxpr.eqns), reversed(arrived), strict=True):
+        needed = set[int]().union(*(users[x] for x in eqn.outvars))
+        if _is_elementwise(eqn) and len(needed) == 1 and BY_CALLER not in needed:
+            (own,) = needed
+            phase |= dict.fromkeys(eqn.outvars, own)
+        for x in _variables(eqn.invars):
+            users[x].add(own)
+        eqns[own].insert(0, eqn)
+    return phase, eqns
+
+
+# --------------------------------------------------------------------------------------------- the update in groups
 
 
 class _Streaming:
     """A program that is being run: the values so far, and which moments were written back last."""
 
-    def __init__(self, program: TracedUpdate, moments: Sequence[_Moment]):
-        self.program, self.groups = program, _grouped(moments)
-        self.number = dict(zip((moment.place for moment in moments), program.inputs, strict=True))
-        arrival = {self.number[moment.place]: k for k, group in enumerate(self.groups, 1) for moment in group}
-        self.phase, self.ops = program.phases(arrival)
-        self.values: dict[Number, Any] = dict(program.given)
-        self.stored: dict[int, Any] = {}
+    def __init__(self, closed: Any, moments: Sequence[_Moment]):
+        self.outvars, self.groups = closed.jaxpr.outvars, _grouped(moments)
+        self.var = dict(zip((moment.place for moment in moments), closed.jaxpr.invars, strict=True))
+        arrival = {self.var[moment.place]: k for k, group in enumerate(self.groups, 1) for moment in group}
+        self.phase, self.eqns = _phases(closed.jaxpr, arrival)
+        self.values: _Values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self.stored: dict[int, jax.Array] = {}
         self.before: list[int] = []  # what the phase before this one has stored
 
     def outputs(self) -> list[Any]:
         """Runs it; returns what the update returns, moments on the host."""
-        self._run(self.ops[0])
-        self._store(0)
+        self._run(0)
         for k, group in enumerate(self.groups, 1):
             rows = _rows_at_once(group)
             if rows and self._is_by_element(k, group):
                 self._run_in_rows(k, group, rows)
-            else:
-                self._run_whole(k, group)
-        outputs = enumerate(self.program.outputs)
-        return [self.stored[i] if i in self.number else self._value(x) for i, x in outputs]
+                continue
+            there = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
+            self.values |= zip((self.var[moment.place] for moment in group), self._after_before(there), strict=True)
+            self._run(k)
+        outvars = enumerate(self.outvars)
+        return [self.stored[i] if i in self.var else _read(self.values, x) for i, x in outvars]
 
-    def _value(self, x: Operand) -> Any:
-        return self.values[x] if isinstance(x, Number) else x.val
+    def _run(self, k: int) -> None:
+        for eqn in self.eqns[k]:
+            self.values |= _results(eqn, self.values)
+        self.before = self._computed(k)
+        self.stored |= {i: _to_host(_read(self.values, self.outvars[i])) for i in self.before}
 
-    def _run(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            self.values |= op.run(self.values)
+    def _computed(self, k: int) -> list[int]:
+        """The places of the moments whose next values phase ``k`` computes."""
+        outvars = {i: self.outvars[i] for i in self.var}
+        return [i for i, x in outvars.items() if (0 if isinstance(x, core.Literal) else self.phase[x]) == k]
 
-    def _phase_of(self, x: Operand) -> int:
-        return self.phase[x] if isinstance(x, Number) else 0
-
-    def _store(self, k: int) -> None:
-        """Sends the moments to the host that phase ``k`` has computed."""
-        places = [i for i in self.number if self._phase_of(self.program.outputs[i]) == k]
-        self.stored |= {i: jax.device_put(self._value(self.program.outputs[i]), jax.memory.Space.Host) for i in places}
-        self.before = places
-
-    def _after_those_before(self, arrays: list[Any]) -> list[Any]:
+    def _after_before(self, arrays: list[Any]) -> list[Any]:
         """The arrays, which are used once the moments of the phase before are on the host."""
         arrays, stored = jax.lax.optimization_barrier((arrays, [self.stored[i] for i in self.before]))
         self.stored |= dict(zip(self.before, stored, strict=True))
         return arrays
 
-    def _run_whole(self, k: int, group: Sequence[_Moment]) -> None:
-        fetched = self._after_those_before([jax.device_put(moment.value, jax.memory.Space.Device) for moment in group])
-        self.values |= dict(zip((self.number[moment.place] for moment in group), fetched, strict=True))
-        self._run(self.ops[k])
-        self._store(k)
-
     # --------------------------------------------------------------------------------------- a large leaf, row by row
 
     def _is_by_element(self, k: int, group: Sequence[_Moment]) -> bool:
         """Whether a phase computes each element from those in its place, and all moments of its group."""
-        shape = group[0].value.shape
-        stored = {i for i in self.number if self._phase_of(self.program.outputs[i]) == k}
-        computed = {x for op in self.ops[k] for x in op.results}
+        computed = {x for eqn in self.eqns[k] for x in eqn.outvars}
         return (
-            all(op.is_elementwise(shape) for op in self.ops[k])
-            and stored == {moment.place for moment in group}
-            and all(self.program.outputs[i] in computed for i in stored)
+            all(_is_elementwise(eqn, group[0].value.shape) for eqn in self.eqns[k])
+            and set(self._computed(k)) == {moment.place for moment in group}
+            and all(self.outvars[moment.place] in computed for moment in group)
         )
 
-    def _escaping(self, k: int) -> list[Number]:
-        """What a phase computes that other phases use, or the caller."""
-        used = {x for j, ops in self.ops.items() if j != k for op in ops for x in op.numbers}
-        used |= {x for i, x in enumerate(self.program.outputs) if i not in self.number and isinstance(x, Number)}
-        return [x for op in self.ops[k] for x in op.results if x in used]
+    def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Any, Any]:
+        """What a phase computes for other phases or the caller, each with an operand that it may overwrite; or None.
 
-    def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Number, Number | None]:
-        """For each value that leaves a phase, an operand of the same shape and dtype that it may overwrite; or None.
-
-        The next value of a parameter overwrites the parameter, whose buffer was donated to the step.
+        The next value of a parameter overwrites the parameter, whose buffer was donated to the step. An update ends
+        with their sum, so the operand that is used last is looked at first.
         """
-        makers = {x: op for op in self.ops[k] for x in op.results}
-        buffers: dict[Number, Number | None] = {}
-        for x in self._escaping(k):
-            form = (shape, makers[x].result.dtype)
-            near = [y for y in _upstream(x, makers) if y in self.values]
-            fitting = [y for y in near if (self.values[y].shape, self.values[y].dtype) == form]
+        used = {x for j, eqns in self.eqns.items() if j != k for eqn in eqns for x in _variables(eqn.invars)}
+        used |= {x for i, x in enumerate(self.outvars) if i not in self.var and not isinstance(x, core.Literal)}
+        operands = [x for eqn in reversed(self.eqns[k]) for x in _variables(eqn.invars) if x in self.values]
+        computed: list[Any] = [x for eqn in reversed(self.eqns[k]) for x in eqn.outvars if x in used]
+        buffers: dict[Any, Any] = {}
+        for x in computed:
+            fitting = [y for y in operands if (self.values[y].shape, self.values[y].dtype) == (shape, x.aval.dtype)]
             buffers[x] = next((y for y in fitting if y not in buffers.values()), None)
         return buffers
 
     def _run_in_rows(self, k: int, group: Sequence[_Moment], rows: int) -> None:
-        shape, ops = group[0].value.shape, self.ops[k]
+        shape, eqns = group[0].value.shape, self.eqns[k]
         buffers = self._buffers(k, shape)
         kept = {y: x for x, y in buffers.items() if y is not None}
-        moments = {moment.place: self.number[moment.place] for moment in group}
-        operands = {x for op in ops for x in op.numbers if x in self.values}
-        dtypes = {x: op.result.dtype for op in ops for x in op.results}
+        operands = {x for eqn in eqns for x in _variables(eqn.invars) if x in self.values}
 
         def body(i: jax.Array, carry: _Carry) -> _Carry:
             cut = partial(jax.lax.dynamic_slice_in_dim, start_index=i * rows, slice_size=rows)
@@ -336,15 +274,20 @@ class _Streaming:
             host, device = carry
             local = {x: device[kept[x]] if x in kept else self.values[x] for x in operands}
             local = {x: cut(value) if value.shape == shape else value for x, value in local.items()}
-            local |= {x: jax.device_put(cut(host[j]), jax.memory.Space.Device) for j, x in moments.items()}
-            for op in ops:
-                local |= op.run(local, rows)
-            new = {j: jax.device_put(local[self.program.outputs[j]], jax.memory.Space.Host) for j in host}
+            local |= {self.var[j]: jax.device_put(cut(host[j]), jax.memory.Space.Device) for j in host}
+            for eqn in eqns:
+                local |= _results(eqn, local, rows)
+            new = {j: _to_host(local[self.outvars[j]]) for j in host}
             return {j: put(host[j], new[j]) for j in host}, {x: put(device[x], local[x]) for x in device}
 
-        host = dict(zip(moments, self._after_those_before([moment.value for moment in group]), strict=True))
-        device = {x: jnp.zeros(shape, dtypes[x]) if y is None else self.values[y] for x, y in buffers.items()}
+        places = [moment.place for moment in group]
+        host = dict(zip(places, self._after_before([moment.value for moment in group]), strict=True))
+        device = {x: jnp.zeros(shape, x.aval.dtype) if y is None else self.values[y] for x, y in buffers.items()}
         host, device = jax.lax.fori_loop(0, shape[0] // rows, body, (host, device))
         self.stored |= host
         self.values |= device
-        self.before = list(host)
+        self.before = places
+
+
+def _to_host(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, jax.memory.Space.Host)
