@@ -16,8 +16,7 @@ import pytest
 
 from benchmarks.cases import SIZES
 from benchmarks.optimizers import measured, more_than_adamw
-from xlstm_jax.distributed.optimizers.matrices.muon import DEFAULT_NS_STEPS
-from xlstm_jax.distributed.optimizers.matrices.orthogonal import newton_schulz_flops
+from xlstm_jax.distributed.optimizers.matrices.muon import DEFAULT_NS_STEPS, newton_schulz_flops
 
 FORMS = {(2048, 12288): 24, (2048, 6144): 48, (2048, 2048): 24}
 FEW, MANY = "v5e:16x16", "v5e:2x4"  # fewer matrices of each form than devices, and more

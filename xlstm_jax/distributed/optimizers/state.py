@@ -63,10 +63,10 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     return trees.map_leaves_with_path(stored, opt_state)
 
 
-def initial_state(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """What an optimizer begins with, which is told where the parameters lie."""
-    with laid_out(optimizer_layout(params, mesh)):
-        return tx.init(trainable(params))
+def initial_state(tx: optax.GradientTransformation, params: PyTree, layout: ParameterLayout) -> PyTree:
+    """What an optimizer begins with, which is told where the parameters lie; as it is stored."""
+    with laid_out(layout):
+        return stored_state(tx.init(trainable(params)), params)
 
 
 def given_state(opt_state: PyTree) -> PyTree:

@@ -33,13 +33,13 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.optimizers.matrices.layout import matrix_reports
+from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
     initial_state,
+    optimizer_layout,
     optimizer_state_shardings,
     owner_of_state,
-    stored_state,
 )
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
@@ -102,11 +102,14 @@ def plan_sharding(
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
-    with matrix_reports() as reports:
-        of_params, beside = _optimizer_rows(tx, params, mesh, offload)
+    layout = optimizer_layout(params, mesh)
+    of_params, beside = _optimizer_rows(tx, params, layout, offload)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
-    rows += [_other_row(name, *found, sizes) for name in variables for found in leaves_with_path(variables[name])]
-    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(reports))
+    for collection, path, leaf in [(name, *found) for name in variables for found in leaves_with_path(variables[name])]:
+        path = f"({collection}) {path}"
+        reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
+        rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
+    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(layout.reports))
 
 
 def _planned_init(
@@ -163,12 +166,6 @@ def _parameter_row(path: str, leaf: Any, state: Mapping[str, ByteCount], sizes: 
     if leaf_of(leaf).is_differentiable:
         kept["gradients"] = kept["parameters"]
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
-
-
-def _other_row(collection: str, path: str, leaf: Any, sizes: dict[str, int]) -> LeafPlan:
-    path = f"({collection}) {path}"
-    reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
-    return _row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes))
 
 
 def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
@@ -263,15 +260,15 @@ def _gathered_as(leaf: Any) -> str:
 
 
 def _optimizer_rows(
-    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Offload
+    tx: optax.GradientTransformation | None, params: PyTree, layout: ParameterLayout, offload: Offload
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
     """Bytes of the optimizer's state by parameter and by where they lie, and rows for what belongs to no parameter."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:
         return of_params, beside
-    opt_state = jax.eval_shape(lambda params: stored_state(initial_state(tx, params, mesh), params), params)
-    placed = on_host(optimizer_state_shardings(opt_state, params, mesh), opt_state, params, offload)
+    opt_state = jax.eval_shape(lambda params: initial_state(tx, params, layout), params)
+    placed = on_host(optimizer_state_shardings(opt_state, params, layout.mesh), opt_state, params, offload)
     shardings, paths = dict(leaves_with_path(placed)), {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):
         value, sharding = leaf_of(leaf).value, shardings[path]

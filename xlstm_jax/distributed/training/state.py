@@ -272,7 +272,7 @@ def sharded_opt_state(
     def init(params: PyTree) -> PyTree:
         # Copies, because a step donates each buffer once, and some optimizers keep the parameters themselves. Strongly
         # typed, because a step returns strong types: after a weak type the second step would compile again.
-        return stored_state(jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, mesh)), params)
+        return jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, optimizer_layout(params, mesh)))
 
     abstract = jax.eval_shape(init, params)
     out = on_host(optimizer_state_shardings(abstract, params, mesh), abstract, params, offload)

@@ -12,5 +12,5 @@ What is done element by element (momentum, weight decay, learning rate) stays on
   layout          how the leaves of a tree are split: inside ``shard_map`` by their boxes, outside as the step says
   owners          the two all-to-alls
   whole_matrices  any rule of optax
-  muon            Muon, with AdamW for the rest; ``orthogonal`` has Newton-Schulz
+  muon            Muon, with AdamW for the rest
 """

@@ -51,18 +51,21 @@ class MatrixChoice:
     reason: str
 
     @property
-    def matrix(self) -> Shape:
-        """Rows and columns of each matrix; () where there is none."""
-        return tuple(math.prod(self.shape[dim] for dim in dims) for dims in self._axes)
+    def axes(self) -> tuple[Shape, Shape]:
+        """The dims of the inputs and those of the outputs; of a matrix alone."""
+        assert self.dims is not None
+        return normalized(self.dims, len(self.shape))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """How many inputs and outputs each matrix has."""
+        inputs, outputs = (math.prod(self.shape[dim] for dim in dims) for dims in self.axes)
+        return inputs, outputs
 
     @property
     def count(self) -> int:
         """How many matrices; 0 where there is none."""
         return math.prod(self.shape) // math.prod(self.matrix) if self.dims else 0
-
-    @property
-    def _axes(self) -> tuple[Shape, ...]:
-        return normalized(self.dims, len(self.shape)) if self.dims else ()
 
 
 def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
@@ -143,20 +146,13 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     if len(own) > 2 and not bias:
         raise ValueError(_unsettled(path, shape, stacked))
     split = ndim - outputs
-    if table := _vocabulary(path, math.prod(shape[split:]), shapes):
-        return None, f"the output layer: {math.prod(shape[split:])} outputs, as {table!r} has rows"
-    return MuonDimensionNumbers(tuple(range(stacked, split)), tuple(range(split, ndim))), _why(stacked, outputs, own)
-
-
-def _vocabulary(path: str, outputs: int, shapes: Mapping[str, Shape]) -> str | None:
-    """The table of as many rows as a matrix has outputs, in a module beside that of the matrix."""
-    tables = [found for found in shapes if _is_table(found) and len(shapes[found]) == 2]
-    return next((t for t in tables if shapes[t][0] == outputs and _around(t) == _around(path)), None)
-
-
-def _why(stacked: int, outputs: int, own: Shape) -> str:
+    size = math.prod(shape[split:])
+    tables = [found for found in shapes if _is_table(found) and _around(found) == _around(path)]
+    if same := [table for table in tables if len(shapes[table]) == 2 and shapes[table][0] == size]:
+        return None, f"the output layer: {size} outputs, as {same[0]!r} has rows"
     why = "a matrix" if len(own) == 2 else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
-    return f"{why}, one for each layer" if stacked else why
+    why += ", one for each layer" * bool(stacked)
+    return MuonDimensionNumbers(tuple(range(stacked, split)), tuple(range(split, ndim))), why
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:

@@ -14,11 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from optax.contrib import MuonDimensionNumbers
-
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, normalized
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -50,6 +48,11 @@ class MatrixForm:
     @property
     def columns(self) -> int:
         return math.prod(self.long)
+
+    @property
+    def true(self) -> Shape:
+        """Sizes of all these dims without padding."""
+        return (*self.short, *self.long)
 
     @property
     def split_axes(self) -> Axes:
@@ -109,19 +112,12 @@ class MatrixGroup:
         """(dim, axes) of what travels, the shared copies included, the innermost."""
         if self.copies_dim is None:
             return self.form.splits
-        by_dim = dict(self.form.splits)
-        by_dim[self.copies_dim] = (*by_dim.get(self.copies_dim, ()), *self.copies)
-        return tuple(sorted(by_dim.items()))
-
-    @property
-    def split_axes(self) -> Axes:
-        """The axes of all splits, in the order of the dims, and within a dim the outermost first."""
-        return tuple(axis for _, axes in self.splits for axis in axes)
+        own = dict(self.form.splits)
+        return tuple(sorted((own | {self.copies_dim: (*own.get(self.copies_dim, ()), *self.copies)}).items()))
 
 
 def matrix_leaf(
     choice: MatrixChoice,
-    dims: MuonDimensionNumbers,
     local: Shape,
     names: Sequence[AxisEntry],
     sizes: Mapping[str, int],
@@ -134,7 +130,7 @@ def matrix_leaf(
     the same axes in different orders have one form: the rule must not depend on the order of rows and columns.
     """
     ndim = len(local)
-    inputs, outputs = normalized(dims, ndim)
+    inputs, outputs = choice.axes
     if math.prod(choice.shape[dim] for dim in inputs) > math.prod(choice.shape[dim] for dim in outputs):
         inputs, outputs = outputs, inputs
     stack = tuple(dim for dim in range(ndim) if dim not in (*inputs, *outputs))
@@ -186,36 +182,26 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
 
 
 def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
-    first = found[0]
-    alike = (group.axes, group.form.stack_axes, group.form.dtype) == (
-        first.axes,
-        first.form.stack_axes,
-        first.form.dtype,
-    )
-    return alike and sum(other.count for other in found) + group.count <= group.owners
+    kinds = {(other.axes, other.form.stack_axes, other.form.dtype) for other in (group, found[0])}
+    return len(kinds) == 1 and sum(other.count for other in found) + group.count <= group.owners
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     form = group.form
-    own = (*form.split_axes, *form.stack_axes)
-    alone = replace(
-        group,
-        axes=_in_order(form.split_axes, sizes),
-        owners=math.prod(sizes[axis] for axis in form.split_axes),
-    )
-    others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in own)
-    shared = [_with_copies(alone, others[:n], sizes) for n in range(1, len(others) + 1)]
-    small = group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE  # done sooner than sent
-    candidates = [alone] if small else [alone, *(found for found in shared if found is not None)]
-    return min(candidates, key=lambda found: (found.per_owner, found.owners))
+    owners = math.prod(sizes[axis] for axis in form.split_axes)
+    alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)
+    if group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE:  # done sooner than sent
+        return alone
+    others = [axis for axis, size in sizes.items() if size > 1 and axis not in (*form.split_axes, *form.stack_axes)]
+    shared = [_with_copies(alone, tuple(others[:n]), sizes) for n in range(1, len(others) + 1)]
+    return min([alone, *filter(None, shared)], key=lambda found: (found.per_owner, found.owners))
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
     """The group with these axes among its owners', if their devices divide a dim of the shards."""
-    count, by_dim = math.prod(sizes[axis] for axis in copies), dict(group.form.splits)
-    local = [
-        size // math.prod(sizes[axis] for axis in by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored)
-    ]
+    count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
+    for dim, axes in group.form.splits:
+        local[dim] //= math.prod(sizes[axis] for axis in axes)
     fitting = [dim for dim, size in enumerate(local) if size % count == 0]
     if not fitting:
         return None

@@ -5,10 +5,10 @@ do not say it: ``make_train_step`` and ``create_train_state`` set the layout for
 ``tx.init``. Without a layout an optimizer runs on whole arrays, as on one device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,20 +30,15 @@ OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The mesh, and by path the boxed parameters and the specs of what an optimizer keeps of each."""
+    """The mesh, and by path the boxed parameters and the specs of what an optimizer keeps of each.
+
+    Matrix optimizers that are initialised with it add to ``reports``, which a plan shows.
+    """
 
     mesh: Mesh | AbstractMesh
     params: Mapping[str, Any]
     specs: Mapping[str, PartitionSpec]
-
-
-_LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
-_REPORTS: ContextVar[list["MatrixReport"] | None] = ContextVar("reports of matrix optimizers", default=None)
-
-
-def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
-    """Optimizers that run within it know this layout."""
-    return set_context(_LAYOUT, layout)
+    reports: "list[MatrixReport]" = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,20 +50,20 @@ class MatrixReport:
     choices: Mapping[str, MatrixChoice]
 
 
-@contextmanager
-def matrix_reports() -> Iterator[list[MatrixReport]]:
-    """Collects the reports of the matrix optimizers that are initialised within it."""
-    reports: list[MatrixReport] = []
-    with set_context(_REPORTS, reports):
-        yield reports
+# Between the step, which knows the layout, and a transform of the library stand optax's own, which hand on no layout.
+_LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
+
+
+def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
+    """Optimizers that run within it know this layout."""
+    return set_context(_LAYOUT, layout)
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds the report of an optimizer, if somebody collects reports."""
-    if (reports := _REPORTS.get()) is not None:
-        matrices = {path for path, choice in choices.items() if choice.dims}
-        kept = trees.map_leaves_with_path(lambda path, leaf: leaf if path in matrices else None, params)
-        reports.append(MatrixReport(rule, tuple(place_of(kept).groups(choices, any_order)), choices))
+    """Adds the report of an optimizer that is initialised to the layout."""
+    if layout := _LAYOUT.get():
+        groups = place_of(params).groups(choices, any_order)
+        layout.reports.append(MatrixReport(rule, tuple(groups), choices))
 
 
 class Owned(Sharded, repr=False):
@@ -97,9 +92,9 @@ class Place:
         """The groups of all matrices among the leaves."""
         found = []
         for path, value in self.values.items():
-            if dims := choices[path].dims:
+            if choices[path].dims:
                 where = (self.shapes[path], self.names[path], self.sizes, value.dtype.name, any_order)
-                found.append(matrix_leaf(choices[path], dims, *where))
+                found.append(matrix_leaf(choices[path], *where))
         return grouped(found, self.sizes)
 
 

@@ -1,7 +1,12 @@
-"""Muon, for leaves that are split: momentum and all else element by element on the shards, Newton-Schulz by owners."""
+"""Muon, for leaves that are split: momentum and all else element by element on the shards, Newton-Schulz by owners.
+
+Newton-Schulz finds the nearest orthogonal matrix by matrix products alone. With X = U S V^T an odd polynomial p acts on
+the singular values: p(X) = U p(S) V^T. Each step is one of degree five, a X + (b A + c A^2) X with A = X X^T, whose
+coefficients drive all singular values towards 1, the small ones fast. They must be at most about 1 at the start, which
+is what ``preconditioning`` sees to.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +22,15 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
-from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of, normalized
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, report_matrices
-from xlstm_jax.distributed.optimizers.matrices.orthogonal import FROBENIUS, PRECONDITIONINGS, orthogonalized
 from xlstm_jax.distributed.optimizers.matrices.owners import by_owners
 
 MUON, ADAM = "muon", "adam"
+FROBENIUS, SPECTRAL, AOL, SCHATTEN = "frobenius", "spectral", "aol", "schatten"
+PRECONDITIONINGS = (FROBENIUS, SPECTRAL, AOL, SCHATTEN)
+_NORMS: dict[str, Any] = {FROBENIUS: "fro", SPECTRAL: 2}
 DEFAULT_NS_COEFFS = (3.4445, -4.7750, 2.0315)
 DEFAULT_NS_STEPS = 5
 DEFAULT_BETA = 0.95
@@ -40,21 +47,6 @@ NS_COEFFS = {
 }
 
 Choices = Mapping[str, MatrixChoice]
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """What Muon makes of gradients, before learning rate and weight decay; as in ``optax.contrib.scale_by_muon``."""
-
-    ns_coeffs: Any
-    ns_steps: int
-    beta: ArrayLike
-    eps: Any
-    mu_dtype: Any
-    nesterov: bool
-    adaptive: bool
-    preconditioning: str
-    exchange_dtype: str | None
 
 
 def muon(
@@ -105,15 +97,16 @@ def muon(
         ``init`` and ``update``) what ``matrix_dimensions`` raises.
       TypeError: ``exchange_dtype`` is no dtype, ``ns_steps`` no number.
     """
-    rule = _Rule(
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(f"muon: preconditioning={preconditioning!r}; there are {', '.join(PRECONDITIONINGS)}.")
+    scale_by_muon = partial(
+        _scale_by_muon,
         ns_coeffs=_checked_coeffs(ns_coeffs, ns_steps),
-        ns_steps=ns_steps,
+        orthogonal=partial(orthogonalized, steps=ns_steps, preconditioning=preconditioning, eps=eps),
         beta=beta,
-        eps=eps,
         mu_dtype=None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype),
         nesterov=nesterov,
         adaptive=adaptive,
-        preconditioning=_checked_preconditioning(preconditioning),
         exchange_dtype=dtype_name(exchange_dtype, "exchange_dtype"),
     )
     adam = optax.adamw(
@@ -129,7 +122,7 @@ def muon(
 
     def of(choices: Choices, tree: PyTree) -> optax.GradientTransformationExtraArgs:
         matrices = optax.chain(
-            _scale_by_muon(rule, choices),
+            scale_by_muon(choices),
             _scale_by_shape(choices, consistent_rms),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
@@ -149,46 +142,47 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _scale_by_muon(rule: _Rule, choices: Choices) -> optax.GradientTransformation:
+def _scale_by_muon(
+    choices: Choices,
+    *,
+    ns_coeffs: Any,
+    orthogonal: Callable[[jax.Array, jax.Array], jax.Array],
+    beta: ArrayLike,
+    mu_dtype: Any,
+    nesterov: bool,
+    adaptive: bool,
+    exchange_dtype: str | None,
+) -> optax.GradientTransformation:
+    """What Muon makes of gradients, before learning rate and weight decay; as ``optax.contrib.scale_by_muon``."""
+
     def init(params: PyTree) -> MuonState:
-        mu = optax.tree.zeros_like(params, dtype=rule.mu_dtype)
-        return MuonState(count=jnp.zeros([], jnp.int32), mu=mu, ns_coeffs=jnp.asarray(rule.ns_coeffs))
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return MuonState(count=jnp.zeros([], jnp.int32), mu=mu, ns_coeffs=jnp.asarray(ns_coeffs))
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MuonState]:
         del params
-        mu = optax.tree.update_moment(updates, state.mu, rule.beta, 1)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = jnp.asarray(optax.safe_increment(state.count))
-        momentum = _momentum(rule, mu, updates, count)
-        of_groups = partial(_of_groups, rule, jnp.asarray(state.ns_coeffs))
+        coeffs = jnp.asarray(state.ns_coeffs)
+        # Without the bias of its start; with ``nesterov`` one step ahead.
+        momentum = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
+        if nesterov:
+            now = optax.tree.bias_correction(updates, beta, count)
+            momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, momentum, now)
+
+        def of_groups(groups: Sequence[MatrixGroup], values: Values, state: Any) -> tuple[Values, Any]:
+            new: Values = {}
+            for together in in_rounds(groups):
+                with jax.named_scope(f"muon_{'_'.join(group.name for group in together)}"):
+                    new |= by_owners(lambda x: orthogonal(x, coeffs), together, values, exchange_dtype)
+            return new, state
+
         updates, _ = map_groups(of_groups, momentum, choices, any_order=True)
-        if rule.adaptive:
+        if adaptive:
             updates = trees.map_leaves(_scaled_by_dual_norm, updates, momentum)
-        return updates, MuonState(count=count, mu=optax.tree.cast(mu, rule.mu_dtype), ns_coeffs=state.ns_coeffs)
+        return updates, MuonState(count=count, mu=optax.tree.cast(mu, mu_dtype), ns_coeffs=state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
-
-
-def _momentum(rule: _Rule, mu: PyTree, updates: PyTree, count: jax.Array) -> PyTree:
-    """What is orthogonalised: the mean of gradients without the bias of its start, one step ahead with ``nesterov``."""
-    beta = rule.beta
-    if not rule.nesterov:
-        return optax.tree.bias_correction(mu, beta, count)
-    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-    now = optax.tree.bias_correction(updates, beta, count)
-    return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-
-
-def _of_groups(
-    rule: _Rule, ns_coeffs: jax.Array, groups: Sequence[MatrixGroup], values: Values, state: Any
-) -> tuple[Values, Any]:
-    def orthogonal(matrices: jax.Array) -> jax.Array:
-        return orthogonalized(matrices, ns_coeffs, rule.ns_steps, rule.preconditioning, rule.eps)
-
-    new: Values = {}
-    for together in in_rounds(groups):
-        with jax.named_scope(f"muon_{'_'.join(group.name for group in together)}"):
-            new |= by_owners(orthogonal, together, values, rule.exchange_dtype)
-    return new, state
 
 
 def _scaled_by_dual_norm(update: Any, momentum: Any) -> Any:
@@ -203,10 +197,9 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
     """As in optax: by what makes steps alike for matrices of any width, or as large as those of AdamW."""
 
     def scale(choice: MatrixChoice) -> jax.Array:
-        assert choice.dims is not None
-        inputs, outputs = (
-            np.prod([choice.shape[dim] for dim in dims]) for dims in normalized(choice.dims, len(choice.shape))
-        )
+        inputs, outputs = np.array(
+            choice.matrix
+        )  # numbers of NumPy have a dtype, which narrow updates take on as in optax
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, outputs / inputs))
         return jnp.sqrt(jnp.maximum(inputs, outputs)) * consistent_rms
@@ -239,7 +232,41 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
     return tuple(ns_coeffs)[-ns_steps:]
 
 
-def _checked_preconditioning(name: Any) -> str:
-    if name not in PRECONDITIONINGS:
-        raise ValueError(f"muon: preconditioning={name!r}; there are {', '.join(PRECONDITIONINGS)}.")
-    return str(name)
+# ---------------------------------------------------------------------------------------------------- Newton-Schulz
+
+
+def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning: str, eps: ArrayLike) -> jax.Array:
+    """Newton-Schulz of x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
+    coeffs = coeffs.astype(x.dtype)
+    each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs
+    if order := _NORMS.get(preconditioning):
+        x = x / (jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True) + eps)
+    else:  # by the Gram matrix, which the first step needs anyway
+        gram = x @ _adjoint(x)
+        if preconditioning == AOL:  # "almost orthogonal layers": the sums of its rows bound its eigenvalues
+            scale = jax.lax.rsqrt(jnp.clip(jnp.abs(gram).sum(-1), min=eps))
+            x, gram = x * scale[..., :, None], gram * scale[..., :, None] * scale[..., None, :]
+        else:  # its own norm is the square of the Schatten-4 norm
+            scale = jax.lax.rsqrt(jnp.clip(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True), min=eps))
+            x, gram = x * scale, gram * scale**2
+        x, each = _stepped(x, gram, each[0]), each[1:]
+    # A loop, which is compiled once: written out, it takes a compiler several times as long.
+    return jax.lax.scan(lambda x, abc: (_stepped(x, x @ _adjoint(x), abc), None), x, each)[0]
+
+
+def _stepped(x: jax.Array, gram: jax.Array, abc: jax.Array) -> jax.Array:
+    a, b, c = abc
+    return a * x + (b * gram + c * gram @ gram) @ x
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """FLOP of the matrix products of one matrix, rows <= columns: two with all of it and one of the Gram matrix a step.
+
+    >>> newton_schulz_flops(2048, 8192, 5)
+    773094113280
+    """
+    return steps * (4 * rows**2 * columns + 2 * rows**3)
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, MatrixLeaf
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 
 OnMatrices = Callable[[jax.Array], jax.Array]
 
@@ -26,13 +27,18 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None) -> jax.Array:
     """The matrices that this device owns, [places, rows, columns] with rows <= columns, from its shards by path."""
     stacked = _as_stacks(group, shards)
-    return _flat(group, _to_places(group, stacked.astype(exchange_dtype or stacked.dtype)).astype(stacked.dtype))
+    empty = group.owners * group.per_owner - group.count
+    sent = jnp.pad(stacked.astype(exchange_dtype or stacked.dtype), [(0, empty)] + [(0, 0)] * (stacked.ndim - 1))
+    received = collectives.all_to_all(sent.reshape(group.owners, group.per_owner, *sent.shape[1:]), group.axes)
+    return _flat(group, _merged(group, received).astype(stacked.dtype))
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = None) -> dict[str, jax.Array]:
     """The inverse of ``to_owners``: this device's shards by path."""
-    sent = _unflat(group, matrices).astype(exchange_dtype or matrices.dtype)
-    return _from_stacks(group, _to_shards(group, sent).astype(matrices.dtype))
+    sent = _cut(group, _unflat(group, matrices).astype(exchange_dtype or matrices.dtype))
+    received = collectives.all_to_all(sent, group.axes)
+    stacked = received.reshape(-1, *received.shape[2:])[: group.count]
+    return _from_stacks(group, stacked.astype(matrices.dtype))
 
 
 def by_owners(
@@ -43,7 +49,11 @@ def by_owners(
         return from_owners(groups[0], fn(to_owners(groups[0], shards, exchange_dtype)), exchange_dtype)
     stacks = [_as_stacks(group, shards) for group in groups]
     dtype, axes = stacks[0].dtype, groups[0].axes
-    rows = _in_rows(stacks, groups[0].owners).astype(exchange_dtype or dtype)
+    # [owners, longest]: the shard of one matrix in each row, zeros behind shorter shards and in rows without one.
+    each = [stack.reshape(stack.shape[0], -1) for stack in stacks]
+    longest = max(row.shape[1] for row in each)
+    filled = jnp.concatenate([_of_length(longest, row) for row in each])
+    rows = jnp.pad(filled, ((0, groups[0].owners - len(filled)), (0, 0))).astype(exchange_dtype or dtype)
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
@@ -51,7 +61,7 @@ def by_owners(
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
         whole = _unflat(group, fn(_flat(group, _merged(group, own))))
-        return _as_long_as(received, _cut(group, whole).reshape(group.owners, -1).astype(received.dtype))
+        return _of_length(longest, _cut(group, whole).reshape(group.owners, -1).astype(received.dtype))
 
     own = collectives.axis_index(axes)
     mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
@@ -64,27 +74,20 @@ def by_owners(
     return new
 
 
-def _in_rows(stacks: Sequence[jax.Array], owners: int) -> jax.Array:
-    """[owners, longest]: the shard of one matrix in each row, zeros behind shorter shards and in rows without one."""
-    rows = [stack.reshape(stack.shape[0], -1) for stack in stacks]
-    longest = max(rows, key=lambda row: row.shape[1])
-    filled = jnp.concatenate([_as_long_as(longest, row) for row in rows])
-    return jnp.pad(filled, ((0, owners - filled.shape[0]), (0, 0)))
-
-
-def _as_long_as(longest: jax.Array, rows: jax.Array) -> jax.Array:
-    return jnp.pad(rows, ((0, 0), (0, longest.shape[1] - rows.shape[1])))
+def _of_length(length: int, rows: jax.Array) -> jax.Array:
+    return jnp.pad(rows, ((0, 0), (0, length - rows.shape[1])))
 
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
     """The shape of what one device sends of a matrix, padding included."""
-    parts = {dim: count for (dim, _), count in zip(group.splits, _parts(group), strict=True)}
-    return tuple(size // parts.get(dim, 1) for dim, size in enumerate(group.form.stored))
+    by_dim = dict(group.splits)
+    return tuple(size // collectives.axis_size(by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored))
 
 
 def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array:
     """[M, stored dims / n]: the part of the group's shards that this device sends."""
-    stacked = jnp.concatenate([_as_stack(leaf, shards[leaf.path]) for leaf in group.leaves])
+    ordered = [(leaf, shards[leaf.path].transpose(leaf.order)) for leaf in group.leaves]
+    stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
     if group.copies_dim is None:
         return stacked
     return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
@@ -94,82 +97,44 @@ def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
     """The inverse of ``_as_stacks``: the shards by path, those of copies gathered."""
     if group.copies_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
-    counts = [leaf.count for leaf in group.leaves]
-    ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
+    ends = np.cumsum([leaf.count for leaf in group.leaves])[:-1]
     parts = zip(group.leaves, jnp.split(back, ends), strict=True)
-    return {leaf.path: _as_leaf(leaf, part) for leaf, part in parts}
-
-
-def _as_stack(leaf: MatrixLeaf, value: jax.Array) -> jax.Array:
-    """[dims of the leaf] -> [count, dims of the shorter side, dims of the longer side]"""
-    ordered = value.transpose(leaf.order)
-    return ordered.reshape(leaf.count, *ordered.shape[len(leaf.stack) :])
-
-
-def _as_leaf(leaf: MatrixLeaf, stacked: jax.Array) -> jax.Array:
-    """The inverse of ``_as_stack``."""
-    inverse = sorted(range(len(leaf.order)), key=lambda dim: leaf.order[dim])
-    return stacked.reshape(*leaf.stack, *stacked.shape[1:]).transpose(inverse)
-
-
-def _to_places(group: MatrixGroup, shards: jax.Array) -> jax.Array:
-    """[M, ...] -> [places, stored dims]"""
-    places = group.owners * group.per_owner
-    padded = jnp.pad(shards, [(0, places - group.count)] + [(0, 0)] * (shards.ndim - 1))
-    received = collectives.all_to_all(padded.reshape(group.owners, group.per_owner, *shards.shape[1:]), group.axes)
-    return _merged(group, received)
-
-
-def _to_shards(group: MatrixGroup, whole: jax.Array) -> jax.Array:
-    """The inverse of ``_to_places``."""
-    received = collectives.all_to_all(_cut(group, whole), group.axes)
-    return received.reshape(-1, *received.shape[2:])[: group.count]
+    ordered = {leaf: part.reshape(*leaf.stack, *part.shape[1:]) for leaf, part in parts}
+    return {leaf.path: value.transpose(np.argsort(leaf.order)) for leaf, value in ordered.items()}
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     """[n, p, ...] -> [p, ...]: puts the slices of the n senders together, each dim in the order of its axes."""
-    sizes = [collectives.axis_size([axis]) for axis in group.axes]
-    by_axis = received.reshape(*sizes, *received.shape[1:])
-    order = [group.axes.index(axis) for axis in group.split_axes]
-    by_axis = by_axis.transpose(*order, *range(len(order), by_axis.ndim))
-    sliced = by_axis.reshape(*_parts(group), *received.shape[1:])
-    for dim, _ in reversed(group.splits):  # the last one first, which leaves the positions before it as they are
-        count = sliced.ndim - (len(group.form.stored) + 1)  # dims in front
-        sliced = jnp.moveaxis(sliced, count - 1, count + dim)
-        at = count + dim
-        sliced = sliced.reshape(*sliced.shape[:at], -1, *sliced.shape[at + 2 :])
-    return sliced
+    shape, order = _by_axis(group, received.shape[1])
+    return received.reshape(shape).transpose(order).reshape(received.shape[1], *group.form.stored)
 
 
 def _cut(group: MatrixGroup, whole: jax.Array) -> jax.Array:
     """The inverse of ``_merged``."""
-    front = 0
-    for (dim, _), count in zip(group.splits, _parts(group), strict=True):
-        at = front + 1 + dim
-        whole = whole.reshape(*whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :])
-        whole = jnp.moveaxis(whole, at, front)
-        front += 1
-    sizes = [collectives.axis_size([axis]) for axis in group.split_axes]
-    by_axis = whole.reshape(*sizes, *whole.shape[front:])
-    order = [group.split_axes.index(axis) for axis in group.axes]
-    by_axis = by_axis.transpose(*order, *range(len(order), by_axis.ndim))
-    return by_axis.reshape(-1, *whole.shape[front:])
+    shape, order = _by_axis(group, whole.shape[0])
+    by_axis = whole.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+    return by_axis.reshape(group.owners, *shape[len(group.axes) :])
 
 
-def _parts(group: MatrixGroup) -> list[int]:
-    """Into how many parts each split dim is cut."""
-    return [collectives.axis_size(axes) for _, axes in group.splits]
+def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of slices with a dim for each axis in front, [axes ..., p, ...], and the order that merges its dims.
+
+    In that order the axes that split a dim stand before what each device has of it.
+    """
+    sizes = [collectives.axis_size([axis]) for axis in group.axes]
+    order, by_dim = [len(sizes)], dict(group.splits)
+    for dim in range(len(group.form.stored)):
+        order += [*map(group.axes.index, by_dim.get(dim, ())), len(sizes) + 1 + dim]
+    return (*sizes, places, *_slice_shape(group)), order
 
 
 def _flat(group: MatrixGroup, whole: jax.Array) -> jax.Array:
     """[p, stored dims] -> [p, rows, columns] without padding."""
-    true = (*group.form.short, *group.form.long)
-    unpadded = whole[(slice(None), *(slice(size) for size in true))]
+    unpadded = whole[(slice(None), *map(slice, group.form.true))]
     return unpadded.reshape(whole.shape[0], group.form.rows, group.form.columns)
 
 
 def _unflat(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     """The inverse of ``_flat``, zeros where there was padding."""
-    true = (*group.form.short, *group.form.long)
-    shaped = matrices.reshape(matrices.shape[0], *true)
-    return jnp.pad(shaped, [(0, 0), *((0, size - own) for size, own in zip(group.form.stored, true, strict=True))])
+    padding = [(0, size - own) for size, own in zip(group.form.stored, group.form.true, strict=True)]
+    return jnp.pad(matrices.reshape(matrices.shape[0], *group.form.true), [(0, 0), *padding])
