@@ -1,10 +1,8 @@
-"""What optimizers ask of their arguments, and of gradients inside ``shard_map``."""
+"""What optimizers ask of a transform, and of gradients inside ``shard_map``."""
 
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
@@ -18,20 +16,6 @@ def check_transform(tx: Any, caller: str) -> None:
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
-
-
-def check_max_norm(max_norm: Any) -> None:
-    """Raises where ``max_norm`` is no positive number: a ``TypeError`` or, for a number that is not, a ``ValueError``.
-
-    A negative one would turn every update around, 0 make them 0 or NaN. One that is traced cannot be looked at.
-    """
-    if np.shape(max_norm) != () or not isinstance(max_norm, int | float | np.number | jax.Array):
-        raise TypeError(f"clip_by_global_norm: max_norm is {kind_of(max_norm)}, where one number is needed, as 1.0.")
-    if not isinstance(max_norm, Tracer) and not max_norm > 0:
-        raise ValueError(
-            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative one would turn updates "
-            "around, 0 make them 0 or NaN. To clip nothing: float('inf')."
-        )
 
 
 def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:

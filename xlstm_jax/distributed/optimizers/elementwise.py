@@ -61,9 +61,12 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         leaves = trees.leaves_with_path(tree)
         key = str([(path, leaf_of(leaf).names, jax.typeof(leaf_of(leaf).value)) for path, leaf in leaves])
         if key not in verdicts:
+            whole = trees.map_leaves(
+                lambda leaf: rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), leaf_of(leaf).value.dtype)), tree
+            )
             # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
             with ThreadPoolExecutor(1) as pool:
-                verdicts[key] = pool.submit(_verdict, tx, trees.map_leaves(_whole_leaf, tree)).result()
+                verdicts[key] = pool.submit(_verdict, tx, whole).result()
         if verdicts[key]:
             raise ValueError(verdicts[key])
 
@@ -78,31 +81,20 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check_averaged(updates, params, "elementwise_only")
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
-        any_frozen = not all(leaf_of(leaf).trainable for _, leaf in trees.leaves_with_path(grads))
-        return _with_frozen(updates, grads) if any_frozen else updates, state
+        if all(leaf_of(leaf).trainable for _, leaf in trees.leaves_with_path(grads)):
+            return updates, state
+        by_path = dict(trees.leaves_with_path(updates))
+
+        def or_zeros(path: str, grad: Any) -> Any:
+            return by_path[path] if path in by_path else rebox(grad, jnp.zeros_like(leaf_of(grad).value))
+
+        return trees.map_leaves_with_path(or_zeros, grads), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _with_frozen(updates: PyTree, grads: PyTree) -> PyTree:
-    """The updates in the tree of ``grads``, with zeros for frozen leaves."""
-    by_path = dict(trees.leaves_with_path(updates))
-
-    def update(path: str, grad: Any) -> Any:
-        if leaf_of(grad).trainable:
-            return by_path[path]
-        return rebox(grad, jnp.zeros_like(leaf_of(grad).value))
-
-    return trees.map_leaves_with_path(update, grads)
-
-
-def _whole_leaf(leaf: Any) -> Any:
-    """The leaf's box around its global shape, abstract."""
-    return rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), leaf_of(leaf).value.dtype))
-
-
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Why the transform must not run on shards of this tree, as an error message; None if it may."""
+    """Why the transform must not run on shards of this tree of global shapes, as an error message; None if it may."""
     reason = _why_wrong(tx, tree) if any(leaf_of(leaf).axes for _, leaf in trees.leaves_with_path(tree)) else None
     if reason is None:
         return None
@@ -149,9 +141,20 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
     apart, and some transforms magnify that.
     """
 
+    inner = optax.with_extra_args_support(tx)
+
+    def step(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        extra_args = {"value": jnp.float32(1), "grad": grad, "value_fn": partial(optax.tree.norm, squared=True)}
+        updates, state = inner.update(grad, state, params, **extra_args)
+        return updates, state, optax.apply_updates(params, updates)
+
     def run(cut: list[int | None], axis_name: str | None) -> Iterator[PyTree]:
-        grads = (_stacked(grad, cut) for grad in _probe_gradients(params, dims))
-        return _updates(tx, _stacked(params, cut), grads, axis_name)
+        init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, step))
+        shards = _stacked(params, cut)
+        state = init_shards(shards)
+        for grad in _probe_gradients(params, dims):
+            updates, state, shards = step_shards(_stacked(grad, cut), state, shards)
+            yield updates
 
     paths = [path for path, _ in trees.leaves_with_path(params)]
     for step, (want, got) in enumerate(zip(run([None] * len(dims), None), run(dims, _PROBE_AXIS), strict=True)):
@@ -171,24 +174,6 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
     n = _PROBE_SHARDS
     shards = [[x] * n if dim is None else jnp.split(x, n, dim) for x, dim in zip(values, dims, strict=True)]
     return jax.tree.unflatten(treedef, map(jnp.stack, shards))
-
-
-def _updates(
-    tx: optax.GradientTransformation, params: PyTree, grads: Iterator[PyTree], axis_name: str | None
-) -> Iterator[PyTree]:
-    """The updates of a training with these gradients; all leaves have a leading dim of shards, ``axis_name``."""
-    inner = optax.with_extra_args_support(tx)
-
-    def step(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        extra_args = {"value": jnp.float32(1), "grad": grad, "value_fn": partial(optax.tree.norm, squared=True)}
-        updates, state = inner.update(grad, state, params, **extra_args)
-        return updates, state, optax.apply_updates(params, updates)
-
-    init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, step))
-    state = init_shards(params)
-    for grad in grads:
-        updates, state, params = step_shards(grad, state, params)
-        yield updates
 
 
 def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:

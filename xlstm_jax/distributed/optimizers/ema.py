@@ -71,20 +71,15 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
         weight = 1 - (decay(state.num_updates) if callable(decay) else decay)
 
         def moved(average: Any, new: Any) -> jax.Array:
-            return (average + weight * (_as_stored(new, average.dtype) - average)).astype(average.dtype)
+            wide = new.astype(average.dtype)
+            if new.dtype != average.dtype:  # rounded as it is stored: XLA leaves out a cast to and fro
+                wide = jax.lax.reduce_precision(wide, jnp.finfo(new.dtype).nexp, jnp.finfo(new.dtype).nmant)
+            return (average + weight * (wide - average)).astype(average.dtype)
 
         average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
         return updates, WithEmaState(inner_state, average, jnp.asarray(optax.safe_increment(state.num_updates)))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _as_stored(new: jax.Array, dtype: Any) -> jax.Array:
-    """New weights in the dtype of the average, rounded as they are stored: XLA leaves out a cast to and fro."""
-    if new.dtype == dtype:
-        return new
-    stored = jnp.finfo(new.dtype)
-    return jax.lax.reduce_precision(new.astype(dtype), stored.nexp, stored.nmant)
 
 
 def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -115,7 +110,9 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 f"ema_params: the average of '{path}' has the shape {np.shape(mean)}, and the parameter "
                 f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
             )
-        return rebox(leaf, _placed_like(mean, value))
+        is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        there = jax.device_put(mean, value.sharding) if is_placed else mean
+        return rebox(leaf, jnp.array(there, value_dtype(value)))
 
     return trees.map_leaves_with_path(as_parameter, params)
 
@@ -131,13 +128,6 @@ def _average_in(opt_state: PyTree) -> PyTree:
             "with_ema(tx, decay) around the whole optimizer, with skip_nonfinite around that."
         )
     return found[0][1]
-
-
-def _placed_like(mean: Any, value: Any) -> Any:
-    """A copy of ``mean`` in the dtype of ``value`` and, where that is an array of its own, on the same devices."""
-    is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    there = jax.device_put(mean, value.sharding) if is_placed else mean
-    return jnp.array(there, value_dtype(value))
 
 
 def _check_decay(decay: Any) -> None:

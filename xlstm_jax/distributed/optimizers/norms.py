@@ -4,14 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.optimizers.checks import check_max_norm, not_averaged
+from xlstm_jax.distributed.optimizers.checks import not_averaged
+from xlstm_jax.wording import kind_of
 
 AxesOfEach = tuple[tuple[str, ...], ...]
 
@@ -104,7 +107,13 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
       ValueError: ``max_norm`` is 0, negative or NaN; or (in ``update``) what ``global_norm`` raises.
       TypeError: ``max_norm`` is no number.
     """
-    check_max_norm(max_norm)
+    if np.shape(max_norm) != () or not isinstance(max_norm, int | float | np.number | jax.Array):
+        raise TypeError(f"clip_by_global_norm: max_norm is {kind_of(max_norm)}, where one number is needed, as 1.0.")
+    if not isinstance(max_norm, Tracer) and not max_norm > 0:
+        raise ValueError(
+            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative one would turn updates "
+            "around, 0 make them 0 or NaN. To clip nothing: float('inf')."
+        )
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)
