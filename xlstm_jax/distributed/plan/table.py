@@ -37,29 +37,34 @@ class Line:
     def all_bytes(self) -> ByteCount:
         return self.bytes_of("all_bytes")
 
+    @property
+    def name(self) -> str:
+        return f"{self.module}/{self.path}".lstrip("/") + _times(self.count)
+
 
 def plan_table(plan: Any) -> Any:
     """The renderable of ``ShardingPlan.table``."""
     lines = _lines(plan.rows)
+    shown = [_leaves_table(plan, lines), Text(_summary(plan))]
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
-    first, *more = [_leaves_table(plan, lines), *([_whole_table(whole)] if whole and plan.devices > 1 else [])]
-    return Group(first, Text(_summary(plan)), *more, *([matrices_table(plan.matrices)] if plan.matrices else []))
+    if whole and plan.devices > 1:
+        whole.sort(key=lambda line: -line.all_bytes.per_device)
+        rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in whole]
+        title = "What stays whole, and why; bytes with gradient and optimizer state"
+        shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
+    return Group(*shown, *([matrices_table(plan.matrices)] if plan.matrices else []))
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
     """Rows that differ in the first number of their path alone are one line."""
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
-        same = dataclasses.replace(row, path="", gathered_with=_module_pattern(row))
+        module = None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")
+        same = dataclasses.replace(row, path="", gathered_with=module)
         alike.setdefault((path_pattern(row.path), same), []).append(row)
     named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
     depth = _module_depth([path for path, group in named if group[0].collection == PARAMETERS])
     return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group)) for path, group in named]
-
-
-def _module_pattern(row: LeafPlan) -> str | None:
-    """The module that a leaf is gathered with, with a star for its first number."""
-    return None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")[:-1]
 
 
 def _module_depth(paths: list[str]) -> int:
@@ -148,16 +153,3 @@ def _summary(plan: Any) -> str:
         f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
-
-
-def _whole_table(lines: list[Line]) -> Any:
-    rows = [
-        [_name(line), format_bytes(line.all_bytes.per_device), str(line.row.reason)]
-        for line in sorted(lines, key=lambda line: -line.all_bytes.per_device)
-    ]
-    title = "What stays whole, and why; bytes with gradient and optimizer state"
-    return rich_table(title, ["leaf", "per device", "reason"], rows, right=1)
-
-
-def _name(line: Line) -> str:
-    return f"{line.module}/{line.path}".lstrip("/") + _times(line.count)
