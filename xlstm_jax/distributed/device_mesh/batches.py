@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -229,19 +229,9 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
-@dataclass
-class _BatchesSeen:
-    """What this process has handed in on one mesh: how many batches, and the layout of the last one."""
-
-    count: int = 0
-    last_layout: object = None
-
-
-@cache
-def _batches_seen(mesh: Mesh) -> _BatchesSeen:
-    """One object for each mesh: all devices of a mesh belong to one job, whose processes use it in the same order."""
-    del mesh
-    return _BatchesSeen()
+# By mesh, how many batches this process has handed in, and the layout of the last one. All devices of a mesh belong to
+# one job, whose processes use it in the same order.
+_batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, axes: tuple[str, ...], timeout_s: float) -> None:
@@ -250,17 +240,18 @@ def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, axes: tuple[str, ...],
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
     leaves = leaves_with_path(batch)
     shapes = {path: f"{_dtype(leaf)} {['rows', *np.shape(leaf)[1:]] if np.ndim(leaf) else []}" for path, leaf in leaves}
-    seen, layout = _batches_seen(mesh), (axes, rows, shapes)
-    seen.count += 1
-    if seen.last_layout == layout:
+    (count, last), layout = _batches_seen.get(mesh, (0, None)), (axes, rows, shapes)
+    number = count + 1
+    if last == layout:
+        _batches_seen[mesh] = number, layout
         return
-    seen.last_layout = None  # if the comparison raises, the next batch is compared again
+    _batches_seen[mesh] = number, None  # if the comparison raises, the next batch is compared again
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
     entries = {"rows for each process": str(rows)} | shapes | scalars
-    entries |= {"mesh": f"{dict(mesh.shape)}, split over {axes}", "number of the batch": str(seen.count)}
+    entries |= {"mesh": f"{dict(mesh.shape)}, split over {axes}", "number of the batch": str(number)}
     held, me = _shards_of_processes(mesh, axes), jax.process_index()
     compare(entries, "batch of a new shape", me, sorted(held), timeout_s)
     sharing = sorted(process for process, shards in held.items() if shards == held[me])
     if len(sharing) > 1:
         compare(entries_of(batch), f"batch of processes with the same shards over {axes}", me, sharing, timeout_s)
-    seen.last_layout = layout
+    _batches_seen[mesh] = number, layout

@@ -1,7 +1,8 @@
 """``DeviceMeshManager``: makes device meshes, and says what there is to know about one."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
 from xlstm_jax.distributed.device_mesh.checks import auto_types, check_mesh, with_usual_names
-from xlstm_jax.distributed.device_mesh.sizes import filled_sizes, is_size
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes.devices import Device, simulate_cpu_devices
 from xlstm_jax.distributed.processes.initialize import initialize_distributed
 from xlstm_jax.distributed.processes.same_everywhere import assert_same_everywhere
+
+SHAPES_SHOWN = 3
+SHAPES_TRIED = 100_000  # to find the nearest
 
 
 class DeviceMeshManager:
@@ -171,3 +174,39 @@ def _check_every_process_has_one(devices: np.ndarray, count: int) -> None:
             f"the first {devices.size} of {count} devices leave process {min(left_out)} without a device in the mesh, "
             f"where it could take no part in the run. Use all {count}, or start fewer processes."
         )
+
+
+def is_size(size: Any) -> bool:
+    """Whether it is a positive integer, which a bool is not."""
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 1
+
+
+def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
+    """The sizes with -1 replaced, for ``count`` devices or, without a -1, for the first of them.
+
+    Raises:
+      ValueError: there are fewer devices, or -1 has no size that takes all; names the nearest shapes that fit.
+    """
+    wild = [name for name, size in shape.items() if size == -1]
+    if len(wild) > 1 or not all(is_size(size) or size == -1 for size in shape.values()):
+        raise ValueError(f"mesh_shape={shape}: a size is a positive integer, and at most one of them -1.")
+    known = math.prod(size for size in shape.values() if size != -1)
+    if known > count or (wild and count % known):
+        nearest = ", ".join(str(dict(zip(shape, sizes, strict=True))) for sizes in _nearest(shape.values(), count))
+        raise ValueError(
+            f"mesh_shape={shape} takes {known} devices{' or a multiple' if wild else ''}, but there are {count}. "
+            f"Nearest shapes that fit: {nearest}; or try it on simulate_cpu_devices({known})."
+        )
+    return tuple(int(count // known if size == -1 else size) for size in shape.values())
+
+
+def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
+    """The shapes of ``count`` devices that are closest to ``sizes``, by the factors between them; -1 is any size."""
+
+    def distance(shape: tuple[int, ...]) -> float:
+        return sum(abs(math.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old != -1)
+
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    firsts = itertools.islice(itertools.product(divisors, repeat=len(sizes) - 1), SHAPES_TRIED)
+    shapes = ((*first, count // math.prod(first)) for first in firsts if count % math.prod(first) == 0)
+    return sorted(shapes, key=distance)[:SHAPES_SHOWN]

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS, SLICE_AXIS
 from xlstm_jax.distributed.device_mesh.checks import auto_types
-from xlstm_jax.distributed.device_mesh.sizes import crossing_sizes
 from xlstm_jax.distributed.processes.devices import Device
 
 FSDP_AXIS = "fsdp"  # the name of a single axis
@@ -47,6 +46,16 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
         inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
     return Mesh(ordered, names, axis_types=auto_types(names))
+
+
+def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
+    """The factor of each size by which the axis crosses units; the first axes cross as far as they can."""
+    outer = []
+    for size in sizes:
+        outer.append(math.gcd(size, units))
+        units //= outer[-1]
+    assert units == 1  # the units divide the product of the sizes, so each prime of the units divides a size
+    return tuple(outer)
 
 
 def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
