@@ -154,6 +154,7 @@ def test_the_kernels_of_all_layers_are_split_gathered_and_scattered(all_layers):
     assert over_first_axes >= sent
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_scattered_as_arrays_of_their_own_rank_they_are_all_reduced(monkeypatch):
     """Guard: it is the matrices that do it, and an all-reduce is seen."""

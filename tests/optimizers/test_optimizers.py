@@ -126,7 +126,7 @@ def started(tx):
     return state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh_of(2, 4)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @each_case
 def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
     mesh, traces = mesh_of(2, 4), []
@@ -221,7 +221,7 @@ def off_shards(tx):
     return jax.jit(lambda params, grads: four_updates(tx, params, grads))(plain_start(), four_gradients())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @each_case
 def test_guard_lets_through_what_is_right_and_refuses_the_rest(case):
     tx = elementwise_only(case.build())
@@ -459,6 +459,7 @@ def test_guard_tries_a_transform_once_for_each_kind_of_tree():
     assert calls_of(tx.init, {"kernel": params["up"]["kernel"]})[1] == tried
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("transform", [jax.jit, lambda fn: partial(jax.eval_shape, fn)], ids=["jit", "eval_shape"])
 def test_guard_decides_while_a_trace_is_under_way(transform):
     params = whole_and_split()

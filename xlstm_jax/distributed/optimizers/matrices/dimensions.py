@@ -137,7 +137,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
         return None, "a table that is looked up"
     stacked = _stacked_dims(path, shapes)
     own = shape[stacked:]
-    if min(map(len, (own, [size for size in own if size > 1]))) < 2:
+    if sum(size > 1 for size in own) < 2:
         return None, "a vector"
     bias = shapes.get(_beside(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
