@@ -101,9 +101,10 @@ class DeviceMeshManager:
         Args:
           devices: in any order; by default all.
         Raises:
-          ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them.
+          ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them; or there are
+            none, or one of them is there twice.
         """
-        array, names = fsdp_layout(jax.devices() if devices is None else devices)
+        array, names = fsdp_layout(list(_array_of(jax.devices() if devices is None else devices)))
         return Mesh(array, names, axis_types=auto_types(names))
 
     @staticmethod

@@ -25,7 +25,6 @@ from xlstm_jax.distributed.processes.devices import Device
 FSDP_AXIS = "fsdp"  # the name of a single axis
 TORUS = (SLICE_AXIS, "fsdp_x", "fsdp_y", "fsdp_z", "fsdp_core")
 HOSTS = (HOST_AXIS, "fsdp_device")
-OWN_ORDER = "or lay one axis over them in an order of your own, as create_device_mesh({'fsdp': -1}, devices)."
 
 Coordinates = tuple[int, ...]  # of a device in the array of devices, before dims of size 1 are left out
 
@@ -83,14 +82,14 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     Dims of size 1 are left out. If one dim is left its name is "fsdp"; several are called "fsdp_x" and so on. The order
     of the devices does not matter on a TPU; on other platforms it is kept within a host.
     """
-    if not len(devices) or len(set(devices)) < len(devices):
-        raise ValueError(f"devices: {len(devices)}, of which {len(set(devices))} differ. Name at least one, each once.")
     on_torus = devices[0].platform == "tpu"
     located = _on_torus(devices) if on_torus else _on_hosts(devices)
     sizes = [1 + max(column) for column in zip(*located, strict=True)]
     if math.prod(sizes) != len(located):
         hosts = f"hosts hold different numbers of them, {dict(_units(devices)[0])}. Pass as many of each"
-        raise ValueError(f"devices: {_gap(devices, located, sizes) if on_torus else hosts}, {OWN_ORDER}")
+        what = _gap(devices, located, sizes) if on_torus else hosts
+        own_order = "lay one axis over them in an order of your own, as create_device_mesh({'fsdp': -1}, devices)"
+        raise ValueError(f"devices: {what}, or {own_order}.")
     array = np.empty(sizes, object)
     for coordinates, device in located.items():
         array[coordinates] = device
