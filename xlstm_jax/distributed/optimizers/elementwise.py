@@ -143,13 +143,13 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
 
     inner = optax.with_extra_args_support(tx)
 
-    def step(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def updated(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         extra_args = {"value": jnp.float32(1), "grad": grad, "value_fn": partial(optax.tree.norm, squared=True)}
         updates, state = inner.update(grad, state, params, **extra_args)
         return updates, state, optax.apply_updates(params, updates)
 
     def run(cut: list[int | None], axis_name: str | None) -> Iterator[PyTree]:
-        init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, step))
+        init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, updated))
         shards = _stacked(params, cut)
         state = init_shards(shards)
         for grad in _probe_gradients(params, dims):

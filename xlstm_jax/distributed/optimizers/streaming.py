@@ -39,7 +39,9 @@ BY_CALLER = -1  # the user of a result
 
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
-_Values = dict[Any, jax.Array]  # by the variables of a jaxpr
+_Atom = core.Var | core.Literal
+_Eqns = list[core.JaxprEqn]
+_Values = dict[core.Var, jax.Array]
 _Carry = tuple[dict[int, jax.Array], _Values]  # of a loop over rows: moments by place, what else it computes
 
 
@@ -118,20 +120,20 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
 # ------------------------------------------------------------------------------------------------------- equations
 
 
-def _variables(atoms: Sequence[Any]) -> list[Any]:
+def _variables(atoms: Sequence[_Atom]) -> list[core.Var]:
     """Inputs or outputs that are no literals."""
     return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
-def _shape(x: Any) -> Any:
+def _shape(x: _Atom) -> Any:
     return getattr(x.aval, "shape", None)
 
 
-def _read(values: Mapping[Any, jax.Array], x: Any) -> Any:
+def _read(values: Mapping[core.Var, jax.Array], x: _Atom) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
 
 
-def _results(eqn: core.JaxprEqn, values: Mapping[Any, jax.Array], rows: int | None = None) -> _Values:
+def _results(eqn: core.JaxprEqn, values: Mapping[core.Var, jax.Array], rows: int | None = None) -> _Values:
     """What an equation computes; an elementwise one also where ``values`` are so many rows of each array."""
     operands = [_read(values, x) for x in eqn.invars]
     primitive, scope = eqn.primitive, str(eqn.source_info.name_stack)
@@ -165,7 +167,7 @@ def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...] | None = None) ->
     return (name in ELEMENTWISE and shapes <= {own}) or (name == SPREAD and not shapes)
 
 
-def _phases(jaxpr: core.Jaxpr, arrival: Mapping[Any, int]) -> tuple[dict[Any, int], dict[int, list[core.JaxprEqn]]]:
+def _phases(jaxpr: core.Jaxpr, arrival: Mapping[core.Var, int]) -> tuple[dict[core.Var, int], dict[int, _Eqns]]:
     """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
 
     An equation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one later
@@ -176,8 +178,8 @@ def _phases(jaxpr: core.Jaxpr, arrival: Mapping[Any, int]) -> tuple[dict[Any, in
     for eqn in jaxpr.eqns:
         arrived.append(max((phase[x] for x in _variables(eqn.invars)), default=0))
         phase |= dict.fromkeys(eqn.outvars, arrived[-1])
-    users: dict[Any, set[int]] = defaultdict(set, {x: {BY_CALLER} for x in _variables(jaxpr.outvars)})
-    eqns: dict[int, list[core.JaxprEqn]] = defaultdict(list)
+    users: dict[core.Var, set[int]] = defaultdict(set, {x: {BY_CALLER} for x in _variables(jaxpr.outvars)})
+    eqns: dict[int, _Eqns] = defaultdict(list)
     for eqn, own in zip(reversed(jaxpr.eqns), reversed(arrived), strict=True):
         needed = set[int]().union(*(users[x] for x in eqn.outvars))
         if _is_elementwise(eqn) and len(needed) == 1 and BY_CALLER not in needed:
@@ -246,7 +248,7 @@ class _Streaming:
             and all(self.outvars[moment.place] in computed for moment in group)
         )
 
-    def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Any, Any]:
+    def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Any, core.Var | None]:
         """What a phase computes for other phases or the caller, each with an operand that it may overwrite; or None.
 
         The next value of a parameter overwrites the parameter, whose buffer was donated to the step. An update ends
@@ -256,7 +258,7 @@ class _Streaming:
         used |= {x for i, x in enumerate(self.outvars) if i not in self.var and not isinstance(x, core.Literal)}
         operands = [x for eqn in reversed(self.eqns[k]) for x in _variables(eqn.invars) if x in self.values]
         computed: list[Any] = [x for eqn in reversed(self.eqns[k]) for x in eqn.outvars if x in used]
-        buffers: dict[Any, Any] = {}
+        buffers: dict[Any, core.Var | None] = {}
         for x in computed:
             fitting = [y for y in operands if (self.values[y].shape, self.values[y].dtype) == (shape, x.aval.dtype)]
             buffers[x] = next((y for y in fitting if y not in buffers.values()), None)
