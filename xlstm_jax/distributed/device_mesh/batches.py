@@ -81,29 +81,23 @@ def shard_batch(
     if pad is False:
         return sharded
     if padded > rows:
-        _note_padding(sharded, rows, padded)
+        new = [(weakref.ref(leaf), rows, padded) for _, leaf in leaves_with_path(sharded) if leaf.ndim]
+        _padded[:] = [known for known in _padded if known[0]() is not None] + new
     return sharded, to_global("", (np.arange(padded) < rows).astype(np.float32))
 
 
-_padded: dict[int, tuple[weakref.ref[jax.Array], int, int]] = {}  # by id, while the leaf lives
-
-
-def _note_padding(batch: PyTree, rows: int, padded: int) -> None:
-    for _, leaf in leaves_with_path(batch):
-        if leaf.ndim:
-            _padded[id(leaf)] = weakref.ref(leaf), rows, padded
-            weakref.finalize(leaf, _padded.pop, id(leaf), None).atexit = False
+# What shard_batch has padded and somebody still holds: the leaf, its rows, and their number with padding.
+_padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
 def padded_rows_of(leaf: Any) -> tuple[int, int] | None:
     """The rows that were handed in here for a leaf, and what ``shard_batch`` padded them to; None of other arrays."""
-    ref, rows, padded = _padded.get(id(leaf), (None, 0, 0))
-    return (rows, padded) if ref is not None and ref() is leaf else None
+    return next(((rows, padded) for ref, rows, padded in _padded if ref() is leaf), None)
 
 
 def any_padded() -> bool:
     """Whether a leaf that ``shard_batch`` has padded is alive."""
-    return bool(_padded)
+    return any(ref() is not None for ref, *_ in _padded)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:
