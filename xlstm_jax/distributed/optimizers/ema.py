@@ -20,6 +20,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.state import values_of
 from xlstm_jax.wording import kind_of
 
 
@@ -101,7 +102,13 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
     Raises:
       ValueError: there is no average in ``opt_state``, or several; or its leaf has another shape than the parameter.
     """
-    average = dict(trees.leaves_with_path(_average_in(opt_state)))
+    averages = values_of(opt_state, WithEmaState, "ema")
+    if len(averages) != 1:
+        raise ValueError(
+            f"ema_params: the optimizer's state holds {len(averages)} averages of weights, where one is needed. Put "
+            "with_ema(tx, decay) around the whole optimizer, with skip_nonfinite around that."
+        )
+    average = dict(trees.leaves_with_path(averages[0]))
 
     def as_parameter(path: str, leaf: Any) -> Any:
         value, mean = leaf_of(leaf).value, leaf_of(average.get(path, leaf)).value
@@ -115,19 +122,6 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
         return rebox(leaf, jnp.array(there, value_dtype(value)))
 
     return trees.map_leaves_with_path(as_parameter, params)
-
-
-def _average_in(opt_state: PyTree) -> PyTree:
-    def is_ours(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "tuple_name", None) == WithEmaState.__name__
-
-    found = optax.tree.get_all_with_path(opt_state, "ema", filtering=is_ours)
-    if len(found) != 1:
-        raise ValueError(
-            f"ema_params: the optimizer's state holds {len(found)} averages of weights, where one is needed. Put "
-            "with_ema(tx, decay) around the whole optimizer, with skip_nonfinite around that."
-        )
-    return found[0][1]
 
 
 def _check_decay(decay: Any) -> None:

@@ -19,6 +19,7 @@ from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
+from xlstm_jax.distributed.optimizers.state import values_of
 
 SKIPPED_STEPS = "skipped_steps"
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
@@ -86,19 +87,15 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     Raises:
       ValueError: there are several: each decides for its own part of the parameters, and a step is half applied.
     """
-
-    def is_ours(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "tuple_name", None) == SkipNonfiniteState.__name__
-
     counts: Metrics = {}
     for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW):
-        found = optax.tree.get_all_with_path(opt_state, name, filtering=is_ours)
+        found = values_of(opt_state, SkipNonfiniteState, name)
         if len(found) > 1:
             raise ValueError(
                 f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
                 "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
             )
-        counts.update((name, value) for _, value in found)
+        counts.update((name, value) for value in found)
     return counts
 
 

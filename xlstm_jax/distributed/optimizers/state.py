@@ -38,6 +38,15 @@ def owners(opt_state: PyTree, params: PyTree) -> list[str]:
     return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
 
 
+def values_of(opt_state: PyTree, state_type: type, name: str) -> list[Any]:
+    """The field ``name`` of each state of a type, such as ``SkipNonfiniteState``, wherever it lies in ``opt_state``."""
+
+    def is_it(path: tuple[Any, ...], _: Any) -> bool:
+        return getattr(path[-1], "tuple_name", None) == state_type.__name__
+
+    return [value for _, value in optax.tree.get_all_with_path(opt_state, name, filtering=is_it)]
+
+
 def trainable(tree: PyTree) -> PyTree:
     """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
     return trees.map_leaves(lambda leaf: true_value(leaf) if leaf_of(leaf).is_differentiable else None, tree)
