@@ -19,7 +19,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
-from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.state import values_of
 from xlstm_jax.wording import kind_of
 

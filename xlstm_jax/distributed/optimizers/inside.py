@@ -16,6 +16,14 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.wording import kind_of
+
+
+def check_transform(tx: Any, caller: str) -> None:
+    """Raises a ``TypeError`` where ``tx`` is no optax transform: a pair of functions ``init`` and ``update``."""
+    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
+        raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
 
 
 class Part(NamedTuple):

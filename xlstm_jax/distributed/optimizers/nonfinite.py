@@ -18,7 +18,8 @@ import optax
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.optimizers.checks import check_averaged, check_transform
+from xlstm_jax.distributed.optimizers.inside import check_transform
+from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.state import values_of
 
 SKIPPED_STEPS = "skipped_steps"

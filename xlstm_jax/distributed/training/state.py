@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned, laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host

@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
-from xlstm_jax.distributed.optimizers.checks import check_transform
+from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 from xlstm_jax.distributed.optimizers.matrices.layout import (
