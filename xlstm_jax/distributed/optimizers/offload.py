@@ -27,7 +27,7 @@ class Offload:
     """What of a training state lies in the memory of the host.
 
     Attributes:
-      optimizer_state: of the optimizer's state what is split like the parameters.
+      optimizer_state: the part of the optimizer's state that is split like the parameters.
       params: must be False. JAX would put the gradients of parameters on the host, too, where nothing can be computed
         with them; and parameters that all come in as the step begins need as much memory as without offload.
 

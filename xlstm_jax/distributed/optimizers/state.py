@@ -23,9 +23,9 @@ from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
-    """Of parameters by their paths, the one that a leaf of an optimizer's state belongs to: its path ends with theirs.
+    """The parameter that a leaf of an optimizer's state belongs to: the path of the leaf ends with its path.
 
-    ``0/mu/dense/kernel`` belongs to ``dense/kernel``; a leaf such as a step counter belongs to none.
+    ``0/mu/dense/kernel`` belongs to ``dense/kernel``; a step counter belongs to none.
     """
     parts = path.split("/")
     endings = ("/".join(parts[i:]) for i in range(len(parts)))
@@ -73,13 +73,13 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def initial_state(tx: optax.GradientTransformation, params: PyTree, layout: ParameterLayout) -> PyTree:
-    """What an optimizer begins with, which is told where the parameters lie; as it is stored."""
+    """The first state of an optimizer, as it is stored. A matrix optimizer sees the layout of the parameters."""
     with laid_out(layout):
         return stored_state(tx.init(trainable(params)), params)
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """An optimizer's state as it is given to it: without boxes and padding, but for what owners keep of matrices."""
+    """A stored state as ``tx.update`` gets it: without boxes and padding. State that owners of matrices keep stays."""
     return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else true_value(leaf), opt_state)
 
 

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
-# What Flax names by these is a vector in a model that is not stacked, and a table.
+# Flax's names of vectors, which have more dims where layers are stacked, and a part of its names of tables.
 _VECTORS = ("bias", "scale")
 _TABLE = "embed"
 _KERNEL = "kernel"
@@ -36,12 +36,11 @@ Overrides = Mapping[str, MuonDimensionNumbers | None]
 
 @dataclass(frozen=True)
 class MatrixChoice:
-    """What a leaf is taken for.
+    """Whether a leaf is updated as matrices, along which dims, and why.
 
     Attributes:
-      path: of the leaf.
-      shape: global, without padding.
-      dims: which dims the matrix has, those left over counting matrices; None where it is none.
+      path, shape: of the leaf; its global shape without padding.
+      dims: the dims of a matrix's inputs and outputs; the leaf's other dims count matrices. None: it is no matrix.
       reason: why, in words.
     """
 
@@ -52,7 +51,7 @@ class MatrixChoice:
 
     @property
     def axes(self) -> tuple[Shape, Shape]:
-        """The dims of the inputs and those of the outputs; of a matrix alone."""
+        """The dims of the inputs and those of the outputs; only a matrix has them."""
         assert self.dims is not None
         return normalized(self.dims, len(self.shape))
 
@@ -116,7 +115,7 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
-    """What each leaf is taken for, by path; see ``matrix_dimensions``."""
+    """The choice for each leaf, by path; see ``matrix_dimensions``."""
     overrides = _checked(overrides or {}, shapes)
 
     def choice(path: str, shape: Shape) -> MatrixChoice:

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """What matrices have in common that travel together. Dims are in the order: those of the shorter side, the others.
+    """What the matrices of a group have in common. Dims are in the order: shorter side, longer side.
 
     Attributes:
       short, long: sizes of the dims of each side; true ones, without padding.
@@ -61,7 +61,11 @@ class MatrixForm:
 
 @dataclass(frozen=True)
 class MatrixLeaf:
-    """A leaf of a group: ``order`` has the leaf's dims as stack, shorter side, longer side; ``stack`` sizes here."""
+    """A leaf of a group.
+
+    ``order`` lists the leaf's dims: those that count matrices, the shorter side, the longer side. ``stack`` has the
+    sizes of the first ones on this device.
+    """
 
     path: str
     order: tuple[int, ...]
@@ -74,7 +78,7 @@ class MatrixLeaf:
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices that travel together, and who owns them.
+    """Matrices that travel together, and the devices that own them.
 
     Attributes:
       form: of each matrix.

@@ -44,7 +44,7 @@ def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = N
 def by_owners(
     fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: Any = None
 ) -> dict[str, jax.Array]:
-    """The shards of ``fn`` of all matrices of a round (``groups.in_rounds``), by path: two all-to-alls."""
+    """``fn`` of all matrices of a round (``groups.in_rounds``), as shards by path: two all-to-alls."""
     if len(groups) == 1:
         return from_owners(groups[0], fn(to_owners(groups[0], shards, exchange_dtype)), exchange_dtype)
     stacks = [_as_stacks(group, shards) for group in groups]

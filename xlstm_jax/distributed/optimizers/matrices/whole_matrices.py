@@ -45,9 +45,9 @@ def on_whole_matrices(
 ) -> optax.GradientTransformation:
     """Runs an optax rule for one matrix on every matrix of a tree, each whole on the device that owns it.
 
-    For rules that look across a matrix and keep what is not of its shape: Shampoo, SOAP, projections. Every matrix
-    comes as an array of two dims, no more rows than columns (its transpose otherwise), and has a state of its own,
-    which its owner keeps. Leaves that are no matrices pass through as they are.
+    For rules that look across a matrix and keep arrays of other shapes: Shampoo, SOAP, projections. The rule gets every
+    matrix as an array of two dims with no more rows than columns (else its transpose). Each matrix has a state of its
+    own, which its owner keeps. Leaves that are no matrices pass through as they are.
 
     >>> tx = optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-1.0))
     >>> params = {"kernel": jnp.full((2, 3, 4), 2.0), "norm": {"scale": jnp.ones((2, 3))}}  # two layers
