@@ -30,13 +30,13 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
     empty = group.owners * group.per_owner - group.count
     sent = jnp.pad(stacked.astype(exchange_dtype or stacked.dtype), [(0, empty)] + [(0, 0)] * (stacked.ndim - 1))
     received = collectives.all_to_all(sent.reshape(group.owners, group.per_owner, *sent.shape[1:]), group.axes)
-    return _flat(group, _merged(group, received).astype(stacked.dtype))
+    return _merged(group, received).astype(stacked.dtype)
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = None) -> dict[str, jax.Array]:
     """The inverse of ``to_owners``: this device's shards by path."""
-    sent = _cut(group, _unflat(group, matrices).astype(exchange_dtype or matrices.dtype))
-    received = collectives.all_to_all(sent, group.axes)
+    sent = matrices.astype(exchange_dtype or matrices.dtype)
+    received = collectives.all_to_all(_cut(group, sent), group.axes)
     stacked = received.reshape(-1, *received.shape[2:])[: group.count]
     return _from_stacks(group, stacked.astype(matrices.dtype))
 
@@ -60,8 +60,8 @@ def by_owners(
         """What this device sends back, from what it has received as an owner of the group."""
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
-        whole = _unflat(group, fn(_flat(group, _merged(group, own))))
-        return _of_length(longest, _cut(group, whole).reshape(group.owners, -1).astype(received.dtype))
+        new = _cut(group, fn(_merged(group, own)))
+        return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
 
     own = collectives.axis_index(axes)
     mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
@@ -104,15 +104,18 @@ def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
-    """[n, p, ...] -> [p, ...]: puts the slices of the n senders together, each dim in the order of its axes."""
-    shape, order = _by_axis(group, received.shape[1])
-    return received.reshape(shape).transpose(order).reshape(received.shape[1], *group.form.stored)
+    """[n, p, slice dims] -> [p, rows, columns]: the slices of the n senders put together, without padding."""
+    form, (shape, order) = group.form, _by_axis(group, received.shape[1])
+    stored = received.reshape(shape).transpose(order).reshape(received.shape[1], *form.stored)
+    return stored[(slice(None), *map(slice, form.true))].reshape(-1, form.rows, form.columns)
 
 
-def _cut(group: MatrixGroup, whole: jax.Array) -> jax.Array:
-    """The inverse of ``_merged``."""
-    shape, order = _by_axis(group, whole.shape[0])
-    by_axis = whole.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
+    """The inverse of ``_merged``, zeros where there was padding."""
+    form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
+    padding = [(0, size - own) for size, own in zip(form.stored, form.true, strict=True)]
+    stored = jnp.pad(matrices.reshape(-1, *form.true), [(0, 0), *padding])
+    by_axis = stored.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
     return by_axis.reshape(group.owners, *shape[len(group.axes) :])
 
 
@@ -126,15 +129,3 @@ def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int
     for dim in range(len(group.form.stored)):
         order += [*map(group.axes.index, by_dim.get(dim, ())), len(sizes) + 1 + dim]
     return (*sizes, places, *_slice_shape(group)), order
-
-
-def _flat(group: MatrixGroup, whole: jax.Array) -> jax.Array:
-    """[p, stored dims] -> [p, rows, columns] without padding."""
-    unpadded = whole[(slice(None), *map(slice, group.form.true))]
-    return unpadded.reshape(whole.shape[0], group.form.rows, group.form.columns)
-
-
-def _unflat(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
-    """The inverse of ``_flat``, zeros where there was padding."""
-    padding = [(0, size - own) for size, own in zip(group.form.stored, group.form.true, strict=True)]
-    return jnp.pad(matrices.reshape(matrices.shape[0], *group.form.true), [(0, 0), *padding])
