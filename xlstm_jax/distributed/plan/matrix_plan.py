@@ -46,11 +46,6 @@ class MatrixPlan:
         """Of the owners those that have no matrix of this form, though maybe one of another: 0 to 1."""
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
-    @property
-    def busiest_over_mean(self) -> float:
-        """FLOP of the owner that has most to do, over the mean of all owners: 1 where all have the same."""
-        return self.per_owner * self.owners / self.count if self.count else 1.0
-
     def __str__(self) -> str:
         if not self.count:
             return f"no matrices: {self.reason}"
@@ -60,7 +55,7 @@ class MatrixPlan:
             return f"{what}: every device does the same work"
         places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
         spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
-        spread += f"; the busiest has {self.busiest_over_mean:.3g} x the mean" if self.idle_fraction else ""
+        spread += f"; the busiest has {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
         return f"{what}: {places} on each of {self.owners} owners{spread}"
 
     @classmethod
