@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import CHIPS, CompileError, forecast
-from xlstm_jax.distributed.hardware.topologies import every_slice
 
 pytest.importorskip("libtpu")
 
@@ -22,7 +21,7 @@ ALL = [
     (chip, shape, f"{chip.name}:{'x'.join(map(str, shape))}")
     for chip in CHIPS.values()
     if chip.xla_options
-    for shape in every_slice(chip)
+    for shape in chip.slices
 ]
 CHOSEN = [one for one in ALL if one[2] in os.environ.get("SLICES", one[2]).split(",")]
 

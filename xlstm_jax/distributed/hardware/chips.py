@@ -54,9 +54,8 @@ class Chip:
       host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
       efficiency: what kernels reach of ``peak_flops`` and ``hbm_bandwidth``; None for TPUs, whose compiler estimates.
       devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
-      slices: TPU: shapes of the slices that can be rented, beside those made of cubes.
-      cube: TPU: the side of the cubes that larger slices are made of, in ascending multiples; None without cubes.
-      pod: TPU: the shape of the largest slice.
+      slices: TPU: shapes of the slices that can be rented, the largest one last.
+      cube: TPU: the side of the cubes that larger slices are made of; None without cubes.
       sparse_cores: TPU: it has SparseCores that can run collectives, of every kind.
       xla_options: TPU: XLA's options that make collectives asynchronous, all of them switches to turn on, each with
         the slices on which it was compiled; None where none are known.
@@ -80,9 +79,13 @@ class Chip:
     devices_per_node: int | None = None
     slices: Shapes = ()
     cube: int | None = None
-    pod: tuple[int, ...] = ()
     sparse_cores: bool = False
     xla_options: Mapping[str, Shapes] | None = None
+
+    @property
+    def pod(self) -> tuple[int, ...]:
+        """TPU: the shape of the largest slice."""
+        return self.slices[-1]
 
     @property
     def reached(self) -> "Chip":
@@ -95,21 +98,17 @@ class Chip:
 
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-BELOW_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+CUBE = 4  # the side of the cubes that larger slices of v4 and v5p are made of
 
 
-def slices_of_cubes(cube: int, pod: tuple[int, ...]) -> Shapes:
-    """The slices that are made of cubes: multiples of its side in ascending order, up to the pod.
-
-    >>> slices_of_cubes(4, (4, 4, 8))
-    ((4, 4, 4), (4, 4, 8))
-    """
-    shapes = product(*(range(cube, size + 1, cube) for size in pod))
-    return tuple(shape for shape in shapes if list(shape) == sorted(shape))
+def _up_to(pod: tuple[int, ...]) -> Shapes:
+    """Slices of less than a cube; then those of cubes, multiples of its side in ascending order, up to the pod."""
+    of_cubes = product(*(range(CUBE, size + 1, CUBE) for size in pod))
+    below = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+    return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
 
 
-V5P_POD = (16, 16, 24)
-V5P = BELOW_CUBE + slices_of_cubes(4, V5P_POD)
+V4, V5P = _up_to((16, 16, 16)), _up_to((16, 16, 24))
 # The same option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
@@ -142,24 +141,24 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
             clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3, host_bandwidth=1.6e10,
-            slices=BELOW_CUBE, cube=4, pod=(16, 16, 16),
+            slices=V4, cube=CUBE,
         ),
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
             clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=FLAT, pod=(16, 16), xla_options=V5E_OPTIONS,
+            slices=FLAT, xla_options=V5E_OPTIONS,
         ),
         Chip(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
             "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3, host_bandwidth=1.6e10,
-            slices=BELOW_CUBE, cube=4, pod=V5P_POD, sparse_cores=True,
+            slices=V5P, cube=CUBE, sparse_cores=True,
             xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, V5P),
         ),
         Chip(
             "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
             clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=FLAT, pod=(16, 16), sparse_cores=True, xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT),
+            slices=FLAT, sparse_cores=True, xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT),
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, Shapes, chip_of, slices_of_cubes
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 
 HOST = 8  # GPUs in a host, as the makers of servers build them
@@ -97,14 +97,9 @@ def parse_topology(name: str) -> Topology:
     shape = tuple(int(size) for size in match[2].split("x"))
     if chip.devices_per_node:
         return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
-    if shape not in every_slice(chip):
+    if shape not in chip.slices:
         raise ValueError(f"topology={name!r}: there is no such slice of {chip.name}. There are {_slices(chip)}.")
     return Topology(name, chip, shape)
-
-
-def every_slice(chip: Chip) -> Shapes:
-    """The shapes of all slices of a TPU."""
-    return chip.slices + (slices_of_cubes(chip.cube, chip.pod) if chip.cube else ())
 
 
 def slice_shape(device: Any) -> tuple[int, ...] | None:
@@ -145,6 +140,7 @@ def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _slices(chip: Chip) -> str:
-    *shapes, pod = ("x".join(map(str, shape)) for shape in (*chip.slices, chip.pod))
+    listed = [shape for shape in chip.slices if not chip.cube or shape[0] < chip.cube]
+    *shapes, pod = ("x".join(map(str, shape)) for shape in (*listed, chip.pod))
     larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
     return ", ".join(shapes) + larger

@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
-from xlstm_jax.distributed.hardware.topologies import every_slice, in_order, slice_shape
+from xlstm_jax.distributed.hardware.topologies import in_order, slice_shape
 
 PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
 AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
@@ -68,7 +68,7 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
             f"device_kind={device_kind!r}: no options are known for it, but for {known}. Leave compiler_options out, "
             "or pass a dict of options that you have tried on it."
         )
-    asked = set(every_slice(chip) if shape is None else [in_order(shape)])
+    asked = set(chip.slices if shape is None else [in_order(shape)])
     compiled = (name for name, slices in chip.xla_options.items() if asked <= set(slices))
     return {name: True for name in compiled if pipelined or name != ICI_PIPELINING}
 
