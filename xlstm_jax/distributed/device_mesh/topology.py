@@ -88,8 +88,10 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     if math.prod(sizes) != len(located):
         hosts = f"hosts hold different numbers of them, {dict(_units(devices)[0])}. Pass as many of each"
         what = _gap(devices, located, sizes) if on_torus else hosts
-        own_order = "lay one axis over them in an order of your own, as create_device_mesh({'fsdp': -1}, devices)"
-        raise ValueError(f"devices: {what}, or {own_order}.")
+        raise ValueError(
+            f"devices: {what}, or lay one axis over them in an order of your own, as "
+            "create_device_mesh({'fsdp': -1}, devices)."
+        )
     array = np.empty(sizes, object)
     for coordinates, device in located.items():
         array[coordinates] = device
