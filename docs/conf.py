@@ -7,6 +7,7 @@ public name becomes a link to a page made of its docstring; and the files at the
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -15,27 +16,31 @@ from pathlib import Path
 
 from jupyter_cache import get_cache
 
-import xlstm_jax
-
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
-
-import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
-
 BUILT = DOCS / "_build"
 KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
 KERNEL.write_text("c.Application.log_level = 40\n")  # it warns of its transport at each start
 PICTURES = DOCS / "matplotlibrc"  # by its name too, as pages run in folders of their own
 # Of the processes in which pages run: no accelerator, nothing of the user's own, and tables as wide as a page.
+# It stands before the imports of libraries, as pages run in forks of this process.
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "IPYTHONDIR": str(BUILT / "ipython"),
     "MATPLOTLIBRC": str(PICTURES),
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "COLUMNS": "92",
-    "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm would draw its bars by widgets
+    # Each program runs a few times, and takes longer to compile.
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
+    "OPENBLAS_NUM_THREADS": "1",
 }
+logging.basicConfig()  # else a package of the theme does, and all that any package logs as INFO is shown
+sys.path.insert(0, str(DOCS))
+
+import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
+
+import xlstm_jax  # noqa: E402
 
 
 def _digest_of_the_library():
@@ -55,6 +60,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "drawings",
+    "forked_kernels",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -68,7 +74,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(BUILT / "executed" / _digest_of_the_library())
 nb_execution_timeout = 300  # seconds for one block
-nb_execution_raise_on_error = True
+nb_execution_show_tb = True  # of a page that fails, which is a warning, and so fails the build when all pages have run
 nb_merge_streams = True
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_output_stderr = "remove-warn"  # and a warning fails the build
@@ -93,6 +99,7 @@ INLINE = re.compile(r"(?<![`\[])`([\w.]+)`(?!`)")  # of a page, but for the text
 PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
 STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
+STRIDE = 8
 AT_THE_TOP = {
     "readme": "README.md",
     "contributing": "CONTRIBUTING.md",
@@ -118,6 +125,12 @@ def make_the_cache(app):
     """The database of pages that ran is made here: two workers that each find none would both make its tables."""
     del app
     get_cache(nb_execution_cache_path).db  # noqa: B018  # made when it is first asked for
+
+
+def spread_pages(app, env, names):
+    """Each worker reads a part of the list of pages: those that run long, as tutorials, must not be one part."""
+    del app, env
+    names[:] = [name for first in range(STRIDE) for name in names[first::STRIDE]]
 
 
 def write_reference(app):
@@ -222,5 +235,6 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", make_the_cache)
     app.connect("builder-inited", write_reference)
+    app.connect("env-before-read-docs", spread_pages)
     app.connect("source-read", read_for_the_site)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon reads it

@@ -1,0 +1,75 @@
+"""A Sphinx extension: each page runs in a fork of the process that builds the site.
+
+Jupyter starts a new interpreter for each page, which imports JAX, Flax and optax again. The build has imported them
+already, to read docstrings, and a fork has what its parent imported. A fork does not have its parent's threads, so the
+build itself must not ask JAX for a device: that would start them.
+"""
+
+import logging
+import multiprocessing
+import os
+import warnings
+
+import flax.linen  # noqa: F401  what pages import is imported here, once
+import jax
+import matplotlib.pyplot  # noqa: F401
+import optax  # noqa: F401
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+
+import xlstm_jax.distributed.forecast  # noqa: F401
+
+
+class ForkedProvisioner(LocalProvisioner):
+    """Starts a kernel by a fork. Jupyter talks to it as to any other, through the sockets that a file names."""
+
+    async def launch_kernel(self, cmd, *, cwd, env, **kwargs):
+        del kwargs
+        assert not jax._src.xla_bridge.backends_are_initialized()
+        self.process = _Process(target=_serve, args=(cmd[cmd.index("-f") + 1], cwd, env))
+        self.process.start()
+        self.pid, self.cwd = self.process.pid, cwd
+        return self.connection_info
+
+    async def send_signal(self, signum):
+        """To the kernel and to the processes that it has started, as these are its group."""
+        os.killpg(self.pid, signum)
+
+
+class _Process(multiprocessing.get_context("fork").Process):
+    """With what a provisioner asks of a ``subprocess.Popen``."""
+
+    stdin = stdout = stderr = None
+
+    def poll(self):
+        return self.exitcode
+
+    def wait(self):
+        self.join()
+        return self.exitcode
+
+
+def _serve(sockets, cwd, env):
+    """The kernel's life, with the surroundings that a new interpreter would have."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ |= env
+    logging.root.handlers.clear()
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars by widgets
+    jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX looks for a notebook only while it is imported
+    IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])
+
+
+class _EntryPoint:
+    """Jupyter finds provisioners as entry points of installed packages."""
+
+    load = staticmethod(lambda: ForkedProvisioner)
+
+
+def setup(app):
+    """Called by Sphinx."""
+    del app
+    KernelProvisionerFactory.provisioners["forked"] = _EntryPoint()
+    os.environ[KernelProvisionerFactory.default_provisioner_name_env] = "forked"
+    return {"parallel_read_safe": True}
