@@ -122,6 +122,17 @@ def test_what_the_architecture_page_says_to_be_in_a_file_is_there():
         assert re.search(rf"\b{name}\b", found_file(path).read_text()), f"{name} in {path}"
 
 
+def test_ten_changes_begin_in_a_folder_and_touch_at_most_three_files():
+    """Names that the way mentions are held by the test above."""
+    section = ARCHITECTURE.read_text().split("\n## Ten changes\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| `([\w/]+)` \| ([^|]+) \| [^|]+ \|$", section, re.MULTILINE)
+    assert len(rows) == 10
+    for folder, files in rows:
+        touched = files.split(", ")
+        assert found_file(folder).is_dir() and len(touched) <= 3
+        assert all(file == "a new file" or found_file(file.strip("`")).is_file() for file in touched), files
+
+
 def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
     text, picture = ARCHITECTURE.read_text(), ROOT / "docs" / "images" / "layers.png"
     assert " ".join(ORDER.split()) in " ".join(text.split())
