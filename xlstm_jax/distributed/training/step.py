@@ -124,12 +124,18 @@ def make_train_step(
         learning_rate=learning_rate,
         whole_ok=whole_ok,
     )
-    return MadeStep(options, compiler_options)
+    return CheckedStep(
+        options.step,
+        mesh,
+        is_weighted=lambda: weighted,
+        donate_argnums=0 if metric is None else (0, 3),
+        compiler_options=resolved_on(mesh, compiler_options),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """What ``make_train_step`` was given; ``step`` is the function that it compiles."""
+    """What ``make_train_step`` was given. It compiles the method ``step``, which ``check_step`` finds again."""
 
     loss: LossFunction
     accumulation: Accumulation
@@ -149,17 +155,17 @@ class StepOptions:
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
         on_mesh = self._on_mesh(state, batch)
         with noting_stacks() as stacks:
-            found = on_mesh(state.params, *rest)
+            result = on_mesh(state.params, *rest)
         self._warn(state, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
-        metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads)}
+        metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
-        after = updated_state(state, found.grads, found.loss, value_fn, self.mesh, found.collections)
+        after = updated_state(state, result.grads, result.loss, value_fn, self.mesh, result.collections)
         metrics |= skip_counts(after.opt_state)
         metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
         if self.metric is not None:
-            return after, metrics, found.aux
-        return after, metrics | (_checked_aux(found.aux, metrics) if self.loss.has_aux else {})
+            return after, metrics, result.aux
+        return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
     def _on_mesh(self, state: Any, batch: PyTree) -> Callable[..., OfBatch]:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
@@ -191,20 +197,6 @@ class StepOptions:
         if not self.whole_ok:
             warn_if_nothing_is_split(state.params, self.mesh)
             warn_of_gathered_stacks(stacks, self.mesh)
-
-
-class MadeStep(CheckedStep):
-    """A step of ``make_train_step``, compiled by ``jit``; ``check_step`` reads its ``options``."""
-
-    def __init__(self, options: StepOptions, compiler_options: str | Mapping[str, Any] | None):
-        self.options = options
-        super().__init__(
-            options.step,
-            options.mesh,
-            is_weighted=lambda: options.loss.weighted,
-            donate_argnums=0 if options.metric is None else (0, 3),
-            compiler_options=resolved_on(options.mesh, compiler_options),
-        )
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:

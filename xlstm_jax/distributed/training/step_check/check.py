@@ -31,7 +31,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.training.accumulation import Accumulation
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
-from xlstm_jax.distributed.training.step import MadeStep
+from xlstm_jax.distributed.training.step import StepOptions
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import (
     ORDER_EPS,
@@ -97,9 +97,9 @@ def check_step(
     Raises:
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
-    # Also where jit or a decorator has wrapped the step.
-    made = inspect.unwrap(step, stop=lambda wrapped: isinstance(wrapped, MadeStep))
-    options = made.options if isinstance(made, MadeStep) else None
+    # A step of make_train_step wraps a method of its options, also where jit or a decorator has wrapped the step.
+    options = getattr(inspect.unwrap(step), "__self__", None)
+    options = options if isinstance(options, StepOptions) else None
     if loss_fn is not None:
         loss = LossFunction(loss_fn, weighted, has_aux)
     elif options is not None:
