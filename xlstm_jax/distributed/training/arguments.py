@@ -158,9 +158,11 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
+    # Axes of size 1 split nothing, and so do not count; the order of the others does.
+    ours = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
     for path, leaf in trees.leaves_with_path(arguments):
         its = jax.typeof(leaf_of(leaf).value).sharding.mesh
-        if not its.empty and _splitting_axes(its) != _splitting_axes(mesh):
+        if not its.empty and [(axis, size) for axis, size in its.shape.items() if size > 1] != ours:
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
                 "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
@@ -185,11 +187,6 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
         "optimizer or the parameters, or after freezing some, make a new state with create_train_state, and put the "
         "trained parameters into it by state.replace(params=...); or use TrainState.create."
     )
-
-
-def _splitting_axes(mesh: Any) -> list[tuple[str, int]]:
-    """Axes and sizes in their order, but for those of size 1, which split nothing."""
-    return [(axis, size) for axis, size in mesh.shape.items() if size > 1]
 
 
 # ------------------------------------------------------------------------------------------------------------ the batch

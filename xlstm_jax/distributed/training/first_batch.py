@@ -12,7 +12,6 @@ the same rows. So processes compare, once, through the store and not on devices:
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +44,8 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     if len(processes := _processes(mesh, batch)) < 2:
         return
     leaves, me = dict(trees.leaves_with_path(batch)), jax.process_index()
-    rows = {path: leaf for path, leaf in leaves.items() if _is_split(leaf)}
+    arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    rows = {path: x for path, x in arrays.items() if not (x.is_fully_addressable or x.is_fully_replicated)}
     entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
@@ -61,10 +61,6 @@ def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
     if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
         return []
     return sorted({device.process_index for device in mesh.devices.flat})
-
-
-def _is_split(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:

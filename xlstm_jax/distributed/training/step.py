@@ -170,7 +170,7 @@ class StepOptions:
     def _on_mesh(self, state: Any, batch: PyTree) -> Callable[..., OfBatch]:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
         kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
-        specs, of_kept = (placement.partition_specs(tree, self.mesh) for tree in (state.params, kept))
+        specs, of_kept = placement.partition_specs(state.params, self.mesh), placement.partition_specs(kept, self.mesh)
         split = placement.batch_spec(axes, self.mesh)
         of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
