@@ -489,10 +489,14 @@ def test_a_new_shape_on_one_process_alone_ends_its_wait(two):
     )
 
 
-def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two, four):
+def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two):
     for process in two:
         assert process["shared"]["all"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert process["shared"]["here"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@pytest.mark.slow
+def test_of_four_processes_two_hold_the_same_part_each(four):
     for process in four:
         assert process["rows"]["all"] == [[0], [1], [10], [11]]
     message = r"(?s)with the same shards over \('dp',\) .*'x' is .* on process 2, but .* on process 3$"
@@ -592,6 +596,7 @@ def test_the_first_axis_crosses_processes(two):
         assert re.match(r"ValueError: the first 2 of 4 devices leave process 1 with", process["too few"]["result"])
 
 
+@pytest.mark.slow
 def test_axes_cross_processes_only_as_far_as_they_must(four):
     for process in four:
         assert process["{'dp': 2, 'fsdp': 6}"] == [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]]
