@@ -219,8 +219,8 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
     right: dict[str, list[np.ndarray]] = {}
     found: dict[str, Ratio] = {}
     count = 0
-    bar = Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True)
-    with bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for count in bar.track(range(1, MOST_KEYS + 1), description="check_step, keys"):
             for kept, new in zip((ours, right), sample(count), strict=True):
                 for path, values in new.items():
