@@ -115,27 +115,23 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
-    for part in inside.parts(tx):
-        if taken := inside.decay_mask(part, shapes):
-            _warn_of_mask(taken, {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)})
-
-
-def _warn_of_mask(taken: Mapping[str, bool], ndim: Mapping[str, int]) -> None:
-    if not any(taken.values()):
-        _warn(
-            f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. An "
-            "optimizer sees bare arrays, no boxes: choose by shape or by path, as mask=lambda params: "
-            "jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in jax.tree_util.keystr(path), params)."
-        )
-    flat = [path for path, decays in taken.items() if ndim[path] <= 1]
-    biases = [path for path, decays in taken.items() if decays and path.rpartition("/")[2] in NO_DECAY]
-    if biases and flat and not any(taken[path] for path in flat):
-        _warn(
-            f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one dim, "
-            f"as {listed(flat, 1)}: biases and scales of layers that are stacked (nn.scan, nn.vmap) have a dim more. "
-            "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in "
-            "jax.tree_util.keystr(path), params)."
-        )
+    ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
+    for taken in filter(None, (inside.decay_mask(part, shapes) for part in inside.parts(tx))):
+        if not any(taken.values()):
+            _warn(
+                f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. "
+                "An optimizer sees bare arrays, no boxes: choose by shape or by path, as mask=lambda params: "
+                "jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in jax.tree_util.keystr(path), params)."
+            )
+        flat = [path for path in taken if ndim[path] <= 1]
+        biases = [path for path, decays in taken.items() if decays and path.rpartition("/")[2] in NO_DECAY]
+        if biases and flat and not any(taken[path] for path in flat):
+            _warn(
+                f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one "
+                f"dim, as {listed(flat, 1)}: biases and scales of layers that are stacked (nn.scan, nn.vmap) have a "
+                "dim more. Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
+                "'kernel' in jax.tree_util.keystr(path), params)."
+            )
 
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: Any) -> None:
