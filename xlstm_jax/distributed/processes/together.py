@@ -43,11 +43,12 @@ def fail_together(
         caught, problem = error, [0, cause_of(error)]
     problems = allgather_text(json.dumps(problem), what, timeout_s)
     groups = by_text(problems, range(len(problems)))
-    failed = [(*json.loads(text), same) for text, same in groups.items() if text != json.dumps(None)]
+    failed = [(json.loads(text), same) for text, same in groups.items() if text != json.dumps(None)]
     if not failed:
         return results[0]
-    texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for _, text, same in failed]
-    raise kinds[failed[0][0]]("; ".join(texts)) from caught
+    texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for (_, text), same in failed]
+    (kind, _), _ = failed[0]
+    raise kinds[kind]("; ".join(texts)) from caught
 
 
 def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
