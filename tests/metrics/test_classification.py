@@ -55,7 +55,13 @@ STATISTICS = {
     "precision_one": lambda average: Precision(average=average, zero_division=1.0),
     "recall_nan": lambda average: Recall(average=average, zero_division=float("nan")),
 }
-GRID = list(itertools.product(STATISTICS, AVERAGES))
+# All averages of two statistics, and of each other statistic two.
+OTHERS = {"precision": ("macro", "per_class"), "recall": ("macro", "micro")}
+GRID = [
+    (statistic, average)
+    for statistic, average in itertools.product(STATISTICS, AVERAGES)
+    if statistic in ("accuracy", "f1") or average in OTHERS.get(statistic, ("macro", "weighted"))
+]
 RANKING = BinnedRanking(bins=BINS)
 METRIC = Compose(
     {name: ConfusionMatrix(task, {f"{s}/{a}": STATISTICS[s](a) for s, a in GRID}) for name, task in TASKS.items()}

@@ -21,7 +21,7 @@ to float32.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ HALF_LIMB_MASK = 0xFFFF
 _LOW_BITS = {np.dtype(np.float32): (jnp.uint32, 12), np.dtype(np.float64): (jnp.uint64, 27)}
 
 
-def wide_float() -> Any:
+def wide_float() -> np.dtype:
     """float32, or float64 where ``jax_enable_x64`` is on."""
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
@@ -218,7 +218,7 @@ class Count(Cell):
         number = high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
         return jnp.where(negative, -number, number)
 
-    def exact(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def exact(self) -> np.ndarray:
         """The integers themselves, int64, on the host."""
         high, low = np.asarray(self.high).astype(np.int64), np.asarray(self.low).astype(np.int64)
         return (high << 32) | low

@@ -133,7 +133,7 @@ class Layout:
             for group, spans in self.spans.items()
         }
 
-    def vectors_of(self, groups: dict[Group, Any]) -> Vectors:
+    def vectors_of(self, groups: dict[Group, Cell]) -> Vectors:
         """The vectors of the cells that ``groups_of`` returns."""
         arrays = defaultdict(list)
         for group, spans in self.spans.items():
@@ -151,7 +151,7 @@ class Layout:
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 
-def _by_path(cells: Cells) -> dict[Path, Any]:
+def _by_path(cells: Cells) -> dict[Path, Cell]:
     """The cells of nested dicts by their paths; a cell that stands alone has the empty path."""
     return {path[1:]: cell for path, cell in flatten_dict({"": cells}).items()}
 

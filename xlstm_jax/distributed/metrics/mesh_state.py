@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
@@ -25,6 +26,7 @@ from xlstm_jax.distributed.processes.devices import Device
 DEVICES_AXIS = "devices"
 # Where a state is moved: a device, its number among those of this process, or the name of a platform, as "cpu".
 Place = Device | Mesh | str | int
+StateDict = dict[str, Any]  # nested dicts of arrays, by the names of states and cells
 
 
 class MeshState:
@@ -102,7 +104,7 @@ class MeshState:
         self._put_on(auto_mesh(mesh), mesh.axis_names)
         self._set_rows(rows, synced)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays, to be saved with the model.
 
         Arrays are NumPy's where this process can read all of them, else global ``jax.Array``.
@@ -111,7 +113,7 @@ class MeshState:
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
         return serialization.to_state_dict(arrays) | {"is_synchronized": self.is_synchronized}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes up a state that was saved on any number of devices; with another number, merged into the first.
 
         Raises:
@@ -140,7 +142,7 @@ class MeshState:
         rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), vectors, others)
         return jax.tree.map(self._put_rows, rows)
 
-    def _put_rows(self, rows: Any) -> jax.Array:
+    def _put_rows(self, rows: ArrayLike) -> jax.Array:
         """Rows on their devices; no program runs for it, so that no process waits for another."""
         if not is_readable(rows):
             return jax.device_put(rows, self._split)
@@ -148,7 +150,7 @@ class MeshState:
         return jax.make_array_from_callback(rows.shape, self._split, lambda index: rows[index])
 
 
-def is_readable(x: Any) -> bool:
+def is_readable(x: object) -> bool:
     """Whether this process can read all of an array."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
@@ -179,7 +181,7 @@ def _device_of(place: Device | str | int) -> Device:
         raise ValueError(f"to({place!r}): this process has no such device, but {', '.join(there)}.") from error
 
 
-def check_entries(given: dict[str, Any], wanted: Iterable[str]) -> None:
+def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
     """Raises where a state dict has other entries than those wanted."""
     if given.keys() != set(wanted):
         raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
@@ -227,7 +229,7 @@ def _merged_into_first_row(local: Local, seen: Vectors) -> Vectors:
     return jax.tree.map(_with_first_row, local.vectors, merged)
 
 
-def _first_shards(x: jax.Array) -> list[Any]:
+def _first_shards(x: jax.Array) -> list[jax.Shard]:
     """The shards of the first row of this process; more than one where other mesh axes repeat it."""
     first = min(shard.index[0].start or 0 for shard in x.addressable_shards)
     return [shard for shard in x.addressable_shards if (shard.index[0].start or 0) == first]

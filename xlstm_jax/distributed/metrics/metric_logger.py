@@ -163,7 +163,7 @@ class MetricLogger:
 # ---------------------------------------------------------------------------------------------------------- the values
 
 
-def _checked_step(argument: str, step: Any) -> int:
+def _checked_step(argument: str, step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise TypeError(
             f"{argument}={step!r} is a {type(step).__name__}; a step is an integer of the host (reading an array would "
@@ -228,7 +228,7 @@ def _read(name: str, step: int, value: Held) -> Number | list[Number]:
     return _numbers(np.asarray(value))
 
 
-def _numbers(array: np.ndarray[Any, Any]) -> Number | list[Number]:
+def _numbers(array: np.ndarray) -> Number | list[Number]:
     return [_number(entry) for entry in array] if array.ndim else _number(array[()])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -91,7 +91,7 @@ def _reduce_global(tree: PyTree, operation: str) -> PyTree:
     return jax.tree.map(lambda x: reduce(x) if _is_metric(x) and x.ndim > 0 else x, tree)
 
 
-def _is_metric(value: Any) -> bool:
+def _is_metric(value: object) -> bool:
     return isinstance(value, jax.Array) and not is_prng_key(value)
 
 
@@ -125,7 +125,7 @@ def _reduce_each(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _check_operations(metrics: Any, chosen: Any, path: str) -> None:
+def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
     """Raises where ``chosen`` has an unknown operation, or a name that the metrics do not have."""
     if not isinstance(chosen, Mapping):
         if chosen is not None and chosen not in OPERATIONS:
@@ -265,7 +265,7 @@ def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> 
     return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
 
 
-def _sum_dtype(dtype: Any) -> Any:
+def _sum_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype of ``jnp.sum``: bools and integers narrower than 32 bits are summed as 32 bits."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 

@@ -39,6 +39,7 @@ from xlstm_jax.distributed.metrics.layout import Cells, Vectors
 from xlstm_jax.distributed.metrics.mesh_state import (
     MeshState,
     Place,
+    StateDict,
     check_entries,
     is_readable,
     on_one_device,
@@ -171,7 +172,7 @@ class MetricAccumulator(MeshState):
                 f"that shape, or {(self.num_devices, *self.shape)}: one for each of the {self.num_devices} devices."
             )
 
-    def _seen(self, value: ArrayLike) -> Any:
+    def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
         """The value; of the host in the accumulator's dtype, as a program would take one of 64 bits for one of 32."""
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
@@ -201,7 +202,7 @@ class MetricAccumulator(MeshState):
         return self.metric.result(cells)
 
 
-def _check_fits(sums: np.ndarray[Any, Any], dtype: DTypeLike) -> None:
+def _check_fits(sums: np.ndarray, dtype: DTypeLike) -> None:
     bounds = jnp.iinfo(dtype)
     if (beyond := sums[(sums < bounds.min) | (sums > bounds.max)]).size:
         raise OverflowError(
@@ -279,11 +280,11 @@ class Metric(ABC, Generic[Value]):
         for _, state in self._states():
             state.to(device)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The states by the names of their attributes, as nested dicts of arrays."""
         return {name: state.state_dict() for name, state in self._states()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes up what ``state_dict`` returned, also on another number of devices; see ``MetricAccumulator``."""
         states = dict(self._states())
         check_entries(state_dict, states)
