@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import jax
 
+Directory = Any  # an ``etils.epath.Path``: a local folder, or the URL of an object store
+Json = Any  # as ``json.loads`` returns it
 Arrays = Mapping[str, Any]  # by path: a ``jax.Array``, or a NumPy array that all processes have and process 0 writes
 
 
@@ -33,7 +35,7 @@ class Backend(Protocol):
     def check_dtypes(self, arrays: Arrays) -> None:
         """Raises a ``TypeError`` that names the array whose dtype cannot be stored."""
 
-    def save(self, step: int, arrays: Arrays, record: Callable[[], Any]) -> None:
+    def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         """Starts to write a step; returns when the arrays' buffers may be donated.
 
         No array is empty. ``record`` is called in each process while the save goes on in the background; process 0
@@ -57,7 +59,7 @@ class Backend(Protocol):
         """All committed steps in a directory that is a URL; local folders are listed without the backend."""
         ...
 
-    def read_record(self, step: int) -> Any:
+    def read_record(self, step: int) -> Json:
         """The JSON that was written as the record of a step."""
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
@@ -68,5 +70,5 @@ class Backend(Protocol):
         ...
 
 
-MakeBackend = Callable[[Any, int | None, int], Backend]
+MakeBackend = Callable[[Directory, int | None, int], Backend]
 """Of the directory, the number of steps to keep (None: all), and the seconds that a save may take."""

@@ -17,14 +17,14 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
-from xlstm_jax.distributed.checkpoint.backend import Arrays, MakeBackend
+from xlstm_jax.distributed.checkpoint.backend import Arrays, Json, MakeBackend
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
@@ -84,7 +84,7 @@ class Checkpointer:
         if not peer_timeout_s >= 1:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
-        self.directory: Any = steps.directory_path(directory)
+        self.directory = steps.directory_path(directory)
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
@@ -156,7 +156,7 @@ class Checkpointer:
         placed = {path: array for path, array in arrays.items() if path not in local}
         sums = SavedSums(placed, self.async_timeout_s)
 
-        def content() -> dict[str, Any]:
+        def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
 
         try:

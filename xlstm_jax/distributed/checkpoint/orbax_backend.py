@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from xlstm_jax.distributed.checkpoint.backend import Arrays
+from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.wording import how_to_install
 
 # A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
@@ -38,7 +38,7 @@ class OrbaxBackend:
 
     record_file = "leaves/metadata"  # as orbax's handler of JSON names it
 
-    def __init__(self, directory: Any, max_to_keep: int | None, timeout_s: int) -> None:
+    def __init__(self, directory: Directory, max_to_keep: int | None, timeout_s: int) -> None:
         self._directory, self._max_to_keep, self._timeout_s = directory, max_to_keep, timeout_s
         self._manager: Any = None
 
@@ -64,7 +64,7 @@ class OrbaxBackend:
             except (TypeError, ValueError) as error:
                 raise TypeError(f"'{path}' has the dtype {array.dtype}, which cannot be stored; cast it.") from error
 
-    def save(self, step: int, arrays: Arrays, record: Callable[[], Any]) -> None:
+    def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         args, tree = orbax().args, unflatten_dict(arrays, sep="/")
         chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         parts = args.Composite(state=args.PyTreeSave(tree, save_args=chunks), leaves=_late_json()(record))
@@ -91,7 +91,7 @@ class OrbaxBackend:
             return []
         return [entry.step for entry in orbax().step.standard_name_format().find_all(self._directory)]
 
-    def read_record(self, step: int) -> Any:
+    def read_record(self, step: int) -> Json:
         return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
@@ -117,13 +117,13 @@ def _late_json() -> Any:
     checkpoint_args: type[Any] = ocp.args.CheckpointArgs
 
     class LateJsonHandler(json_handler):  # type: ignore[misc]  # mypy: a variable
-        async def _save_fn(self, content: Callable[[], Any], directory: Any) -> None:
+        async def _save_fn(self, content: Callable[[], Json], directory: Directory) -> None:
             await super()._save_fn(content(), directory)
 
     @ocp.args.register_with_handler(LateJsonHandler, for_save=True, for_restore=True)
     @dataclasses.dataclass
     class LateJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
-        item: Callable[[], Any]
+        item: Callable[[], Json]
 
     return LateJsonSave
 

@@ -32,7 +32,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.backend import Arrays
+from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
@@ -161,13 +161,13 @@ def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
     return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
-def to_json(record: Record, step: int) -> dict[str, Any]:
+def to_json(record: Record, step: int) -> Json:
     """The record of a step with a digest of itself, and one of the step's number with it."""
     digest = _digest(record)
     return {"leaves": record, "digest": digest, "step": step, "step_digest": _digest([step, digest])}
 
 
-def from_json(content: Any, step: int) -> Record:
+def from_json(content: Json, step: int) -> Record:
     """The inverse of ``to_json``.
 
     Raises:
@@ -184,7 +184,7 @@ def from_json(content: Any, step: int) -> Record:
     return record
 
 
-def saved_as(content: Any) -> int | None:
+def saved_as(content: Json) -> int | None:
     """The step that a record was saved as; None where it does not say so, with the digest of that."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
         return None
@@ -202,7 +202,7 @@ def check_number(number: int | None, name: int) -> None:
         )
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_entry(entry: Json) -> bool:
     """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
     try:
         names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
@@ -214,7 +214,7 @@ def _is_entry(entry: Any) -> bool:
         return False
 
 
-def _digest(content: Any) -> str:
+def _digest(content: Json) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

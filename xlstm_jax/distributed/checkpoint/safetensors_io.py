@@ -32,6 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.checkpoint.backend import Json
 from xlstm_jax.distributed.checkpoint.record import (
     Leaves,
     bare_leaves,
@@ -289,10 +290,10 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _json(content: bytes) -> Any:
+def _json(content: bytes) -> Json:
     """JSON in UTF-8, in which no object has a name twice: readers would differ on which of the two counts."""
 
-    def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once_each(pairs: list[tuple[str, Json]]) -> Json:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ValueError("a name stands in it twice")

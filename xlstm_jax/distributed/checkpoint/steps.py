@@ -13,20 +13,20 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from xlstm_jax.distributed.checkpoint.backend import Backend
+from xlstm_jax.distributed.checkpoint.backend import Backend, Directory
 from xlstm_jax.distributed.checkpoint.record import check_number, saved_as
 
 EMPTY = "its folder is empty"
 NO_FOLDER = "it is a link that leads to no folder"
 
 
-def is_url(directory: Any) -> bool:
+def is_url(directory: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(directory)
 
 
-def directory_path(directory: str | os.PathLike[str]) -> Any:
+def directory_path(directory: str | os.PathLike[str]) -> Directory:
     """The directory as orbax takes it; refuses what can hold no folders."""
     from etils import epath  # which orbax brings along; it has no types
 
@@ -69,7 +69,7 @@ class StepFolder(NamedTuple):
         return not self.problem
 
 
-def steps_in(directory: Any, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
+def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
     """The folders that are called like a committed step, by that number; tells renamed ones by their records."""
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
@@ -112,7 +112,7 @@ def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
     return {name: problem for name, problem in problems.items() if problem}
 
 
-def clear(directory: Any, backend: Backend, damaged: set[int]) -> None:
+def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
     """Removes empty folders, and moves out of the way the ``damaged`` and links that lead nowhere."""
     for number, found in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)
@@ -122,6 +122,6 @@ def clear(directory: Any, backend: Backend, damaged: set[int]) -> None:
             folder.rename(_free_name(directory / f"{number}.damaged"))
 
 
-def _free_name(path: Any) -> Any:
+def _free_name(path: Directory) -> Directory:
     names = [path.name, *(f"{path.name}-{i}" for i in range(2, 1000))]
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))

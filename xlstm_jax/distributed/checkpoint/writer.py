@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend
+from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend, Directory, Json
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.steps import is_url
 from xlstm_jax.distributed.processes.leaving import leave
@@ -53,7 +52,7 @@ class Writer:
     """
 
     def __init__(
-        self, directory: Any, backend: Backend, owner: object, steps: set[int], timeout_s: float, *, locks: bool
+        self, directory: Directory, backend: Backend, owner: object, steps: set[int], timeout_s: float, *, locks: bool
     ) -> None:
         self.directory, self._backend, self._steps, self._timeout_s = directory, backend, steps, timeout_s
         self.is_open = False
@@ -84,7 +83,7 @@ class Writer:
         self._backend.open()
         self.is_open = True
 
-    def save(self, step: int, arrays: Arrays, record: Callable[[], Any]) -> None:
+    def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         """Starts to save a step; returns when its buffers may be donated."""
         self._begun = time.time(), time.monotonic()
         with self._failing_as(step):
@@ -184,7 +183,7 @@ class DirectoryLock:
       CheckpointError: another job has it; says which. Or there is no regular file under the lock's name.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: Directory) -> None:
         import fcntl  # not on Windows
 
         self._path = os.path.join(directory, LOCK_FILE)

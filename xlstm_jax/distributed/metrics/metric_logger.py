@@ -114,6 +114,9 @@ class MetricLogger:
                 "of a step into one call (of a run that goes on, resume_step counts as logged)."
             )
         held = _flattened(metrics)
+        if self._files is None:
+            self._last_step = step
+            return
         for value in held.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
