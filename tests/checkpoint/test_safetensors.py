@@ -241,12 +241,9 @@ def test_an_index_that_names_no_file_is_refused(tmp_path):
         import_safetensors(tmp_path, {"w": np.ones(1)})
 
 
-@pytest.mark.parametrize(
-    "name, message", [("__metadata__", "name of the metadata"), ("\udc80", "no.* Unicode")], ids=repr
-)
-def test_a_name_that_no_reader_takes_is_refused(name, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        export_safetensors({name: np.ones(2), "w": np.ones(2)}, tmp_path)
+def test_a_name_that_no_reader_takes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name of the metadata"):
+        export_safetensors({"__metadata__": np.ones(2), "w": np.ones(2)}, tmp_path)
     assert not list(tmp_path.iterdir())
     params = {name: np.ones(2) for name in (".", "metadata", "\U0001f600", 'a"b\\')}
     export_safetensors(params, tmp_path)  # guard: other names are taken, by the library too

@@ -304,16 +304,16 @@ class Checkpointer:
     def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
         """The steps to try, newest first."""
         sound, lost = sorted((n for n in found if found[n].may_be_read), reverse=True), _all_of(found)
-        if lost and (step in found or (step is None and not sound)) and step not in sound:
+        if step is None and sound:
+            return sound
+        if step is not None and operator.index(step) in sound:
+            return [operator.index(step)]
+        if lost and (step is None or step in found):
             raise CheckpointError(f"no sound checkpoint in {self.directory}: {lost}. Nothing was restored.")
         if not sound:
             raise CheckpointError(f"{self.directory} holds no checkpoint; nothing was restored.")
-        if step is None:
-            return sound
-        if operator.index(step) not in sound:
-            rest = f" ({lost})" if lost else ""
-            raise CheckpointError(f"{self.directory} has no step {step}; it holds {sorted(sound)}{rest}.")
-        return [operator.index(step)]
+        rest = f" ({lost})" if lost else ""
+        raise CheckpointError(f"{self.directory} has no step {step}; it holds {sorted(sound)}{rest}.")
 
     def _read(
         self, step: int, likes: record.Leaves, part_of: Callable[[record.Record, str], str]

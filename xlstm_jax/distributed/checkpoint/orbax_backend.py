@@ -146,7 +146,8 @@ def _patient_readers() -> Any:
     """Orbax's readers of arrays, which after a failure wait for the reads that go on beside it.
 
     By themselves they close the event loop under those, and each says so on stderr: one damaged file that many leaves
-    share gave a hundred lines.
+    share gave a hundred lines. It does not suffice to wait for the tasks that are there at the failure: the other
+    reader may begin further ones.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
 

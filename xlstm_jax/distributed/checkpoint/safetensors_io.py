@@ -81,7 +81,7 @@ def export_safetensors(
     Raises:
       FileExistsError: there is such a model already.
       TypeError: a leaf has a dtype that the format does not know; names it.
-      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair).
+      ValueError: a leaf is called ``__metadata__``.
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -92,7 +92,10 @@ def export_safetensors(
     """
     leaves = bare_leaves(map_leaves(unpacked, params))
     for name, leaf in leaves.items():
-        _check_tensor_name(name)
+        if name == METADATA:
+            raise ValueError(
+                f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
+            )
         if str(dtype := _dtype_or_type(leaf)) not in CODES:
             raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
@@ -109,18 +112,6 @@ def export_safetensors(
                 pass
 
     fail_together(write, OSError)
-
-
-def _check_tensor_name(name: str) -> None:
-    """Refuses what no reader takes as the name of a tensor."""
-    if name == METADATA:
-        raise ValueError(
-            f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
-        )
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"the leaf {name!r} has a name that is not Unicode (half of a pair); rename it.") from None
 
 
 def _dtype_or_type(leaf: Any) -> Any:
