@@ -44,8 +44,15 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_valu
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads, reduce_over_replicas
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing, sent_bytes
-from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS, pack, packed_size, unpack
+from xlstm_jax.distributed.data_parallel.wire.quantized import (
+    BLOCK_SIZE,
+    FORMATS,
+    Packing,
+    pack,
+    packed_size,
+    sent_bytes,
+    unpack,
+)
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic

@@ -18,8 +18,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, rebox, unpacked
 from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name, packed_format
-from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong, dim_to_pack
-from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS, PackedAlong, dim_to_pack
 from xlstm_jax.wording import kind_of
 
 Trainable = Callable[[str], Any]

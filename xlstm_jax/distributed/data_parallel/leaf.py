@@ -35,7 +35,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     value_dtype,
 )
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
-from xlstm_jax.distributed.data_parallel.wire.packing import PackedAlong
+from xlstm_jax.distributed.data_parallel.wire.quantized import PackedAlong
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 # --------------------------------------------------------------------------------------------------------- one leaf
@@ -175,7 +175,8 @@ class Sharded(meta.Partitioned[Any]):
     @property
     def dtype(self) -> Any:
         if self.packed:
-            return self.packed.arrival_dtype(self.communication if self._axes_to_read() else None)
+            value = self.packed.value
+            return self.communication.dtypes(value)[0] if self._axes_to_read() else value.dtype
         return self.communication.dtypes(self.value)[0] if self._axes_to_read() else value_dtype(self.value)
 
     @property
@@ -436,7 +437,7 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
     """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
     box = leaf_of(leaf)
-    value = box.packed.unpack(value, how) if box.packed else value
+    value = box.packed.unpack(value, how.dtypes(box.packed.value)[0]) if box.packed else value
     if box.is_padded:
         sizes = zip(box.true_sizes, names, strict=True)
         value = value[tuple(slice(size if entry is None else None) for size, entry in sizes)]

@@ -22,7 +22,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.packing import sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.quantized import sent_itemsize
 
 Order = tuple[str, ...]
 

@@ -38,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
+from xlstm_jax.distributed.data_parallel.wire.quantized import Packing
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.packing import sent_bytes
+from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout

@@ -7,12 +7,14 @@
 steps one by one.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -28,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     term_of_mean,
     widened,
 )
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing, packed_mean
+from xlstm_jax.distributed.data_parallel.wire.quantized import Packing, fills_blocks, pack, unpack
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
@@ -220,6 +222,33 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     mean = mean.astype(wide.dtype)
     summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
     return mean * collectives.axis_size(summed) if summed else mean
+
+
+def packed_mean(term: jax.Array, axes: Sequence[str], format_name: str) -> jax.Array:
+    """The sum of float32 terms over devices, equal on all of them bit by bit, and by type; each device sends bytes.
+
+      term on each of R copies -- pack --> all-to-all --> unpack, float32 sum of one part of R
+                               -- pack --> all-gather --> unpack: the same bits on all copies
+
+    Each value is rounded by every copy, and once more as the mean. Terms of a mean are divided by R before they come
+    here.
+    """
+    count = collectives.axis_size(axes)
+    rows, size = _matrix_of_parts(term.shape, count)
+    padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
+    received = collectives.all_to_all(pack(padded, format_name), axes)
+    mean = jnp.sum(unpack(received, format_name, size, jnp.float32), 0)
+    whole = collectives.all_gather_equal(pack(mean, format_name), 0, axes)
+    return unpack(whole, format_name, size, jnp.float32).ravel()[: term.size].reshape(term.shape)
+
+
+def _matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
+    """Rows and their size, for values of this shape: whole dims where ``count`` divides the rows, else padded."""
+    for dim in range(1, len(shape)):
+        rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])
+        if rows and rows % count == 0 and fills_blocks(size):
+            return rows, size
+    return count, -(-math.prod(shape) // count)
 
 
 def gather_dims(

@@ -1,4 +1,9 @@
-"""Floats packed into bytes, block by block: for what is sent or stored in 8 or 4 bits.
+"""Floats packed into bytes, block by block: rows of floats, and arrays that are sent or stored in 8 or 4 bits.
+
+  gather   W[d_fsdp, f] -- Packing --> rows of bytes -- all-gather, each stage --> -- unpack --> W[d, f]
+  stored   W[d_fsdp, f] -- PackedAlong --> bytes[d_fsdp, p] -- all-gather --> bytes[d, p] -- unpack --> W[d, f]
+
+What was packed once stays packed through all stages, and is unpacked where it is read: each value is rounded once.
 
   pack     x[..., r]                   -->  uint8[..., packed_size(r)]    codes of the values, then scales of the blocks
   unpack   uint8[..., packed_size(r)]  -->  x[..., r]                     code times scale
@@ -18,7 +23,9 @@ m is below ``smallest``, all of the block becomes zero; where it is not finite, 
 NaN is never lost.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +35,7 @@ from jax.typing import ArrayLike
 
 BLOCK_SIZE = 64
 _SCALE_BYTES = 2
+_MOST_PADDING = 1 / 128  # of a row: a share that keeps 8 bits below 0.52 of bfloat16's bytes, and 4 bits below 0.27
 _HALF_ULP = 2.0**-8  # of bfloat16, in which scales are rounded
 _TINY = float(np.finfo(np.float32).tiny)  # smaller scales would be flushed to zero on some platforms, not on others
 
@@ -102,6 +110,11 @@ def _unpacked(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.
     return values.astype(dtype).reshape(*lead, count * block)[..., :size]
 
 
+def fills_blocks(size: int) -> bool:
+    """Whether rows of this size hold little padding, packed by themselves."""
+    return 0 < -size % BLOCK_SIZE + size <= size * (1 + _MOST_PADDING)
+
+
 def _blocks_of(size: int) -> tuple[int, int]:
     """How many blocks a row has, and of how many values: an even number, as two 4-bit codes share a byte."""
     block = min(BLOCK_SIZE, size + size % 2)
@@ -141,3 +154,98 @@ def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
         return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
     nibbles = jnp.concatenate([codes & 0xF, codes >> 4], -1).astype(jnp.int32)
     return ((nibbles ^ 8) - 8).astype(jnp.float32)  # the upper bit is the sign
+
+
+# ------------------------------------------------------------------------------------------------------------ arrays
+
+
+class PackedAlong(NamedTuple):
+    """How an array is packed that is stored so: along a dim that no axis splits, all others staying as they are.
+
+    Each of its rows is packed by itself. So shards are those of the unpacked array, on any mesh.
+    """
+
+    format_name: str
+    dim: int  # from the end, so that layers in front of it change nothing
+    size: int  # of the dim, unpacked
+    dtype: str  # of the values
+
+    def pack(self, value: jax.Array) -> jax.Array:
+        """[..., size, ...] -> uint8 [..., packed_size(size), ...]."""
+        return jnp.moveaxis(pack(jnp.moveaxis(value, self.dim, -1), self.format_name), -1, self.dim)
+
+    def unpack(self, packed: jax.Array, dtype: Any = None) -> jax.Array:
+        """The inverse; the values have ``dtype``, by default their own."""
+        rows = jnp.moveaxis(packed, self.dim, -1)
+        return jnp.moveaxis(unpack(rows, self.format_name, self.size, dtype or self.dtype), -1, self.dim)
+
+    @property
+    def value(self) -> jax.ShapeDtypeStruct:
+        """A value, abstract: ``Communication.dtypes`` of it are those of values that are not packed."""
+        return jax.ShapeDtypeStruct((), self.dtype)
+
+    def true_shape(self, packed_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the values."""
+        dim = len(packed_shape) + self.dim
+        return (*packed_shape[:dim], self.size, *packed_shape[dim + 1 :])
+
+
+def dim_to_pack(shape: Sequence[int], is_split: Sequence[bool]) -> int | None:
+    """The last of the dims of a matrix that is not split and that blocks fill, from the end; None where there is none.
+
+    Dims in front of the last two may be those of layers, which are taken apart.
+    """
+    dims = [dim for dim in (-1, -2) if len(shape) >= 2 and not is_split[dim] and fills_blocks(shape[dim])]
+    return dims[0] if dims and any(is_split) else None
+
+
+class Packing(NamedTuple):
+    """How shards of one shape and dtype are packed, to be gathered along a dim.
+
+    A row is what a shard holds at one index of the dim: rows keep the layouts of TPUs, where to flatten the shard would
+    copy the gathered weight several times. Where the blocks do not fill such rows, the whole shard is one.
+    """
+
+    format_name: str
+    shape: tuple[int, ...]  # of a shard
+    dtype: Any
+    dim: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shard as rows of values."""
+        rows, size = self.shape[self.dim], math.prod(self._rest)
+        return (rows, size) if fills_blocks(size) else (1, rows * size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a packed shard."""
+        rows, size = self.matrix
+        return rows * packed_size(size, self.format_name)
+
+    def pack(self, shard: jax.Array) -> jax.Array:
+        """The shard as uint8 [rows, bytes]: gathered along dim 0, in as many stages as there are."""
+        return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
+
+    def unpack(self, gathered: jax.Array) -> jax.Array:
+        """Any number of packed shards, one below the other, as one array of their dtype."""
+        rows, size = self.matrix
+        values = unpack(gathered, self.format_name, size, self.dtype)
+        whole = values.reshape(gathered.shape[0] // rows * self.shape[self.dim], *self._rest)
+        return jnp.moveaxis(whole, 0, self.dim)
+
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
+
+
+def sent_bytes(shape: Sequence[int], dim: int, dtype: str) -> int:
+    """Bytes of what each device puts into a gather along ``dim``, of a shard of this shape in a gather dtype."""
+    if dtype in FORMATS:
+        return Packing(dtype, tuple(shape), None, dim).sent_bytes
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def sent_itemsize(dtype: str) -> float:
+    """Bytes of a value in a gather dtype; of a packed one with its part of the scale of its block."""
+    return packed_size(BLOCK_SIZE, dtype) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize

@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.data_parallel.wire.packing import sent_itemsize
-from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
+from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES, sent_itemsize
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.cycles import scheduled
 from xlstm_jax.distributed.forecast.cost.kernels import Kernels
