@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 
 from tests.support import FLOAT32_ROUNDING, bytes_by_axis
@@ -86,3 +87,17 @@ def test_axes_of_the_model_and_slow_axes_stay_where_they_are():
     tree = {f"w{i}": leaf for i in range(4)}
     found = link_balance.balanced_over_model(tree, {"host": 2, "x": 2, "y": 2, "tp": 2})
     assert {leaf.names[0] for leaf in found.values()} == {("tp", "x", "y", "host"), ("tp", "y", "x", "host")}
+
+
+def test_axes_that_cross_hosts_are_gathered_first_under_any_name():
+    sizes = {"pod": 2, "x": 2, "y": 2}
+
+    def innermost(**options):
+        model = shard_modules(Perceptron(), nn.Dense, tuple(sizes), min_weight_size=2**8, **options)
+        rows = plan_sharding(model, sizes, jnp.ones((8, 32))).rows
+        return {entry[-1] for row in rows for entry in row.names if entry}
+
+    assert innermost(inter_host_axes="pod") == {"pod"}
+    assert innermost() != {"pod"}  # guard
+    with pytest.raises(ValueError, match=r"inter_host_axes=\('host',\) has 'host', which is none of axis_name"):
+        innermost(inter_host_axes="host")
