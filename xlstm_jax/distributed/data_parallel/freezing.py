@@ -57,7 +57,12 @@ def freeze_params(
         raise TypeError(
             f"trainable is {kind_of(trainable)}; pass a predicate of a leaf's path, as lambda path: 'lora' in path."
         )
-    dtype = _checked(frozen_dtype)
+    dtype = dtype_name(frozen_dtype, "frozen_dtype", FORMATS)
+    if dtype and dtype not in FORMATS and jnp.finfo(dtype).bits < NARROWEST_BITS:
+        raise ValueError(
+            f"frozen_dtype={dtype!r} has {jnp.finfo(dtype).bits} bits, which without scales most weights do not fit. "
+            "Pass 'bfloat16'."
+        )
 
     def freeze(path: str, leaf: Any) -> Any:
         leaf = frozen(leaf) if trainable is not None and not trainable(path) else leaf
@@ -73,36 +78,19 @@ def freeze_params(
     return found
 
 
-def _checked(frozen_dtype: DTypeLike | None) -> str | None:
-    name = dtype_name(frozen_dtype, "frozen_dtype", FORMATS)
-    if name and name not in FORMATS and jnp.finfo(name).bits < NARROWEST_BITS:
-        raise ValueError(
-            f"frozen_dtype={name!r} has {jnp.finfo(name).bits} bits, which without scales most weights do not fit. "
-            "Pass 'bfloat16'."
-        )
-    return name
-
-
 def stored(path: str, leaf: Any, dtype: str | None) -> Any:
-    """A frozen leaf as it is stored."""
+    """A frozen leaf as it is stored: in blocks of bytes only where it is split, unpadded, and fills the blocks."""
     if dtype is None:
         return leaf
     leaf = unpacked(leaf)
-    value = leaf_of(leaf).value
-    if isinstance(leaf, Sharded) and packed_format(value, dtype):
-        return _packed(leaf, dtype)
-    return rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
-
-
-def _packed(leaf: Any, format_name: str) -> Any:
-    """A frozen leaf with its floats in blocks of bytes; itself where it is whole, padded, or blocks do not fill it."""
     box = leaf_of(leaf)
-    value = box.value
-    dim = None if box.is_padded else dim_to_pack(value.shape, list(map(bool, box.names)))
+    if not isinstance(leaf, Sharded) or not packed_format(box.value, dtype):
+        return rebox(leaf, box.value.astype(cast_dtype(box.value, dtype, "frozen_dtype", path)))
+    dim = None if box.is_padded else dim_to_pack(box.value.shape, list(map(bool, box.names)))
     if dim is None:
         return leaf
-    how = PackedAlong(format_name, dim, value.shape[dim], str(value.dtype))
-    return leaf.replace(value=how.pack(value), packed=how)
+    how = PackedAlong(dtype, dim, box.value.shape[dim], str(box.value.dtype))
+    return leaf.replace(value=how.pack(box.value), packed=how)
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:

@@ -274,7 +274,11 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
         over = _axes_to_reduce(vector, axes)
         return _REDUCTIONS[key[0]](vector, over) if over else vector
 
-    return [_unordered(x, dtype) for x, dtype in zip(_as_one_vector_each(reduce, keys, sent), dtypes, strict=True)]
+    reduced = zip(_as_one_vector_each(reduce, keys, sent), dtypes, strict=True)
+    return [
+        x if x.dtype == dtype else lax.bitcast_convert_type(_invert_negative(x), dtype)  # the inverse of _ordered
+        for x, dtype in reduced
+    ]
 
 
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
@@ -289,11 +293,6 @@ def _ordered(value: jax.Array, operation: str) -> jax.Array:
     end = bounds.max if operation == "max" else bounds.min
     bits = _invert_negative(lax.bitcast_convert_type(value, integer))
     return jnp.where(jnp.isnan(value), jnp.array(end, integer), bits)
-
-
-def _unordered(value: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of ``_ordered``, for values that had ``dtype``."""
-    return value if value.dtype == dtype else lax.bitcast_convert_type(_invert_negative(value), dtype)
 
 
 def _invert_negative(bits: jax.Array) -> jax.Array:
