@@ -197,20 +197,17 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
     if missing := sorted(set(range(max(layers))) - set(layers)):
         there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
-    layer_trees = [layers[number] for number in range(len(layers))]
-    first = {path: _described(leaf) for path, leaf in trees.leaves_with_path(layer_trees[0])}
-    for number, tree in enumerate(layer_trees):
-        _check_same(layer_names, first, number, {path: _described(leaf) for path, leaf in trees.leaves_with_path(tree)})
-    return trees.map_leaves(_stacked_leaf, *layer_trees)
-
-
-def _check_same(layer_names: str, first: dict[str, str], number: int, other: dict[str, str]) -> None:
-    for path in sorted(first.keys() | other.keys()):
-        if first.get(path) != other.get(path):
-            raise ValueError(
-                f"'{layer_names.format(0)}/{path}' is {first.get(path, 'not there')}, and '{layer_names.format(number)}"
-                f"/{path}' is {other.get(path, 'not there')}: the layers of a scan are all alike."
-            )
+    in_order = [layers[number] for number in range(len(layers))]
+    described = [{path: _described(leaf) for path, leaf in trees.leaves_with_path(layer)} for layer in in_order]
+    for number, other in enumerate(described):
+        for path in sorted(described[0].keys() | other.keys()):
+            first, here = (leaves.get(path, "not there") for leaves in (described[0], other))
+            if first != here:
+                raise ValueError(
+                    f"'{layer_names.format(0)}/{path}' is {first}, and '{layer_names.format(number)}/{path}' is "
+                    f"{here}: the layers of a scan are all alike."
+                )
+    return trees.map_leaves(_stacked_leaf, *in_order)
 
 
 def _described(leaf: Any) -> str:

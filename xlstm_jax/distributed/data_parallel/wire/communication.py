@@ -9,7 +9,7 @@ Only floats are ever cast, and only to floats of the same kind (real, complex). 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ class Communication:
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Replicas | None = None
-    inter_host_axes: tuple[str, ...] = INTER_HOST_AXES
+    inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
 
     @classmethod
     def of(
