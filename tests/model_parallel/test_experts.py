@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import FLOAT32_ROUNDING, assert_same_params, equations
 from xlstm_jax.distributed import (
     DeviceMeshManager,
+    Replicas,
     create_train_state,
     make_train_step,
     partition_specs,
@@ -33,6 +34,7 @@ from xlstm_jax.distributed.model_parallel.experts import (
     route_tokens,
     router_z_loss,
 )
+from xlstm_jax.distributed.optimizers import matrix_dimensions, muon
 
 DIM, COUNT, ROWS = 6, 8, 64
 KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
@@ -310,3 +312,85 @@ def test_what_does_not_fit_is_refused():
     refused(
         r"batch_axes=\('dp', 'ep'\).*tokens are the same along", {"dp": 2, "ep": 4}, ("dp",), batch_axes=("dp", "ep")
     )
+
+
+# --------------------------------------------------------------------------------------- beside the rest of the library
+
+
+class Layer(nn.Module):
+    """A layer of a scan."""
+
+    axis: str | None
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + Experts(MLP(), COUNT, 2, axis=self.axis, name="mixture")(x), None
+
+
+class Layers(nn.Module):
+    """A scan of two layers that are computed again for the backward pass."""
+
+    axis: str | None = "ep"
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return layers(self.axis, name="layers")(x, None)[0]
+
+
+def error(params, apply_fn, x, rng):
+    return jnp.mean((apply_fn({"params": params}, x) - x[:, ::-1]) ** 2)
+
+
+ROUTER = optax.contrib.MuonDimensionNumbers((1,), (2,))  # of a scan, and without a bias: nothing else tells
+FEATURES = {
+    "scan and remat": ({}, {}, {}, optax.adamw(1e-2)),
+    "clipped": ({}, {}, {}, optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))),
+    "minibatches": ({}, {}, {"num_minibatches": 2}, optax.adam(1e-2)),
+    "gathered again": ({"reshard_after_forward": True}, {}, {}, optax.adam(1e-2)),
+    "padded": ({"uneven": "pad", "min_weight_size": 0}, {}, {}, optax.adam(1e-2)),
+    "copies": ({"replicas": Replicas("dp")}, {}, {}, optax.adam(1e-2)),
+    "frozen": ({}, {"trainable": lambda path: "experts" not in path}, {}, optax.sgd(0.1)),
+    "muon": ({}, {}, {}, muon(1e-2, muon_weight_dimension_numbers=matrix_dimensions({"*/router/kernel": ROUTER}))),
+    "adafactor": ({}, {}, {}, optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+}
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_three_steps_with_other_features_are_those_of_one_device(feature):
+    wrapping, making, stepping, tx = FEATURES[feature]
+    mesh, axes = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "ep": 2}), ("dp", "fsdp", "ep")
+    model = shard_modules(Layers(), Experts, "fsdp", **{"min_weight_size": 8, **wrapping})
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True, **making)
+    params = jax.tree.map(np.asarray, unbox(state.params))
+    step, opt_state = make_train_step(error, mesh, axes, whole_ok=True, **stepping), tx.init(params)
+
+    @jax.jit
+    def step_of_one(params, opt_state):
+        grads = jax.grad(error)(params, Layers(axis=None).apply, X, None)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    start = params
+    for number in range(3):
+        state, _ = step(state, X, jax.random.key(number))
+        new, opt_state = step_of_one(params, opt_state)
+        if making:  # what is frozen stays
+            new["layers"]["mixture"]["experts"] = start["layers"]["mixture"]["experts"]
+        params = new
+    assert_same_params(state.params, params, 1e-4)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, start)
+    assert max(jax.tree.leaves(moved)) > 1e-3  # guard
+
+
+@pytest.mark.slow
+def test_narrow_gathers_of_experts_are_near():
+    losses = []
+    for how in ({}, {"gather_dtype": "int8"}):
+        mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
+        model = shard_modules(Experts(MLP(), COUNT, 2), Experts, "fsdp", 8, **how)
+        state = create_train_state(model, optax.adam(1e-2), mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+        losses.append(make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(0))[1]["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
+    assert losses[0] != losses[1]

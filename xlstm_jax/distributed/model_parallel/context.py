@@ -16,9 +16,10 @@ layout device i has chunks i and 2n - 1 - i of 2n, so that all have the same.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -256,7 +257,7 @@ def _visible(
         conditions += [ahead >= -left, ahead <= right]
     if query_segments is not None and key_segments is not None:
         conditions.append(query_segments[:, None, :, None] == key_segments[:, None, None, :])
-    return jnp.asarray(math.prod(conditions[1:], start=conditions[0])) if conditions else None
+    return reduce(operator.and_, conditions) if conditions else None
 
 
 def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
