@@ -252,13 +252,13 @@ def doubled(factor, rows):
 def test_what_is_over_the_capacity_is_dropped_last_choices_first():
     """C = ceil(0.5 x 2 x 4 / 2) = 2 rows of each expert: first choices of rows 0 and 1, then nothing."""
     routing = Routing(jnp.array([[0, 1], [0, 1], [0, 1], [1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
-    factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
+    factors, rows = jnp.array([[1.0], [10.0]]), jnp.arange(1.0, 5)[:, None]
     with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=0.5)
     out, dropped = jax.jit(with_capacity)(factors, rows, routing)
-    assert out.ravel().tolist() == [11.0, 1.0, 0.0, 10.0] and dropped == 0.5
-    assert jax.jit(partial(mix_experts, doubled))(factors, rows, routing).ravel().tolist() == [11.0] * 4
+    assert out.ravel().tolist() == [11.0, 2.0, 0.0, 40.0] and dropped == 0.5
+    assert jax.jit(partial(mix_experts, doubled))(factors, rows, routing).ravel().tolist() == [11.0, 22.0, 33.0, 44.0]
     halves, _ = jax.jit(partial(with_capacity, row_groups=2))(factors, rows, routing)
-    assert halves.ravel().tolist() == [11.0, 0.0, 1.0, 10.0]  # C = 1 in each group of two rows
+    assert halves.ravel().tolist() == [11.0, 0.0, 3.0, 40.0]  # C = 1 in each group of two rows
 
 
 def test_the_share_that_was_dropped_is_told():
