@@ -148,12 +148,14 @@ class Checkpointer:
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
         self._backend.check_dtypes(arrays)
+        # Copied, as the caller may overwrite them while the save goes on.
         local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
         local_sums = checksum_each(local)
         described = record.record_without_sums(leaves, state)
         self._check_same_everywhere(record.with_sums(described, local_sums))
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
+        # The bits are held before the save begins: when it returns the caller may donate the buffers.
         sums = SavedSums(placed, self.async_timeout_s)
 
         def content() -> Json:
@@ -330,6 +332,7 @@ class Checkpointer:
             return entries, wanted
 
         entries, wanted = self._together(part, _MISTAKES, reads)
+        # Checksums are programs that all processes run, so they begin when all processes have read their shards.
         arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         found = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())

@@ -96,7 +96,7 @@ class Writer:
         if (step := self._saving) is not None:
             with self._failing_as(step):
                 self._wait_for_commit()
-                self._saving = None
+                self._saving = None  # before an error can come: each failure is told once
                 self._backend.wait()
             self._steps.add(step)
         self.check_place()

@@ -236,6 +236,7 @@ def _first_shards(x: jax.Array) -> list[jax.Shard]:
 
 
 def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
+    # Put together of shards: a program over the mesh would wait for the other processes.
     new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
     shards = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)

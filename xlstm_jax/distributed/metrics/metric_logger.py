@@ -274,6 +274,7 @@ class _RunFiles:
         self._events: Any = event_writer and event_writer(str(folder), filename_suffix=suffix, purge_step=purge)
 
     def write(self, step: int, row: Row) -> None:
+        # The record comes first, so that a kill leaves no row in the table that the record does not have.
         self._record.write(_json_line(step, row))
         self._record.flush()
         cells = _by_column(row)

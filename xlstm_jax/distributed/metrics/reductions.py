@@ -286,6 +286,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
                 "are over; pass its sum."
             )
         weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
+        # A device without weight may hold NaN, which stays NaN when it is multiplied by 0.
         weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
         *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)
         total = jnp.where(weights != 0, weights, 1)
