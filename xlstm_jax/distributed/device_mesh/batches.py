@@ -66,7 +66,7 @@ def shard_batch(
     padded = _padded_rows(rows, here, pad, axes)
     all_rows = padded // here * _num_shards(mesh, axes)
 
-    def to_global(path: str, leaf: Any) -> jax.Array:
+    def to_global(path: str, leaf: PyTree) -> jax.Array:
         del path
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
@@ -90,7 +90,7 @@ def shard_batch(
 _padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
-def padded_rows_of(leaf: Any) -> tuple[int, int] | None:
+def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
     """The rows that were handed in here for a leaf, and what ``shard_batch`` padded them to; None of other arrays."""
     return next(((rows, padded) for ref, rows, padded in _padded if ref() is leaf), None)
 
@@ -119,7 +119,7 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNam
     shards = _num_shards(mesh, axes)
     _check_containers(batch)
 
-    def abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    def abstract(path: str, leaf: PyTree) -> jax.ShapeDtypeStruct:
         shape, rows = np.shape(leaf), np.shape(leaf)[:1]
         if rows and rows[0] % shards:
             raise ValueError(
@@ -219,7 +219,7 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
     return up
 
 
-def _dtype(leaf: Any) -> Any:
+def _dtype(leaf: PyTree) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 

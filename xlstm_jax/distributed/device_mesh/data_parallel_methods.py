@@ -9,7 +9,7 @@ Such a loop keeps all parameters on every device. Where they are to be split, ta
 ``make_train_step``.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ class DataParallel(nnx.Module):
             dim, _ = choose_shard_dim(shape, (None,) * len(shape), axis_sizes, min_weight_size)
             return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, mesh.axis_names[0])
 
-        def put(leaf: Any) -> jax.Array:
+        def put(leaf: PyTree) -> jax.Array:
             split = spec(np.shape(leaf)) if param_sharding == "shard" else PartitionSpec()
             return jax.device_put(leaf, NamedSharding(mesh, split))
 

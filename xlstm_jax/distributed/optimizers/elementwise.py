@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check(params)
         return inner.init(params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         grads, params = updates, trees.without_frozen(params)
         updates = trees.without_frozen(grads)
         check_averaged(updates, params, "elementwise_only")
@@ -85,7 +84,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
             return updates, state
         by_path = dict(trees.leaves_with_path(updates))
 
-        def or_zeros(path: str, grad: Any) -> Any:
+        def or_zeros(path: str, grad: PyTree) -> PyTree:
             return by_path[path] if path in by_path else rebox(grad, jnp.zeros_like(leaf_of(grad).value))
 
         return trees.map_leaves_with_path(or_zeros, grads), state
@@ -125,7 +124,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     split_dims = [[dim for dim, entry in enumerate(leaf_of(leaf).names) if entry] for leaf in live]
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
-    def small(leaf: Any, dim: int | None) -> Any:
+    def small(leaf: PyTree, dim: int | None) -> PyTree:
         shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf_of(leaf).names)))
         value = jnp.asarray(rng.normal(size=shape), leaf_of(leaf).value.dtype)
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))

@@ -65,7 +65,7 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
         average = jax.tree.map(lambda p: jnp.array(p, wide_dtype(value_dtype(p))), params)
         return WithEmaState(inner.init(params), average, jnp.zeros((), jnp.int32))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError("with_ema: update needs the parameters, to average them: tx.update(grads, state, params).")
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -110,7 +110,7 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
         )
     average = dict(trees.leaves_with_path(averages[0]))
 
-    def as_parameter(path: str, leaf: Any) -> Any:
+    def as_parameter(path: str, leaf: PyTree) -> PyTree:
         value, mean = leaf_of(leaf).value, leaf_of(average.get(path, leaf)).value
         if np.shape(mean) != np.shape(value):
             raise ValueError(

@@ -60,7 +60,7 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         check_averaged(updates, params, "skip_nonfinite")
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)

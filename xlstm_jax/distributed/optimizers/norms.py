@@ -79,7 +79,7 @@ _differentiable_sum = jax.custom_vjp(_sum_over_devices, nondiff_argnums=(1,))
 _differentiable_sum.defvjp(_sum_fwd, _sum_bwd)
 
 
-def _axes_of_values(path: str, leaf: Any) -> frozenset[str]:
+def _axes_of_values(path: str, leaf: PyTree) -> frozenset[str]:
     """The axes over which a leaf's values are spread here; none where its box is about a global array."""
     axes, names = leaf_of(leaf).axes, leaf_of(leaf).names
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
@@ -140,7 +140,7 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
                 raise ValueError(not_averaged(path, leaf, stray, caller))
 
 
-def not_averaged(path: str, leaf: Any, stray: list[str], caller: str) -> str:
+def not_averaged(path: str, leaf: PyTree, stray: list[str], caller: str) -> str:
     """The text of a leaf that differs between devices along other axes than its box names."""
     declared = f"its box names {leaf_of(leaf).names}" if is_box(leaf) else "it is in no box"
     return (

@@ -66,14 +66,14 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
         return shardings
     by_path = dict(trees.leaves_with_path(params))
 
-    def placed(path: str, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    def placed(path: str, leaf: PyTree, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
         return sharding.with_memory_kind(placement.HOST_MEMORY) if _is_large(leaf, owner) else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
 
 
-def _is_large(leaf: Any, owner: Any) -> bool:
+def _is_large(leaf: PyTree, owner: PyTree) -> bool:
     if is_owned(leaf):
         return True
     shapes = [np.shape(leaf_of(x).value) for x in (leaf, owner)]

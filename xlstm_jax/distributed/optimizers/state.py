@@ -63,7 +63,7 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     """An optimizer's state as it is stored: a leaf of a padded parameter's true shape is padded and boxed like it."""
     by_path = dict(trees.leaves_with_path(params))
 
-    def stored(path: str, leaf: Any) -> Any:
+    def stored(path: str, leaf: PyTree) -> PyTree:
         owner = owner_of_state(path, by_path)
         if owner is None or not leaf_of(owner).is_padded or np.shape(leaf) != leaf_of(owner).true_shape:
             return leaf
@@ -102,7 +102,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     """
     by_path = dict(trees.leaves_with_path(params))
 
-    def sharding(path: str, leaf: Any) -> NamedSharding:
+    def sharding(path: str, leaf: PyTree) -> NamedSharding:
         return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
 
     return trees.map_leaves_with_path(sharding, opt_state)
@@ -114,7 +114,7 @@ def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayo
     return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
 
 
-def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     if is_owned(leaf):
         return placement.leaf_spec(leaf, mesh)
     if owner is None or not leaf_of(owner).axes:
@@ -127,7 +127,9 @@ def _state_spec(leaf: Any, owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSp
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
 
 
-def _split_further(spec: PartitionSpec, shape: tuple[int, ...], owner: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def _split_further(
+    spec: PartitionSpec, shape: tuple[int, ...], owner: PyTree, mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
     """``spec``, with the largest dim that fits split over the owner's copies too, where its ``Replicas`` say so."""
     replicas = leaf_of(owner).communication.replicas
     if not (replicas and replicas.shard_optimizer_state):

@@ -160,7 +160,7 @@ def _check_not_given(**options: Any) -> None:
         )
 
 
-def _parameter_row(path: str, leaf: Any, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
+def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
     kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), **state}
     kept["trainable"] = leaf_of(leaf).trainable
     if leaf_of(leaf).is_differentiable:
@@ -168,7 +168,7 @@ def _parameter_row(path: str, leaf: Any, state: Mapping[str, ByteCount], sizes: 
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
 
 
-def _row(path: str, collection: str, leaf: Any, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
+def _row(path: str, collection: str, leaf: PyTree, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
     found = leaf_of(leaf)
     shape = found.true_shape
     fields.setdefault("use_shape", shape)
@@ -189,7 +189,7 @@ def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
+def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
     found = leaf_of(leaf)
     value = found.value
     for dim, entry in enumerate(found.names):
@@ -204,7 +204,7 @@ def _bytes_of(path: str, leaf: Any, sizes: dict[str, int]) -> ByteCount:
     return ByteCount(total, stored // _count(found.axes, sizes))
 
 
-def _reason(leaf: Any) -> Reason:
+def _reason(leaf: PyTree) -> Reason:
     """Why the leaf was split, or else the last refusal; with wrappers over different axes, the reason of each."""
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else Unwrapped()
@@ -218,7 +218,7 @@ def _reason(leaf: Any) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
+def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
     found = leaf_of(leaf)
     shape = found.true_shape if found.is_packed else tuple(found.value.shape)
@@ -250,7 +250,7 @@ def _gathering(path: str, leaf: Any, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _gathered_as(leaf: Any) -> str:
+def _gathered_as(leaf: PyTree) -> str:
     """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
     found = leaf_of(leaf)
     if found.packed:

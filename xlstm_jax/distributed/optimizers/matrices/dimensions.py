@@ -107,7 +107,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
-    def shape(leaf: Any) -> Shape:
+    def shape(leaf: PyTree) -> Shape:
         sizes = zip(stored_shape(leaf), leaf_of(leaf).unpadded_sizes, strict=True)
         return tuple(size if true is None else true for size, true in sizes)
 

@@ -70,7 +70,7 @@ class Owned(Sharded, repr=False):
     """The box of the state that owners keep: [matrices, ...], split over the owners, padded to an equal number each."""
 
 
-def is_owned(leaf: Any) -> bool:
+def is_owned(leaf: PyTree) -> bool:
     """Whether owners keep this leaf of a state; its optimizer gets the leaf as it is stored."""
     return isinstance(leaf, Owned)
 
@@ -148,7 +148,7 @@ def map_groups(
         on_device = jax.shard_map(on_device, mesh=place.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     new, new_state = on_device(place.values, state)
 
-    def put_back(path: str, leaf: Any) -> Any:
+    def put_back(path: str, leaf: PyTree) -> PyTree:
         shape = leaf_of(leaf).value.shape  # without the padding that was added
         return rebox(leaf, new[path][tuple(map(slice, shape))])
 

@@ -135,7 +135,7 @@ def muon(
         report_matrices(MUON, params, choices, any_order=True)
         return of(choices, params).init(params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         choices = choices_of(muon_weight_dimension_numbers, updates)
         return of(choices, updates).update(updates, state, params, **extra_args)
 
@@ -159,7 +159,7 @@ def _scale_by_muon(
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(count=jnp.zeros([], jnp.int32), mu=mu, ns_coeffs=jnp.asarray(ns_coeffs))
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MuonState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, MuonState]:
         del params
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -185,7 +185,7 @@ def _scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def _scaled_by_dual_norm(update: Any, momentum: Any) -> Any:
+def _scaled_by_dual_norm(update: PyTree, momentum: PyTree) -> PyTree:
     """The update times its inner product with the momentum, over all of the leaf."""
     own, was = leaf_of(update).value, leaf_of(momentum).value
     axes = [axis for axis in leaf_of(update).axes if collectives.is_bound(axis)]
@@ -207,7 +207,7 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
 
-        def scaled(path: str, leaf: Any) -> Any:
+        def scaled(path: str, leaf: PyTree) -> PyTree:
             return rebox(leaf, scale(choices[path]) * leaf_of(leaf).value)
 
         return trees.map_leaves_with_path(scaled, updates), state

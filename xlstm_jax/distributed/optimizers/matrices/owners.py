@@ -12,7 +12,6 @@ long as the longest: places [n, longest of d * f / n].
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 OnMatrices = Callable[[jax.Array], jax.Array]
 
 
-def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: Any = None) -> jax.Array:
+def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
     """The matrices that this device owns, [places, rows, columns] with rows <= columns, from its shards by path."""
     stacked = _as_stacks(group, shards)
     empty = group.owners * group.per_owner - group.count
@@ -33,7 +32,7 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
     return _merged(group, received).astype(stacked.dtype)
 
 
-def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = None) -> dict[str, jax.Array]:
+def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
     """The inverse of ``to_owners``: this device's shards by path."""
     sent = matrices.astype(exchange_dtype or matrices.dtype)
     received = collectives.all_to_all(_cut(group, sent), group.axes)
@@ -42,7 +41,7 @@ def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: Any = N
 
 
 def by_owners(
-    fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: Any = None
+    fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: str | None = None
 ) -> dict[str, jax.Array]:
     """``fn`` of all matrices of a round (``groups.in_rounds``), as shards by path: two all-to-alls."""
     if len(groups) == 1:

@@ -76,7 +76,7 @@ def on_whole_matrices(
         groups = named_groups(place.groups(choices, any_order=False))
         return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
         updates, kept = map_groups(partial(_of_groups, tx, dtype), updates, choices, state.of_owners)
@@ -117,7 +117,7 @@ def _of_groups(
 ) -> tuple[Values, dict[str, PyTree]]:
     new: Values = {}
     kept = {}
-    update: Any = jax.vmap(tx.update)
+    update: PyTree = jax.vmap(tx.update)
     for name, group in named_groups(groups).items():
         with jax.named_scope(f"whole_{group.name}"):
             matrices = to_owners(group, values, exchange_dtype)
