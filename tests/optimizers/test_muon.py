@@ -228,25 +228,26 @@ def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
 # --------------------------------------------------------------------------------------------------- in the ready step
 
 
+def abstract_state(mesh, tx):
+    x = data()["x"]
+    return abstract_train_state(Model(fsdp), tx, mesh, jax.random.key(0), x, batch_axes=AXES, whole_ok=True)
+
+
+def primitives_of_a_step(tx):
+    mesh = mesh_of(2, 4)
+    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True)
+    jaxpr = step.trace(abstract_state(mesh, tx), data(), jax.random.key(1)).jaxpr
+    return [eqn.primitive.name for _, eqn in equations(jaxpr)]
+
+
 def test_a_step_has_two_all_to_alls_for_each_round_of_forms_and_none_between():
     """Kernels of 16 x 32 and 32 x 16 are one form; 8 x 16 and 16 x 4 are others, few enough to travel together."""
-    mesh = mesh_of(2, 4)
-    state = first_state(Model(wrap=fsdp), mesh, muon(RATE))
-    jaxpr = make_train_step(mean_loss, mesh, AXES, whole_ok=True).trace(state, data(), jax.random.key(1)).jaxpr
-    names = [eqn.primitive.name for _, eqn in equations(jaxpr)]
-    assert names.count("all_to_all") == 2 * 2
-    assert "all_to_all" not in [eqn.primitive.name for _, eqn in equations(step_jaxpr(optax.adamw(RATE)))]  # guard
-
-
-def step_jaxpr(tx):
-    mesh = mesh_of(2, 4)
-    state = first_state(Model(wrap=fsdp), mesh, tx)
-    return make_train_step(mean_loss, mesh, AXES, whole_ok=True).trace(state, data(), jax.random.key(1)).jaxpr
+    assert primitives_of_a_step(muon(RATE)).count("all_to_all") == 2 * 2
+    assert "all_to_all" not in primitives_of_a_step(optax.adamw(RATE))  # guard
 
 
 def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
-    x, theirs = data()["x"], optax_muon(started(Model()))
-    state = abstract_train_state(Model(fsdp), muon(RATE), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
+    theirs, state = optax_muon(started(Model())), abstract_state(mesh_of(2, 4), muon(RATE))
     moments = state.opt_state.inner_states["muon"].inner_state[0].mu
     assert moments["blocks"]["Dense_0"]["kernel"].sharding.spec == P(None, None, "fsdp")
     assert jax.tree.structure(unbox(state.opt_state)) == jax.tree.structure(theirs.init(started(Model())))
@@ -373,7 +374,7 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
 
 def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
     """On 8 devices six of 16 x 32 by six, and each of the two others by one: a step takes as long as the largest."""
-    state = first_state(Model(wrap=fsdp), mesh_of(1, 8), muon(RATE))
+    state = abstract_state(mesh_of(1, 8), muon(RATE))
     step = make_train_step(mean_loss, mesh_of(1, 8), AXES, whole_ok=True)
     work = forecast(step, state, data(), jax.random.key(1)).flops.by_module()
     (name,) = (name for name in work if "muon" in name)
