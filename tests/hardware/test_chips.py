@@ -14,7 +14,7 @@ import pytest
 
 from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
-from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of
+from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of, slices_up_to
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.topologies import parse_topology
@@ -66,7 +66,7 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     figures = {
         "name": "v9",
         "device_kinds": ("TPU v9",),
-        "pod": (8, 8, 16),
+        "slices": slices_up_to((8, 8, 16)),
         "xla_options": {"xla_tpu_new": ((2, 2, 1),)},
     }
     monkeypatch.setitem(CHIPS, "v9", dataclasses.replace(CHIPS["v5p"], **figures))

@@ -101,14 +101,18 @@ FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 CUBE = 4  # the side of the cubes that larger slices of v4 and v5p are made of
 
 
-def _up_to(pod: tuple[int, ...]) -> Shapes:
-    """Slices of less than a cube; then those of cubes, multiples of its side in ascending order, up to the pod."""
+def slices_up_to(pod: tuple[int, ...]) -> Shapes:
+    """Slices of less than a cube; then those of cubes, multiples of its side in ascending order, up to the pod.
+
+    >>> slices_up_to((4, 4, 8))[-3:]
+    ((2, 4, 4), (4, 4, 4), (4, 4, 8))
+    """
     of_cubes = product(*(range(CUBE, size + 1, CUBE) for size in pod))
     below = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
     return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
 
 
-V4, V5P = _up_to((16, 16, 16)), _up_to((16, 16, 24))
+V4, V5P = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24))
 # The same option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
