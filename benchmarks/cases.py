@@ -36,6 +36,8 @@ from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size, language_model
 from benchmarks.limits import Counts
 from benchmarks.models import BLOCKS, LanguageModel
+from benchmarks.vision import SIZES as VISION
+from benchmarks.vision import VisionSize, vision_transformer
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager
@@ -52,13 +54,16 @@ from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
-# The large models; 1.3B with kernels of rank 3 and 4; one for trying things out, and for tests; decoders.
+# The large models; 1.3B with kernels of rank 3 and 4; one for trying things out, and for tests; decoders, of images.
 OF_HIGHER_RANK = "1.3B_heads"
 SIZES: dict[str, Size] = LARGE_SIZES | {
     OF_HIGHER_RANK: dataclasses.replace(LARGE_SIZES["1.3B"], block="transformer_heads"),
     "small": Size(256, 2, 2, 2048),
     **DECODERS,
+    **VISION,
 }
+# What makes a workload of a size; those but the first are models that are sharded from outside.
+WORKLOADS = {Size: language_model, DecoderSize: decoder, VisionSize: vision_transformer}
 REPLICA_AXIS = "dp"
 
 
@@ -163,14 +168,14 @@ def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[s
 
 
 def training(size: Size, **options: Any) -> Workload:
-    """The model of a size as a workload; ``options`` of ``language_model``, or of ``decoder``."""
-    return decoder(size, **options) if isinstance(size, DecoderSize) else language_model(size, **options)
+    """The model of a size as a workload; ``options`` of the function in ``WORKLOADS`` that makes it."""
+    return WORKLOADS[type(size)](size, **options)
 
 
 def exists(size: Size, case: Case) -> bool:
-    """Whether a size has a case: a decoder is wrapped by no hand, and takes no option that its source had to know."""
+    """Whether a size has a case: a model sharded from outside takes no option that its source had to know."""
     in_the_source = case.algorithm == "flat" or case.options.keys() & {"chunked_head", "prefetch"}
-    return not (isinstance(size, DecoderSize) and in_the_source)
+    return type(size) is Size or not in_the_source
 
 
 def build(
@@ -267,13 +272,14 @@ def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
 @functools.cache
 def counts(size: Size) -> Counts:
     """How many parameters the model has, by when they are needed."""
-    model, (tokens,) = (workload := training(size, devices=1)).model, workload.init_inputs
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    workload = training(size, devices=1)
+    shapes = jax.eval_shape(workload.model.init, jax.random.key(0), *workload.init_inputs)["params"]
     found = dict.fromkeys(("blocks", "embed", "head", "small"), 0)
     for path, leaf in leaves_with_path(shapes):
-        part = path.split("/")[0]
+        top = path.split("/")[0]
+        part = top.partition("_")[0]  # blocks_7, where layers are a loop
         # Layers are stacked, and each of them is split by itself.
-        each = leaf.size // size.layers if part == "blocks" else leaf.size
+        each = leaf.size // size.layers if top == "blocks" else leaf.size
         found[part if each >= threshold(size) else "small"] += leaf.size
     blocks, embedding, head, small = found.values()
     return Counts(blocks, embedding, head, small, size.layers, size.dim, size.vocab_size)

@@ -11,6 +11,10 @@ parameters. The model knows nothing of devices but ``constrain``, which ``jit`` 
   decoder_0.8B      16 x 2048    16, 4            5,632    50,304           0.825e9
   llama3.2_1B       16 x 2048    32, 8            8,192    128,256          1.24e9
   llama3.1_8B       32 x 4096    32, 8            14,336   128,256, untied  8.03e9
+  mixture_0.5B      12 x 1024    16, 4            8 x 1408 32,768           0.48e9
+
+A mixture has experts in place of the MLP, each of which sees every token (dense dispatch): a token takes the sum of its
+two best, weighted by the router.
 """
 
 from collections.abc import Callable
@@ -43,12 +47,14 @@ class DecoderSize(Size):
       kv_heads: of keys and values.
       tied: whether the embedding is the head.
       rotary_base: of the slowest of rotary positions.
+      experts: in place of each MLP; 0: none.
     """
 
     hidden: int
     kv_heads: int
     tied: bool = True
     rotary_base: float = 500_000.0
+    experts: int = 0
     block: str = "decoder"
 
 
@@ -56,6 +62,8 @@ SIZES = {
     "decoder_0.8B": DecoderSize(2048, 16, 16, 50_304, hidden=5632, kv_heads=4),
     "llama3.2_1B": DecoderSize(2048, 16, 32, 128_256, hidden=8192, kv_heads=8),
     "llama3.1_8B": DecoderSize(4096, 32, 32, 128_256, hidden=14_336, kv_heads=8, tied=False),
+    "mixture_0.5B": DecoderSize(1024, 12, 16, 32_768, hidden=1408, kv_heads=4, experts=8),
+    "mixture_small": DecoderSize(256, 2, 4, 2048, hidden=352, kv_heads=2, experts=8),
     "decoder_small": DecoderSize(256, 2, 4, 2048, hidden=704, kv_heads=2),
 }
 
@@ -69,8 +77,29 @@ def rotary(x, base):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+class Experts(nn.Module):
+    """The two best of the experts for each token of ``y[b, t, d]``, weighted by the router; each is a SwiGLU."""
+
+    size: DecoderSize
+
+    @nn.compact
+    def __call__(self, y):
+        c = self.size
+        init = nn.initializers.lecun_normal(batch_axis=(0,))
+
+        def kernel(name, *shape):
+            return self.param(name, init, (c.experts, *shape)).astype(jnp.bfloat16)
+
+        scores = nn.Dense(c.experts, use_bias=False, name="router")(y.astype(jnp.float32))
+        second = jax.lax.top_k(scores, 2)[0][..., 1:]
+        weights = nn.softmax(jnp.where(scores >= second, scores, -jnp.inf)).astype(y.dtype)
+        gate, up = (jnp.einsum("btd,edh->bteh", y, kernel(name, c.dim, c.hidden)) for name in ("gate", "up"))
+        h = nn.silu(gate) * up * weights[..., None]
+        return jnp.einsum("bteh,ehd->btd", h, kernel("down", c.hidden, c.dim))
+
+
 class Block(nn.Module):
-    """Attention, then SwiGLU, each on the normed stream; returns ``(x, None)`` as ``nn.scan`` wants."""
+    """Attention, then SwiGLU or a mixture, each on the normed stream; returns ``(x, None)`` as ``nn.scan`` wants."""
 
     size: DecoderSize
     attention: Attention = xla_attention
@@ -85,8 +114,11 @@ class Block(nn.Module):
         v = Linear((c.kv_heads, width), name="value")(y)
         x = x + Linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
         y = Norm(name="mlp_norm")(x)
-        y = nn.silu(Linear(c.hidden, name="gate")(y)) * Linear(c.hidden, name="up")(y)
-        x = x + Linear(c.dim, name="down")(y)
+        if c.experts:
+            x = x + Experts(c, name="experts")(y)
+        else:
+            y = nn.silu(Linear(c.hidden, name="gate")(y)) * Linear(c.hidden, name="up")(y)
+            x = x + Linear(c.dim, name="down")(y)
         return self.constrain(x) if self.constrain else x, None
 
 

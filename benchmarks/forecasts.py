@@ -16,6 +16,7 @@ here is the overview: what fits, what travels.
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -34,6 +36,7 @@ from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import clean, number, panels
+from benchmarks.vision import PATCH
 from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
 from xlstm_jax.distributed.forecast.compiling.compilers import PLUGIN
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
@@ -174,9 +177,9 @@ def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] |
 
 
 def tokens_of(args: tuple[Any, ...]) -> int:
-    """In the batch of all devices: rows of inputs and the next token."""
-    rows, columns = args[1].shape
-    return rows * (columns - 1)
+    """In the batch of all devices: of rows of inputs and the next token, or of patches of images."""
+    rows, *dims = jax.tree.leaves(args[1])[0].shape
+    return rows * (dims[0] - 1 if len(dims) == 1 else math.prod(side // PATCH for side in dims[:2]))
 
 
 def fingerprint(step: Any, args: tuple[Any, ...], place: Topology, options: dict[str, Any] | None) -> str:

@@ -11,8 +11,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose
 
-from benchmarks import decoder, lora
-from benchmarks.cases import CASES, WORDS, counts, exists, names_in_words
+from benchmarks import decoder, lora, vision
+from benchmarks.cases import CASES, WORDS, counts, exists, names_in_words, training
 from benchmarks.large_models import Size, language_model
 from benchmarks.models import LanguageModel, causal_attention
 from benchmarks.step_time import STEP_WORDS, TORCH_CASES
@@ -134,35 +134,55 @@ def attention_of_each_group(q, k, v):
     return jnp.swapaxes(plain_attention(q, k, v), 1, 2)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_sharded_decoder_with_an_attention_that_it_is_given_has_the_gradient_of_the_plain_one(tied):
-    size = decoder.DecoderSize(32, 2, 4, 64, hidden=48, kv_heads=2, tied=tied)
-    sharding = {"shard_axes": AXES, "min_weight_size": 64, "gather_dtype": None}
-    made = decoder.decoder(size, devices=4, context=24, attention=attention_of_each_group, **sharding)
-    plain = decoder.decoder(size, devices=4, context=24, remat=False)
-    rows = jax.random.randint(jax.random.key(0), made.batch.shape, 0, size.vocab_size)
-    mesh = mesh_of(2, 2)
-    state = create_train_state(made.model, optax.sgd(1.0), mesh, jax.random.key(1), rows, batch_axes=AXES)
-    start = jax.device_get(unbox(state.params))  # before the step takes its memory
-    state, metrics = make_train_step(made.loss_fn, mesh, AXES)(state, rows, jax.random.key(2))
+OF_USERS = {
+    "a mixture": decoder.DecoderSize(32, 1, 4, 64, hidden=24, kv_heads=2, experts=4),
+    "images": vision.VisionSize(32, 1, 4, 16),
+    "a decoder": decoder.DecoderSize(32, 2, 4, 64, hidden=48, kv_heads=2),
+    "a decoder, untied": decoder.DecoderSize(32, 2, 4, 64, hidden=48, kv_heads=2, tied=False),
+}
 
-    value = jax.jit(jax.value_and_grad(lambda params, rows: plain.loss_fn(params, plain.model.apply, rows, None)))
-    loss, want = value(start, rows)
+
+@pytest.mark.parametrize("name", [*list(OF_USERS)[:3], pytest.param("a decoder, untied", marks=pytest.mark.slow)])
+def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
+    size = OF_USERS[name]
+    options = {"images": 1} if name == "images" else {"context": 24}
+    other = {} if name == "images" else {"attention": attention_of_each_group}
+    made = training(size, devices=4, shard_axes=AXES, min_weight_size=64, gather_dtype=None, **options, **other)
+    plain = training(size, devices=4, remat=False, **options)
+    batch = jax.tree.map(drawn, made.batch)
+    inputs = [batch["images"] if name == "images" else batch]
+    mesh = mesh_of(2, 2)
+    state = create_train_state(made.model, optax.sgd(1.0), mesh, jax.random.key(1), *inputs, batch_axes=AXES)
+    start = jax.device_get(unbox(state.params))  # before the step takes its memory
+    state, metrics = make_train_step(made.loss_fn, mesh, AXES)(state, batch, jax.random.key(2))
+
+    value = jax.jit(jax.value_and_grad(lambda params, batch: plain.loss_fn(params, plain.model.apply, batch, None)))
+    loss, want = value(start, batch)
     assert_allclose(metrics["loss"], loss, rtol=2e-3)
     found = jax.tree.map(lambda before, after: before - after, start, jax.device_get(unbox(state.params)))
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
     for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        close(got, np.asarray(right), 5e-2)
-    of_a_device = value(start, rows[:1])[1]
-    assert (
-        np.abs(of_a_device["blocks"]["query"]["kernel"] / want["blocks"]["query"]["kernel"] - 1).mean() > 0.5
-    )  # guard
+        # A softmax takes no notice of what is added to all scores: the gradient of the bias of keys is rounding alone.
+        if np.abs(right).max() > 1e-3 * largest:
+            close(got, np.asarray(right), 5e-2)
+    of_a_device = value(start, jax.tree.map(lambda rows: rows[:1], batch))[1]
+    pairs = zip(*map(jax.tree.leaves, (of_a_device, want)), strict=True)
+    differ = [np.abs(one - right).mean() / np.abs(right).mean() for one, right in pairs]
+    assert np.median(differ) > 0.5  # guard
+
+
+def drawn(rows):
+    """A batch of this shape: tokens or classes, or pixels."""
+    if jnp.issubdtype(rows.dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(0), rows.shape, 0, 16)
+    return jax.random.normal(jax.random.key(0), rows.shape, rows.dtype)
 
 
 def test_sizes_of_decoders_have_the_parameters_that_are_published():
     found = {name: counts(size).total for name, size in decoder.SIZES.items()}
     assert found["llama3.2_1B"] == 1_235_814_400 and found["llama3.1_8B"] == 8_030_261_248
-    assert round(found["decoder_0.8B"] / 1e9, 3) == 0.825
+    assert round(found["decoder_0.8B"] / 1e9, 3) == 0.825 and round(found["mixture_0.5B"] / 1e9, 3) == 0.480
+    assert round(counts(vision.SIZES["vit_L16"]).total / 1e9, 3) == 0.304
 
 
 def test_a_decoder_has_no_case_that_its_source_would_have_to_know():
