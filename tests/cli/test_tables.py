@@ -25,13 +25,15 @@ from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import CHIPS, Forecast
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Timing
+from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Overlap, Timing
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles
-from xlstm_jax.distributed.forecast.cost.memory import Temporary
+from xlstm_jax.distributed.forecast.cost.flops import Flops, Work
+from xlstm_jax.distributed.forecast.cost.memory import Memory, Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
-from xlstm_jax.distributed.forecast.forecasting import GPU_NOTE, rates_note
-from xlstm_jax.distributed.forecast.linting import findings
+from xlstm_jax.distributed.forecast.forecasting import CPU_NOTE, GPU_NOTE, rates_note
+from xlstm_jax.distributed.forecast.linting.lint import Finding
+from xlstm_jax.distributed.forecast.linting.lint import table as lint_table
 from xlstm_jax.distributed.forecast.report import _array
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table
@@ -139,31 +141,44 @@ def of_a_forecast_of_gpus():
     return dataclasses.replace(found, **gpus, collectives=collectives, notes=notes, **times).table()
 
 
+def collective(kind, modules, axes=("fsdp",), **more):
+    known = {"count": 2048, "dtype": "f32", "payload_bytes": 2**31, "wire_bytes": 2.99 * 2**30, "group_size": 8}
+    known |= {"stands_for": None, "op_name": "", "leaves": (), "direction": "backward", "asynchronous": False}
+    return Collective(name=kind, kind=kind, modules=modules, axes=axes, **known | more)
+
+
 def forecast_of_a_tpu():
     """One that a TPU may have: names as long as a user's, several arrays in one collective."""
-    old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
-    gather, scatter, reduce = (dataclasses.replace(c, count=2048, wire_bytes=2.99 * 2**30) for c in old.collectives)
-    beside = dataclasses.replace(gather.overlapped, modules=("decoder/layers", "head"), cycles=12345678)
+    beside = Overlap((), ("decoder/layers", "head"), 0, cycles=12345678)
+    gather = {"leaves": (LONG_PATH,), "asynchronous": True, "overlapped": beside, "direction": "forward"}
     collectives = (
-        dataclasses.replace(gather, axes=("fsdp_x",), leaves=(LONG_PATH,), asynchronous=True, overlapped=beside),
-        dataclasses.replace(reduce, stands_for="reduce-scatter", modules=("decoder/layers/mlp/up",)),
-        dataclasses.replace(scatter, count=12, axes=("dp", "fsdp_x", "fsdp_y"), modules=("embed",), dtype="bf16"),
+        collective("all-gather", ("",), ("fsdp_x",), **gather),
+        collective("all-reduce", ("decoder/layers/mlp/up",), stands_for="reduce-scatter"),
+        collective("reduce-scatter", ("embed",), ("dp", "fsdp_x", "fsdp_y"), count=12, dtype="bf16"),
     )
     shapes = ["f32[12,1,1,8,1024,1024]", "bf16[2048,32000]", *(f"f32[{n},1024]" for n in range(20))]
     temporaries = tuple(
         Temporary(2**28 // (i + 1), shape, "fusion", "", "decoder/layers", "forward", 0, 1)
         for i, shape in enumerate(shapes)
     )
-    sizes = {"argument_bytes": 2**30 + 5, "temporary_bytes": 2**31, "constant_bytes": 12345}
-    return dataclasses.replace(
-        old,
+    return Forecast(
         platform="tpu",
         device_kind="TPU v5 lite",
         topology="v5e:16x16",
+        axis_sizes={"fsdp": 8},
+        memory=Memory(2**30 + 5, 324, 48, 2**31, 12345, temporaries=temporaries),
+        code_bytes=0,
         available_bytes=16 * 2**30,
         collectives=collectives,
-        memory=dataclasses.replace(old.memory, temporaries=temporaries, **sizes),
-        cycles=Cycles(115877905, 115877905, 0, {}, 0),
+        flops=Flops((Work("", "forward", "float32", 2048.0), Work("", "backward", "float32", 2048.0)), (), ()),
+        cycles=Cycles(115877905, {}),
+        hbm_bytes=None,
+        tokens=None,
+        unknown_loops=("jit(step)/shard_map/jvp()/while",),
+        compile_seconds=0.5,
+        versions={},
+        notes=(CPU_NOTE,),
+        shared_flops=0.0,
         roofline=Roofline(0.0627, 0.0218, 1.0607, 1.24e13, 16.6 * 2**30, 10.2 * 2**30),
         exposed_seconds=0.0518,
     )
@@ -173,10 +188,10 @@ def of_lint():
     """The sentences are those of rules."""
     cure = "Pass gather_dtype=bfloat16 to the shard_module_params around it in the step too, and compute in it."
     text = "travels as f32, where its wrapper asked for bfloat16: 1.49 GiB per device and step instead of 765 MiB."
-    return findings.table(
+    return lint_table(
         [
-            findings.Finding("all-reduce-of-shards", f"{LONG_PATH}, head/kernel, embed/embedding", text, cure, 10**9),
-            findings.Finding("wide-gather", "head/kernel", text, cure, 2**20),
+            Finding("all-reduce-of-shards", f"{LONG_PATH}, head/kernel, embed/embedding", text, cure, 10**9),
+            Finding("wide-gather", "head/kernel", text, cure, 2**20),
         ]
     )
 
@@ -259,9 +274,8 @@ def test_the_check_sees_what_is_cut():
     ],
 )
 def test_what_travels_together_is_said_to(leaves, modules, said):
-    old = Forecast.from_json((ROOT / "tests" / "kept" / "forecast-0.1.json").read_text())
-    collective = dataclasses.replace(old.collectives[0], leaves=leaves, modules=modules)
-    (row,) = cells_of(tables_in(dataclasses.replace(old, collectives=(collective,)).table())[1])[2:3]
+    together = collective("all-gather", modules, leaves=leaves)
+    (row,) = cells_of(tables_in(dataclasses.replace(forecast_of_a_tpu(), collectives=(together,)).table())[2])[2:3]
     assert row == said
 
 

@@ -3,7 +3,7 @@
 import argparse
 import ast
 import re
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 from xlstm_jax import __version__
 from xlstm_jax.wording import shortened
@@ -28,9 +28,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help.")
-
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -93,6 +90,99 @@ def _shown(text: str) -> str:
     return shortened(repr(text), MAX_SHOWN)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--json": {"action": "store_true", "help": "JSON to stdout, and nothing else"},
+    "--traceback": {"action": "store_true", "help": "where an error came from"},
+    "--factory": {
+        "required": True, "metavar": "module:function", "help": "your function that returns a Workload",
+    },
+    "--set": {
+        "action": "append", "default": [], "type": parse_setting, "metavar": "name=value",
+        "help": "an argument of the factory, as remat=True; may be given several times",
+    },
+    "--topology": {"metavar": "chip:shape", "help": "as v5e:16x16 or h100:32x8; {topology}"},
+    "--mesh": {
+        "type": parse_mesh, "metavar": "axis=size,...",
+        "help": "axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
+        "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
+        "torus (of GPUs: across hosts, and within), or one flat fsdp, if the factory has no argument shard_axes",
+    },
+    "--minibatches": {
+        "type": parse_count, "default": 1, "metavar": "N", "help": "parts of each device's batch; 1 by default",
+    },
+    "--offload": {
+        "action": "store_true", "help": "the optimizer's state in the memory of the host, as offload=Offload()",
+    },
+    "--compiler-options": {
+        "choices": ("auto",), "metavar": "auto",
+        "help": "compile with the options that hide collectives on the topology's chip; by default without any",
+    },
+    "--no-cache": {
+        "action": "store_true",
+        "help": "compile anew, and keep nothing. Without it what was compiled for a topology is kept, in "
+        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there",
+    },
+    "--explain": {"metavar": "leaf", "help": "one leaf in one sentence, as blocks/up/kernel"},
+    "--diff": {"metavar": "old.json", "help": "what differs from a plan that --json wrote"},
+    "--max-replicated-fraction": {
+        "type": parse_fraction, "metavar": "x",
+        "help": "of the parameters' bytes, what may stay whole, from 0 to 1, as 0.02",
+    },
+    "--max-bytes-per-device": {"type": parse_bytes, "metavar": "size", "help": "what a device may keep, as 14GiB"},
+    "--out": {"metavar": "picture.png", "help": "draw memory and time"},
+    "--budget": {
+        "type": parse_bytes, "metavar": "size", "help": "of each device, as 14GiB; by default all that there is",
+    },
+    "--jobs": {
+        "type": parse_count, "metavar": "N",
+        "help": "compilations at once; by default one for every 2 cores, as memory allows",
+    },
+    "--rules": {
+        "type": lambda text: text.split(","), "metavar": "name,...", "help": "those that count; by default all",
+    },
+}  # fmt: skip
+TRAINING = ("--factory", "--set", "--topology", "--mesh")
+STEP = (*TRAINING, "--minibatches", "--offload", "--compiler-options", "--no-cache")
+
+
+class Command(NamedTuple):
+    """A command in words: what it says, what exit code 1 means, its options, and what --topology is to it."""
+
+    text: str
+    bad: str
+    options: tuple[str, ...] = ()
+    topology: str = ""
+
+
+COMMANDS = {
+    "plan": Command(
+        "what is split, why not where it is not, and what each device keeps",
+        "a check is not met, or --diff finds something",
+        (*TRAINING, "--offload", "--explain", "--diff", "--max-replicated-fraction", "--max-bytes-per-device"),
+        "not needed with --mesh",
+    ),
+    "forecast": Command(
+        "memory, traffic and time of a compiled step",
+        "it does not fit",
+        (*STEP, "--out"),
+        "without it, simulated CPU devices: collectives alone",
+    ),
+    "fit": Command(
+        "options of the step that fit, the fastest first; compiles several times",
+        "nothing fits",
+        (*TRAINING, "--budget", "--jobs", "--no-cache"),
+        "the devices to fit into",
+    ),
+    "lint": Command(
+        "what in a compiled step costs more than it need",
+        "there are findings",
+        (*STEP, "--rules"),
+        "without it, simulated CPU devices, whose schedule is another",
+    ),
+    "doctor": Command("versions, devices, extras, and self-tests: 17 s of processor time", "something failed"),
+}
+
+
 def make_parser() -> Parser:
     """All commands and their options."""
     parser = Parser(
@@ -103,128 +193,24 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    _add_plan(commands)
-    _add_forecast(commands)
-    _add_fit(commands)
-    _add_lint(commands)
-    _add(commands, "doctor", "versions, devices, extras, and self-tests: 17 s of processor time", "something failed")
+    for name, said in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=said.text,
+            description=f"{said.text[0].upper()}{said.text[1:]}.",
+            epilog=f"{EXIT_CODES.format(bad=said.bad)}\n\n{_example(name)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for option in ("--json", "--traceback", *said.options):
+            settings = OPTIONS[option]
+            if option == "--topology":
+                settings = settings | {"help": settings["help"].format(topology=said.topology)}
+                settings["required"] = name == "fit"
+            command.add_argument(option, **settings)
     return parser
 
 
 def _example(name: str) -> str:
     """The example in two lines, for terminals of 80 columns."""
     return "Example, in a checkout:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")
-
-
-def _add(commands: Commands, name: str, text: str, bad: str) -> Parser:
-    command = commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"{EXIT_CODES.format(bad=bad)}\n\n{_example(name)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add_argument("--json", action="store_true", help="JSON to stdout, and nothing else")
-    command.add_argument("--traceback", action="store_true", help="where an error came from")
-    return command
-
-
-def _add_training(command: Parser, *, topology: str, required: bool = False) -> None:
-    command.add_argument(
-        "--factory", required=True, metavar="module:function", help="your function that returns a Workload"
-    )
-    command.add_argument(
-        "--set", action="append", default=[], type=parse_setting, metavar="name=value",
-        help="an argument of the factory, as remat=True; may be given several times",
-    )  # fmt: skip
-    command.add_argument(
-        "--topology", required=required, metavar="chip:shape", help=f"as v5e:16x16 or h100:32x8; {topology}"
-    )
-    command.add_argument(
-        "--mesh", type=parse_mesh, metavar="axis=size,...",
-        help="axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
-        "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
-        "torus (of GPUs: across hosts, and within), or one flat fsdp, if the factory has no argument shard_axes",
-    )  # fmt: skip
-
-
-def _add_minibatches(command: Parser) -> None:
-    command.add_argument(
-        "--minibatches", type=parse_count, default=1, metavar="N", help="parts of each device's batch; 1 by default"
-    )
-
-
-def _add_offload(command: Parser) -> None:
-    command.add_argument(
-        "--offload", action="store_true", help="the optimizer's state in the memory of the host, as offload=Offload()"
-    )
-
-
-def _add_compiler_options(command: Parser) -> None:
-    command.add_argument(
-        "--compiler-options", choices=("auto",), metavar="auto",
-        help="compile with the options that hide collectives on the topology's chip; by default without any",
-    )  # fmt: skip
-
-
-def _add_cache(command: Parser) -> None:
-    command.add_argument(
-        "--no-cache", action="store_true",
-        help="compile anew, and keep nothing. Without it what was compiled for a topology is kept, in "
-        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there",
-    )  # fmt: skip
-
-
-def _add_plan(commands: Commands) -> None:
-    text = "what is split, why not where it is not, and what each device keeps"
-    command = _add(commands, "plan", text, "a check is not met, or --diff finds something")
-    _add_training(command, topology="not needed with --mesh")
-    _add_offload(command)
-    command.add_argument("--explain", metavar="leaf", help="one leaf in one sentence, as blocks/up/kernel")
-    command.add_argument("--diff", metavar="old.json", help="what differs from a plan that --json wrote")
-    command.add_argument(
-        "--max-replicated-fraction", type=parse_fraction, metavar="x",
-        help="of the parameters' bytes, what may stay whole, from 0 to 1, as 0.02",
-    )  # fmt: skip
-    command.add_argument(
-        "--max-bytes-per-device", type=parse_bytes, metavar="size", help="what a device may keep, as 14GiB"
-    )
-
-
-def _add_forecast(commands: Commands) -> None:
-    text = "memory, traffic and time of a compiled step"
-    command = _add(commands, "forecast", text, "it does not fit")
-    _add_training(command, topology="without it, simulated CPU devices: collectives alone")
-    _add_minibatches(command)
-    _add_offload(command)
-    _add_compiler_options(command)
-    _add_cache(command)
-    command.add_argument("--out", metavar="picture.png", help="draw memory and time")
-
-
-def _add_fit(commands: Commands) -> None:
-    text = "options of the step that fit, the fastest first; compiles several times"
-    command = _add(commands, "fit", text, "nothing fits")
-    _add_training(command, topology="the devices to fit into", required=True)
-    command.add_argument(
-        "--budget", type=parse_bytes, metavar="size", help="of each device, as 14GiB; by default all that there is"
-    )
-    command.add_argument(
-        "--jobs", type=parse_count, metavar="N",
-        help="compilations at once; by default one for every 2 cores, as memory allows",
-    )  # fmt: skip
-    _add_cache(command)
-
-
-def _add_lint(commands: Commands) -> None:
-    text = "what in a compiled step costs more than it need"
-    command = _add(commands, "lint", text, "there are findings")
-    _add_training(command, topology="without it, simulated CPU devices, whose schedule is another")
-    _add_minibatches(command)
-    _add_offload(command)
-    _add_compiler_options(command)
-    _add_cache(command)
-    command.add_argument(
-        "--rules", type=lambda text: text.split(","), metavar="name,...", help="those that count; by default all"
-    )

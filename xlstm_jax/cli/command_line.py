@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,45 +69,36 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
-        show(report.tables())
+        known = sys.stdout.isatty() or "COLUMNS" in os.environ
+        out = console(width=None if known else WIDTH)
+        for part in report.tables():
+            out.print(part if hasattr(part, "__rich_console__") else str(part))
     for line in (*report.notes, *report.refusals):
         sys.stderr.write(f"xlstm-jax: {line}\n")
     return BAD_NEWS if report.refusals else 0
 
 
 def _report(args: argparse.Namespace, say: "Say") -> "Report":
-    """What the command found. The user's code may not end the process: that would look as if all were well."""
-    try:
-        return _command(args.command)(args, say)
-    except Terminated:
-        raise
-    except SystemExit as error:
-        from xlstm_jax.distributed.forecast.workload import described
-
-        raise ValueError(
-            f"your code ended the process: {described(error)}. To import the factory's module is to run it: put "
-            "what is for a script alone under `if __name__ == '__main__':`, and let the factory raise or return."
-        ) from error
-
-
-def _command(name: str) -> "Callable[[argparse.Namespace, Say], Report]":
-    """The function of a command. Imports the library here, so that ``--help`` does not wait for jax.
+    """What the command found. The library is imported here, so that ``--help`` does not wait for jax.
 
     The commands compute nothing, so JAX runs on the CPU and starts no accelerator, unless the user names a platform.
     """
     import jax
 
-    from xlstm_jax.cli import commands
+    from xlstm_jax.cli.commands import COMMANDS
+    from xlstm_jax.distributed.forecast.workload import described
 
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
-    return {
-        "plan": commands.run_plan,
-        "forecast": commands.run_forecast,
-        "fit": commands.run_fit,
-        "lint": commands.run_lint,
-        "doctor": commands.run_doctor,
-    }[name]
+    try:
+        return COMMANDS[args.command](args, say)
+    except Terminated:
+        raise
+    except SystemExit as error:  # of the user's code: to end the process would look as if all were well
+        raise ValueError(
+            f"your code ended the process: {described(error)}. To import the factory's module is to run it: put "
+            "what is for a script alone under `if __name__ == '__main__':`, and let the factory raise or return."
+        ) from error
 
 
 def error_line(error: Exception) -> str:
@@ -124,33 +115,20 @@ def console(**options: Any) -> Console:
     return Console(markup=False, highlight=False, **options)
 
 
-def show(parts: Sequence[object]) -> None:
-    """Prints to stdout."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    out = console(width=None if known else WIDTH)
-    for part in parts:
-        out.print(part if hasattr(part, "__rich_console__") else str(part))
-
-
 @contextmanager
 def progress() -> "Iterator[Say]":
     """Shows what the command does now, and for how long, if stderr is a terminal; what stays is a line anywhere."""
-
-    def plain(text: str, *, stays: bool = False) -> None:
-        if stays:
-            sys.stderr.write(f"xlstm-jax: {text}\n")
-
-    if not sys.stderr.isatty():
-        yield plain
-        return
+    on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:
         task = bar.add_task("")
 
-        def shown(text: str, *, stays: bool = False) -> None:
-            if stays:
+        def say(text: str, *, stays: bool = False) -> None:
+            if not stays:
+                bar.update(task, description=text)
+            elif on_terminal:
                 bar.console.print(text)
             else:
-                bar.update(task, description=text)
+                sys.stderr.write(f"xlstm-jax: {text}\n")
 
-        yield shown
+        yield say

@@ -21,15 +21,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
-from xlstm_jax.cli.doctor import Diagnosis, examine
+from xlstm_jax.cli.doctor import examine
 from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_of
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, fit, meshes_of
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import table
-from xlstm_jax.distributed.forecast.linting.lint import lint
+from xlstm_jax.distributed.forecast.linting.lint import lint, table
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
@@ -68,36 +67,33 @@ class Report(NamedTuple):
 
 
 def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
-    mesh = _mesh_sizes(args.mesh, args.topology, factory)
-    _check_shard_axes(mesh, factory, dict(args.set))
-    return mesh
-
-
-def _mesh_sizes(mesh: dict[str, int] | None, topology: str | None, factory: Factory) -> dict[str, int]:
     """The mesh of ``--mesh`` with its -1 filled in; by default one that suits the topology and the factory.
 
     Raises:
-      ValueError: the sizes do not multiply to the topology's number of devices, or neither of the two is given.
+      ValueError: the sizes do not multiply to the topology's number of devices, neither of the two is given, or no axis
+        is one to split over.
     """
-    if topology is not None:
-        parsed = parse_topology(topology)
-        return _filled(mesh, topology, parsed.num_devices) if mesh else _meshes_to_try(parsed, factory)[0]
+    mesh: dict[str, int] | None = args.mesh
+    if args.topology is not None:
+        topology = parse_topology(args.topology)
+        mesh = _filled(mesh, topology) if mesh else _meshes_to_try(topology, factory)[0]
     if mesh is None:
         raise ValueError(
             "how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16 or h100:32x8."
         )
     if -1 in mesh.values():
         raise ValueError(f"--mesh {format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
+    _check_shard_axes(mesh, factory, dict(args.set))
     return mesh
 
 
-def _filled(mesh: dict[str, int], topology: str, devices: int) -> dict[str, int]:
-    known = math.prod(size for size in mesh.values() if size != -1)
+def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
+    devices, known = topology.num_devices, math.prod(size for size in mesh.values() if size != -1)
     filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
     if math.prod(filled.values()) != devices:
         free = "a multiple of " if -1 in mesh.values() else ""
         raise ValueError(
-            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology} has {devices}. "
+            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology.name} has {devices}. "
             f"{_other_sizes(mesh, devices)}, or take another topology."
         )
     return filled
@@ -117,7 +113,7 @@ def _other_sizes(mesh: dict[str, int], devices: int) -> str:
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
     """Refuses a mesh without an axis to split over, which may be a typing error, unless ``--set`` asks for it."""
-    name = _axes_of(factory)
+    name = factory.axes_name
     if name is None or name in chosen or Options(mesh).shard_axes:
         return
     last = list(mesh)[-1]
@@ -129,14 +125,9 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
     )
 
 
-def _axes_of(factory: Factory) -> str | None:
-    """The name by which a factory takes the axes to split over; None: it names them itself."""
-    return next((name for name in AXES if name in factory.taken), None)
-
-
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
     """Those of ``fit`` where the factory can split over any axes; else one flat axis."""
-    return meshes_of(topology) if _axes_of(factory) else [{SHARD_AXIS_PREFIX: topology.num_devices}]
+    return meshes_of(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:
@@ -149,15 +140,9 @@ def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> N
         )
 
 
-def _workload(factory: Factory, mesh: dict[str, int], args: Namespace) -> Workload:
+def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Workload:
     """The user's workload for a mesh, with all options at the defaults of the factory."""
-    given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())}
-    return _offloaded(factory.workload(given, dict(args.set)), Offload() if args.offload else NO_OFFLOAD)
-
-
-def _offloaded(workload: Workload, offload: Offload) -> Workload:
-    """The workload with an offload; without one, as the user made it."""
-    return workload if offload == NO_OFFLOAD else dataclasses.replace(workload, offload=offload)
+    return factory.workload(mesh, dict(args.set), Offload() if args.offload else NO_OFFLOAD)
 
 
 def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
@@ -172,7 +157,7 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[s
     mesh = _mesh(args, factory)
     if args.topology and not args.mesh:
         _say_what_it_ignores(factory, list(VARIED)[:1], say)
-    workload = _workload(factory, mesh, args)
+    workload = _workload(args, factory, mesh)
     say("building the step")
     step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
@@ -213,23 +198,25 @@ def run_plan(args: Namespace, say: Say) -> Report:
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
     say("tracing the model")
-    found = _plan(_workload(factory, mesh, args), mesh)
-    refusals = tuple(_check(found, args.max_replicated_fraction, args.max_bytes_per_device))
-    if args.explain:
-        sentence = found.explain(args.explain)
-        return Report(lambda: [sentence], lambda: json.dumps({"path": args.explain, "sentence": sentence}), refusals)
-    if args.diff:
-        return _diff(_read_plan(args.diff), found, args.diff, refusals)
-    return Report(lambda: [found.table()], found.to_json, refusals)
-
-
-def _check(plan: ShardingPlan, fraction: float | None, max_bytes: int | None) -> list[str]:
-    """What ``plan.check`` refuses; without limits, nothing."""
+    plan = _plan(_workload(args, factory, mesh), mesh)
+    refusals: tuple[str, ...] = ()
+    fraction = 1.0 if args.max_replicated_fraction is None else args.max_replicated_fraction
     try:
-        plan.check(max_replicated_fraction=1.0 if fraction is None else fraction, max_bytes_per_device=max_bytes)
+        plan.check(max_replicated_fraction=fraction, max_bytes_per_device=args.max_bytes_per_device)
     except ValueError as error:
-        return [str(error)]
-    return []
+        refusals = (str(error),)
+    if args.explain:
+        sentence = plan.explain(args.explain)
+        return Report(lambda: [sentence], lambda: json.dumps({"path": args.explain, "sentence": sentence}), refusals)
+    if not args.diff:
+        return Report(lambda: [plan.table()], plan.to_json, refusals)
+    found = _read_plan(args.diff).diff(plan)
+    refusals += (f"{len(found)} difference{'s' * (len(found) > 1)} from {args.diff}.",) if found else ()
+    return Report(
+        lambda: [*found] or [f"No difference from {args.diff}."],
+        lambda: json.dumps([difference._asdict() for difference in found], indent=1),
+        refusals,
+    )
 
 
 def _read_plan(path: str) -> ShardingPlan:
@@ -243,44 +230,33 @@ def _read_plan(path: str) -> ShardingPlan:
         raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
 
-def _diff(before: ShardingPlan, after: ShardingPlan, path: str, refusals: tuple[str, ...]) -> Report:
-    found = before.diff(after)
-    refusals += (f"{len(found)} difference{'s' * (len(found) > 1)} from {path}.",) if found else ()
-    return Report(
-        lambda: [*found] or [f"No difference from {path}."],
-        lambda: json.dumps([difference._asdict() for difference in found], indent=1),
-        refusals,
-    )
-
-
 def run_forecast(args: Namespace, say: Say) -> Report:
     """``xlstm-jax forecast``"""
-    compiled, planned, notes = _forecast(args, say)
+    compiled, plan, notes = _forecast(args, say)
     if args.out:
         say("drawing")
         compiled.plot(args.out)
-    notes += [UNWRAPPED] if planned.assumed else []
-    return Report(lambda: [compiled.table()], compiled.to_json, _does_not_fit(compiled), tuple(notes))
-
-
-def _does_not_fit(compiled: Forecast) -> tuple[str, ...]:
-    if compiled.fits is not False:
-        return ()
-    needs, has = (format_bytes(size or 0) for size in (compiled.total_bytes, compiled.available_bytes))
-    cure = "`xlstm-jax fit` looks for what does."
-    return (f"{needs} per device do not fit into the {has} of {compiled.topology}. {cure}",)
+    notes += [UNWRAPPED] if plan.assumed else []
+    refusals: tuple[str, ...] = ()
+    if compiled.fits is False:
+        needs, has = (format_bytes(size or 0) for size in (compiled.total_bytes, compiled.available_bytes))
+        cure = "`xlstm-jax fit` looks for what does."
+        refusals = (f"{needs} per device do not fit into the {has} of {compiled.topology}. {cure}",)
+    return Report(lambda: [compiled.table()], compiled.to_json, refusals, tuple(notes))
 
 
 def run_lint(args: Namespace, say: Say) -> Report:
     """``xlstm-jax lint``"""
-    rules = _rules(args.rules)
-    compiled, planned, notes = _forecast(args, say)
+    rules = args.rules or list(RULES)
+    if unknown := [name for name in rules if name not in RULES]:
+        raise ValueError(f"--rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
+    compiled, plan, notes = _forecast(args, say)
     say("reading the compiled step")
     kept = bool(dict(args.set).get("keep_gathered"))  # given on the command line, so on purpose
-    findings = lint(compiled, planned, num_minibatches=args.minibatches, keep_gathered=kept)
+    findings = lint(compiled, plan, num_minibatches=args.minibatches, keep_gathered=kept)
     findings = [finding for finding in findings if finding.rule in rules]
     refusals = [f"{len(findings)} finding{'s' * (len(findings) > 1)}."] if findings else []
-    refusals += [UNWRAPPED] if planned.assumed else []
+    refusals += [UNWRAPPED] if plan.assumed else []
     return Report(
         lambda: [table(findings)] if findings else ["No findings."],
         lambda: json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1),
@@ -289,18 +265,17 @@ def run_lint(args: Namespace, say: Say) -> Report:
     )
 
 
-def _rules(names: list[str] | None) -> Sequence[str]:
-    if unknown := [name for name in names or () if name not in RULES]:
-        raise ValueError(f"--rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
-    return names or list(RULES)
-
-
 def run_fit(args: Namespace, say: Say) -> Report:
     """``xlstm-jax fit``"""
-    factory = load_factory(args.factory)
+    factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     _say_what_it_ignores(factory, list(VARIED), say)
-    build_step, cache, progress = _StepBuilder(factory, dict(args.set)), _cache(args), _FitProgress(say)
+
+    def build_step(options: Options) -> Any:
+        workload = factory.workload(options.mesh, chosen, options.offload, settings_of(options))
+        return workload.build_step(options.mesh, options.num_minibatches)
+
+    cache, progress = _cache(args), _FitProgress(say)
     found = fit(
         build_step,
         args.topology,
@@ -311,17 +286,15 @@ def run_fit(args: Namespace, say: Say) -> Report:
         jobs=args.jobs,
         cache=cache or False,
     )
-    nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more chips, "
-    refusals = () if found.best else (f"{nothing}larger ones, or a smaller batch per device.",)
-    again = [_command_again(args, factory, found.best.options)] if found.best else []
-    return Report(lambda: [found.table(), *again], found.to_json, refusals, tuple(_kept(cache)))
-
-
-def _command_again(args: Namespace, factory: Factory, options: Options) -> str:
-    """The command that forecasts the options that ``fit`` has found, with those arguments that the factory declares."""
-    found = {name: value for name, value in settings_of(options).items() if name not in AXES}  # as the mesh has them
-    settings = factory.arguments(found, dict(args.set))
-    return f"and to see all of it:\n\n{indent(command_of(options, args.factory, args.topology, settings), '    ')}\n"
+    if found.best is None:
+        nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more "
+        refusals = (f"{nothing}chips, larger ones, or a smaller batch per device.",)
+        return Report(lambda: [found.table()], found.to_json, refusals, tuple(_kept(cache)))
+    # The command that forecasts the best again, with those arguments that the factory declares.
+    varied = {name: value for name, value in settings_of(found.best.options).items() if name not in AXES}
+    command = command_of(found.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
+    again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
+    return Report(lambda: [found.table(), again], found.to_json, (), tuple(_kept(cache)))
 
 
 class _FitProgress:
@@ -346,29 +319,6 @@ class _FitProgress:
         self.say(f"trial {self.done}: {_said(trial.options)}: {shortened(what, MAX_LINE)}", stays=True)
 
 
-class _StepBuilder:
-    """``build_step`` of ``fit``: builds the factory's step, and no step twice."""
-
-    def __init__(self, factory: Factory, chosen: dict[str, Any]) -> None:
-        self.factory, self.chosen = factory, chosen
-        self.built: set[str] = set()
-
-    def __call__(self, options: Options) -> Any:
-        """The step for these options, and its arguments.
-
-        Raises:
-          ValueError: the factory has no argument for what these options change, so the step was built before.
-        """
-        given = settings_of(options) | {"devices": math.prod(options.mesh.values())}
-        arguments = self.factory.arguments(given, self.chosen)
-        workload = _offloaded(self.factory.workload(given, self.chosen), options.offload)
-        key = repr((options.mesh, options.num_minibatches, arguments, workload.offload))
-        if key in self.built:
-            raise ValueError(f"as before: {self.factory.name} has no option for this")
-        self.built.add(key)
-        return workload.build_step(options.mesh, options.num_minibatches)
-
-
 def _said(options: Options) -> str:
     kept = "kept" if options.keep_gathered else "gathered again"
     remat = ", remat" if options.remat else ""
@@ -380,12 +330,17 @@ def _said(options: Options) -> str:
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax doctor``"""
+    """``xlstm-jax doctor``: a failed check is bad news; an extra that is not installed is not."""
     del args
-    return doctor_report(examine(say))
-
-
-def doctor_report(found: Diagnosis) -> Report:
-    """A failed check is bad news; an extra that is not installed is not."""
+    found = examine(say)
     failed = [check.name for check in found.checks if not check.ok]
     return Report(found.tables, found.to_json, (f"failed: {', '.join(failed)}.",) if failed else ())
+
+
+COMMANDS: dict[str, Callable[[Namespace, Say], Report]] = {
+    "plan": run_plan,
+    "forecast": run_forecast,
+    "fit": run_fit,
+    "lint": run_lint,
+    "doctor": run_doctor,
+}

@@ -9,19 +9,23 @@ A factory is the user's code and may raise anything. That is raised again as a `
 the error and the line of the user's file.
 """
 
+import dataclasses
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.forecast.workload import Workload, described
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 
 AXES = ("shard_axes", "axis_name")  # the factory's own name for them, and that of the wrappers
 # What a search varies: in words, and by the names that a factory may take it.
@@ -45,7 +49,13 @@ class Factory:
     name: str
     function: Callable[..., Any]
 
-    @property
+    @cached_property
+    def declared(self) -> tuple[str, ...]:
+        """The names of the function's arguments."""
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
+
+    @cached_property
     def takes_sharding(self) -> bool:
         """Whether it has ``**sharding``, or whatever it calls that."""
         kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
@@ -57,15 +67,14 @@ class Factory:
         return (*self.declared, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
+    def axes_name(self) -> str | None:
+        """The name by which it takes the axes to split over; None: it names them itself."""
+        return next((name for name in AXES if name in self.taken), None)
+
+    @property
     def not_varied(self) -> list[str]:
         """What a search cannot vary, in words."""
         return [what for what, names in VARIED.items() if not set(names) & set(self.taken)]
-
-    @property
-    def declared(self) -> tuple[str, ...]:
-        """The names of the function's arguments."""
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the function is called with.
@@ -83,24 +92,35 @@ class Factory:
             )
         return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
 
-    def workload(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> Workload:
-        """Calls the function; see ``arguments``.
+    def workload(
+        self,
+        mesh: dict[str, int],
+        chosen: Mapping[str, Any],
+        offload: Offload = NO_OFFLOAD,
+        varied: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Workload:
+        """Calls the function for a mesh; see ``arguments``.
 
+        Args:
+          mesh: its axes and devices are options that the function may take.
+          offload: replaces that of the workload; ``NO_OFFLOAD`` leaves it as the user made it.
+          varied: more options; what is not among them stays at the function's defaults.
         Raises:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
-        arguments = self.arguments(options, chosen)
+        given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
+        arguments = self.arguments(given, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         try:
-            found = self.function(**arguments)
+            made = self.function(**arguments)
         except Exception as error:  # whatever a user's function raises
             raise FactoryError(f"{call} raised {described(error)}.") from error
-        if not isinstance(found, Workload):
+        if not isinstance(made, Workload):
             raise FactoryError(
-                f"{call} returned {type(found).__name__}; return xlstm_jax.distributed.forecast.Workload("
+                f"{call} returned {type(made).__name__}; return xlstm_jax.distributed.forecast.Workload("
                 "model, tx, batch, loss_fn)."
             )
-        return found
+        return made if offload == NO_OFFLOAD else dataclasses.replace(made, offload=offload)
 
 
 def settings_of(options: Options) -> dict[str, Any]:
