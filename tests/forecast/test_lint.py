@@ -29,8 +29,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError, table
-from xlstm_jax.distributed.forecast.linting.lint import lint, raise_if
+from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
 from xlstm_jax.distributed.forecast.linting.step import Step
 from xlstm_jax.distributed.plan.planning import plan_sharding
@@ -121,7 +120,7 @@ def found(findings: list[Finding], rule: str) -> list[str]:
 
 def each(rule, forecast, plan) -> list[Finding]:
     """What a rule finds, before findings of one cause become one."""
-    return RULES[rule].findings(Step(forecast, plan, num_minibatches=1, keep_gathered=False))
+    return findings_of(RULES[rule], Step(forecast, plan, num_minibatches=1, keep_gathered=False))
 
 
 # ------------------------------------------------------------------------------------------------------- nothing to say

@@ -12,15 +12,72 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
 
 from xlstm_jax.distributed.forecast.forecasting import Forecast
-from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError
-from xlstm_jax.distributed.forecast.linting.rules import RULES
+from xlstm_jax.distributed.forecast.linting.rules import RULES, Rule
 from xlstm_jax.distributed.forecast.linting.step import Step
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
-from xlstm_jax.wording import format_bytes, listed
+from xlstm_jax.wording import format_bytes, listed, rich_table
 
 _NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # and its unit
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs more than it must.
+
+    Attributes:
+      rule: its name, as in ``RULES``.
+      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
+        compiler gives an operation.
+      text: what was found, with the numbers.
+      cure: what to change.
+      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
+
+    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
+    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
+    """
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}: {self.text} {self.cure}"
+
+
+class LintError(ValueError):
+    """A step has findings; its text lists them, ``findings`` has them as data.
+
+    >>> from xlstm_jax.distributed.forecast import lint
+    >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
+    >>> lint.raise_if([found])
+    Traceback (most recent call last):
+    xlstm_jax.distributed.forecast.linting.lint.LintError: 1 finding
+    wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.
+    """
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__("\n".join([_counted(findings), *map(str, findings)]))
+        self.findings = tuple(findings)
+
+
+def table(findings: Sequence[Finding]) -> RenderableType:
+    """The findings as a table for ``rich``."""
+    rows = [
+        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
+        for finding in findings
+    ]
+    return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    return f"{len(findings)} finding{'s' * (len(findings) != 1)}"
 
 
 def lint(
@@ -48,9 +105,15 @@ def lint(
     step = Step(forecast, plan, num_minibatches, keep_gathered)
     _check(step)
     causes = defaultdict(list)
-    for finding in (finding for rule in RULES.values() for finding in rule.findings(step)):
+    for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
         causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
     return [_as_one(alike) for alike in causes.values()]
+
+
+def findings_of(rule: Rule, step: Step) -> list[Finding]:
+    """What a rule finds, the largest first."""
+    findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
+    return sorted(findings, key=lambda finding: -finding.bytes)
 
 
 def _as_one(findings: Sequence[Finding]) -> Finding:

@@ -17,12 +17,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
-from xlstm_jax.distributed.forecast.linting.findings import Finding
-from xlstm_jax.distributed.forecast.linting.step import (
-    Step,
-    shared_name,
-    size_of,
-)
+from xlstm_jax.distributed.forecast.linting.step import Step, shared_name, size_of
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
@@ -76,11 +71,6 @@ class Rule:
     costs: str
     cure: str
     find: Callable[[Step], Iterator[Defect]]
-
-    def findings(self, step: Step) -> list[Finding]:
-        """What the rule finds, the largest first."""
-        findings = [Finding(self.name, f.where, f.text, f.cure or self.cure, round(f.bytes)) for f in self.find(step)]
-        return sorted(findings, key=lambda finding: -finding.bytes)
 
 
 # -------------------------------------------------------------------------------------------------------------- gathers
