@@ -22,7 +22,7 @@ from flax import linen as nn
 
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
-from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
+from xlstm_jax.distributed.forecast.compiling.compile_process import check_compiler
 from xlstm_jax.distributed.training import mistakes
 
 TESTS = Path(__file__).parent / "tests"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.forecast.test_forecast import LAYERS, workload
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import forecast
-from xlstm_jax.distributed.forecast.compiling import compile_process, compilers
+from xlstm_jax.distributed.forecast.compiling import compile_process
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
 from xlstm_jax.distributed.forecast.compiling.compile_process import child_environment
 from xlstm_jax.distributed.hardware.chips import CHIPS
@@ -113,7 +113,7 @@ def installed(monkeypatch, **versions):
             raise PackageNotFoundError(name)
         return versions[name.replace("-", "_")]
 
-    monkeypatch.setattr(compilers, "version", version)
+    monkeypatch.setattr(compile_process, "version", version)
 
 
 WHOLE_SET = {
@@ -146,7 +146,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_what_installs_it(monkeyp
 
 def test_a_plugin_of_another_version_than_jaxlib_is_refused_with_both(monkeypatch):
     installed(monkeypatch, **WHOLE_SET)
-    assert "jax-cuda12-plugin" in compilers.check_compiler("cuda")  # guard: the whole set is taken
+    assert "jax-cuda12-plugin" in compile_process.check_compiler("cuda")  # guard: the whole set is taken
     installed(monkeypatch, **WHOLE_SET | {"jax_cuda12_plugin": "0.11.2"})
     cure = r"pip install jax-cuda12-plugin==0\.12\.0 jax-cuda12-pjrt==0\.12\.0"
     with pytest.raises(ImportError, match=rf"jax-cuda12-plugin 0\.11\.2 cannot compile with jaxlib 0\.12\.0;.*{cure}"):

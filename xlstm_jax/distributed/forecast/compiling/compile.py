@@ -33,20 +33,20 @@ from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.compile_process import (
+    COMPILE_TIMEOUT_S,
     RESULT,
     CompileError,
     CompileRequest,
     Pending,
+    check_compiler,
     may_be_too_large,
     said_of_step,
 )
-from xlstm_jax.distributed.forecast.compiling.compilers import check_compiler
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.distributed.hardware.cudnn import ALLOWED, answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
 
-COMPILE_TIMEOUT_S = 1800.0
 JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
 TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
 EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
@@ -144,8 +144,8 @@ class StepCall:
         Raises:
           ValueError: arguments lie on meshes of different shapes; names a leaf of each.
         """
-        own = [(path, getattr(leaf, "sharding", None)) for path, leaf in _argument_leaves(self)]
-        by_jit = zip(self.argument_names, _in_shardings(self.traced), strict=False)
+        own = [(path, getattr(leaf, "sharding", None)) for path, leaf in self.leaves]
+        by_jit = zip(self.argument_names, self.in_shardings, strict=False)
         meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
         by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
         for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
@@ -168,6 +168,17 @@ class StepCall:
         """The paths of the arguments' leaves, as JAX names them."""
         return self.traced.jaxpr.jaxpr.debug_info.arg_names
 
+    @cached_property
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
+        trees = (self.args, dict(self.kwargs))
+        return [(path, leaf_of(leaf).value) for tree in trees for path, leaf in leaves_with_path(tree)]
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
+        return self.traced._params["in_shardings"][-len(jax.tree.leaves(self.traced.args_info)) :]
+
     @property
     def leaf_without_sharding(self) -> str | None:
         """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
@@ -177,8 +188,8 @@ class StepCall:
         if self.mesh is None or self.mesh.size == 1:
             return None
         # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
-        arrays = [(path, leaf) for path, leaf in _argument_leaves(self) if hasattr(leaf, "dtype") and leaf.shape]
-        infos = zip(jax.tree.leaves(self.traced.args_info), _in_shardings(self.traced), strict=False)
+        arrays = [(path, leaf) for path, leaf in self.leaves if hasattr(leaf, "dtype") and leaf.shape]
+        infos = zip(jax.tree.leaves(self.traced.args_info), self.in_shardings, strict=False)
         by_jit = [sharding for info, sharding in infos if info.shape]
         for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
             raw_key = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
@@ -186,17 +197,6 @@ class StepCall:
             if not (is_key or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
                 return path
         return None
-
-
-def _argument_leaves(call: StepCall) -> list[tuple[str, Any]]:
-    """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
-    trees = (call.args, dict(call.kwargs))
-    return [(path, leaf_of(leaf).value) for tree in trees for path, leaf in leaves_with_path(tree)]
-
-
-def _in_shardings(traced: Traced) -> tuple[Any, ...]:
-    """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
-    return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
 
 
 def _is_sharded(sharding: Any) -> bool:
@@ -283,7 +283,16 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
     """
     topology = call.topology
     assert topology is not None
-    _check_size(call.mesh, topology)
+    if call.mesh is None and topology.num_devices > 1:
+        raise ValueError(
+            f"topology={topology.name!r} has {topology.num_devices} devices, but the arguments lie on no mesh. "
+            f"{GIVE_SHARDINGS}"
+        )
+    if call.mesh is not None and call.mesh.size != topology.num_devices:
+        raise ValueError(
+            f"the step's mesh {call.axis_sizes} has {call.mesh.size} devices, but topology={topology.name!r} has "
+            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+        )
     packages = check_compiler(topology.platform)
     exported = _export(call, topology)
     if exported.nr_devices not in (1, topology.num_devices):
@@ -307,19 +316,6 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
         return dataclasses.replace(_read_texts(texts, topology, settings, names), without_sharding=missing)
 
     return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, call.cache)
-
-
-def _check_size(mesh: Mesh | AbstractMesh | None, topology: Topology) -> None:
-    if mesh is None and topology.num_devices > 1:
-        raise ValueError(
-            f"topology={topology.name!r} has {topology.num_devices} devices, but the arguments lie on no mesh. "
-            f"{GIVE_SHARDINGS}"
-        )
-    if mesh is not None and mesh.size != topology.num_devices:
-        raise ValueError(
-            f"the step's mesh {dict(mesh.shape)} has {mesh.size} devices, but topology={topology.name!r} has "
-            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
-        )
 
 
 def _export(call: StepCall, topology: Topology) -> export.Exported:
@@ -357,12 +353,16 @@ def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], a
     said = said_of_step(topology.name, error or "it wrote no program", settings["options"])
     if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
         raise CompileError(f"the compiler refuses the step for {said}")
+
+    def argument_name(match: re.Match[str]) -> str:  # as when JAX compiles the program without an export
+        return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
+
     return Compiled(
         platform=JAX_PLATFORM[topology.platform],
         device_kind=result["device_kind"],
         topology=topology,
         axis_sizes=settings["axes"],
-        hlo=_with_own_names(texts["hlo"], arguments),
+        hlo=ARGUMENT.sub(argument_name, texts["hlo"].replace(EXPORT_SCOPES, "")),
         buffers=texts["buffers"],
         live_ranges=texts.get("live_ranges"),
         memory=result["memory"],
@@ -371,12 +371,3 @@ def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], a
         versions=result["versions"],
         too_large=said if error else None,
     )
-
-
-def _with_own_names(hlo: str, arguments: Sequence[str]) -> str:
-    """The program with the names that it has when JAX compiles it without an export."""
-
-    def named(match: re.Match[str]) -> str:
-        return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
-
-    return ARGUMENT.sub(named, hlo.replace(EXPORT_SCOPES, ""))

@@ -18,13 +18,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from xlstm_jax.distributed.forecast.compiling import child as compile_child
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, Texts
-from xlstm_jax.wording import one_line
+from xlstm_jax.wording import how_to_install, one_line
 
 # Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
 # topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
@@ -42,14 +43,59 @@ CHILD_ENVIRONMENT = {
 FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
 OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may change what it writes
 
+# The compilers: for TPUs libtpu; for GPUs JAX's plugin for CUDA with its runtime, both of jaxlib's version, and ptxas
+# and libdevice of NVIDIA's compiler. CUDA's own libraries, 2 GB of them, are needed to run a program, not to compile.
+EXPORTER = "flatbuffers"  # what jax.export writes with
+PLUGIN, PTXAS = "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"
+OF_JAXLIB = (PLUGIN, "jax-cuda12-pjrt")  # released with jaxlib, under its version
+
 RESULT = "result.json"
 # How the compilers begin to say that a program does not fit. Each has other causes too (a kernel's scratch memory, a
 # program that is invalid), so a forecast believes it only where the program takes more than the chip has.
 TOO_LARGE = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT: Invalid TPU program.")
 POLL_S = 0.02
+COMPILE_TIMEOUT_S = 1800.0
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+def check_compiler(platform: str) -> list[str]:
+    """The packages that a program compiled for a platform follows from, all of them installed.
+
+    Args:
+      platform: "tpu" or "cuda", as ``Topology.platform``.
+    Raises:
+      ImportError: one is not installed, or the plugin is of another version than jaxlib.
+    """
+    if platform == "tpu":
+        _check_installed(platform, [name for name in ("libtpu", EXPORTER) if find_spec(name) is None])
+        return ["jax", "jaxlib", "libtpu"]
+    _check_installed(platform, [name for name in (*OF_JAXLIB, PTXAS, EXPORTER) if _version(name) is None])
+    jaxlib = version("jaxlib")
+    if others := [f"{name} {version(name)}" for name in OF_JAXLIB if version(name) != jaxlib]:
+        wanted = " ".join(f"{name}=={jaxlib}" for name in OF_JAXLIB)
+        raise ImportError(
+            f"{' and '.join(others)} cannot compile with jaxlib {jaxlib}; their versions must be the same: "
+            f"pip install {wanted}."
+        )
+    return ["jax", "jaxlib", PLUGIN, PTXAS]
+
+
+def _check_installed(platform: str, missing: list[str]) -> None:
+    device, extra = {"tpu": ("TPU", "forecast"), "cuda": ("GPU", "forecast-gpu")}[platform]
+    if missing:
+        raise ImportError(
+            f"compiling for a {device} topology needs {' and '.join(missing)}, on a machine without {device}s too: "
+            f"{how_to_install(extra)}."
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 class CompileError(RuntimeError):
@@ -94,29 +140,26 @@ class CompileRequest:
 
     @functools.cached_property
     def key(self) -> str:
-        """A digest of the request, the variables that the compiler reads, and the programs that serve it."""
-        settings = json.dumps(self.settings, sort_keys=True)
-        environment = {name: value for name, value in child_environment().items() if name.startswith(OF_THE_COMPILER)}
-        programs = _programs(self.settings["packages"])
-        parts = [settings, json.dumps(environment, sort_keys=True), json.dumps(programs, sort_keys=True)]
-        digests = [hashlib.sha256(part).digest() for part in (self.step, *map(str.encode, parts))]
-        return hashlib.sha256(b"".join(digests)).hexdigest()
+        """A digest of the request, the variables that the compiler reads, and the programs that serve it.
+
+        One compiler is told from another by versions, libtpu's file, and the text of the child's program.
+        """
+        library = os.environ.get("TPU_LIBRARY_PATH")
+        status = os.stat(library) if library and os.path.exists(library) else None
+        rest = {
+            "settings": self.settings,
+            "environment": {k: v for k, v in child_environment().items() if k.startswith(OF_THE_COMPILER)},
+            "versions": _versions(self.settings["packages"]),
+            "library": (library, status.st_size, status.st_mtime_ns) if status else None,
+            "child": Path(compile_child.__file__).read_text(),
+        }
+        digest = hashlib.sha256(self.step).digest()
+        return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def child_environment() -> dict[str, str]:
     """The variables of the child process."""
     return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
-
-
-def _programs(packages: Sequence[str]) -> dict[str, Any]:
-    """What tells one compiler from another: versions, libtpu's file, and the text of the child's program."""
-    library = os.environ.get("TPU_LIBRARY_PATH")
-    status = os.stat(library) if library and os.path.exists(library) else None
-    return {
-        "versions": _versions(packages),
-        "library": (library, status.st_size, status.st_mtime_ns) if status else None,
-        "child": Path(compile_child.__file__).read_text(),
-    }
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
@@ -136,7 +179,7 @@ class Pending(Generic[T]):
 
     request: CompileRequest
     finish: Callable[[Texts], T]
-    timeout_s: float
+    timeout_s: float = COMPILE_TIMEOUT_S
     cache: ReportCache | None = None
     seconds: float | None = None
     _texts: Texts | None = None

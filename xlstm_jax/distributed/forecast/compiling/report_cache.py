@@ -13,7 +13,6 @@ The folder may be removed at any time. Beyond ``max_bytes`` the entries that wer
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -21,10 +20,9 @@ import stat
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from xlstm_jax.wording import one_line
 
@@ -65,26 +63,21 @@ class ReportCache:
 
     def read(self, key: str) -> Texts | None:
         """The texts of an entry; None where there is none, or none that is sound."""
-        path, texts, reason = self._path(key), None, ""
+        path, texts = self._path(key), None
         try:
-            reason = _not_ours_alone(self.folder, os.stat(self.folder)) or ""
-            if not reason:
-                texts = _unpacked(key, _content(path))
+            texts = _unpacked(key, _content(path))
+            os.utime(path)
         except _UnusableError as error:
-            reason = str(error)
-        except OSError:  # none is there, or the folder cannot be read: then it is compiled
+            if not self.warned:
+                self.warned = True
+                warnings.warn(
+                    f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew, as are "
+                    "others there of which the same is true.",
+                    stacklevel=2,
+                )
+        except OSError:  # none is there, or the folder cannot be read, or is one that only reads
             pass
         self.hits, self.misses = self.hits + (texts is not None), self.misses + (texts is None)
-        if reason and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"a compiled report was not read from {self.folder}: {reason}. The program is compiled anew, as are "
-                "others there of which the same is true.",
-                stacklevel=2,
-            )
-        if texts is not None:
-            with contextlib.suppress(OSError):  # the folder may be one that only reads
-                os.utime(path)
         return texts
 
     def write(self, key: str, texts: Texts) -> None:
@@ -92,13 +85,11 @@ class ReportCache:
         self.problem = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.problem = _not_ours_alone(self.folder, os.stat(self.folder)) or ""
-            if self.problem:
-                return
+            _check_ours_alone(self.folder, os.stat(self.folder))
             _write_whole(self._path(key), _packed(key, texts))
             self._remove_oldest()
         except _UnusableError as error:
-            self.problem = f"{self.folder}: {error}"
+            self.problem = str(error)
         except OSError as error:
             self.problem = f"{self.folder}: {error.strerror or error}"
 
@@ -107,9 +98,12 @@ class ReportCache:
 
     def _remove_oldest(self) -> None:
         """Removes what was not read for longest, until the rest is within ``max_bytes``."""
-        entries = sorted(_sized(self.folder), reverse=True)
+        entries = []
+        for path in self.folder.glob(f"*{SUFFIX}"):  # those of writers that were killed among them
+            with contextlib.suppress(OSError):  # another process has just removed it
+                entries.append((path.stat().st_mtime, path.stat().st_size, path))
         total = 0
-        for _, size, path in entries:
+        for _, size, path in sorted(entries, reverse=True):
             total += size
             if total > self.max_bytes:
                 path.unlink(missing_ok=True)
@@ -135,48 +129,32 @@ class _UnusableError(Exception):
     """Why an entry is none."""
 
 
-def _unusable(reason: str) -> NoReturn:
-    raise _UnusableError(reason) from None
-
-
-def _not_ours_alone(path: Path, status: os.stat_result) -> str | None:
-    """What to say of a file or folder that another user owns or may write; None of others."""
+def _check_ours_alone(path: Path, status: os.stat_result) -> None:
+    """Refuses a file or folder that another user owns or may write."""
     if not hasattr(os, "geteuid"):  # Windows, where the folder is the user's by its place
-        return None
+        return
     if status.st_uid != os.geteuid():
-        return f"{path} belongs to another user (number {status.st_uid})"
+        raise _UnusableError(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write {path} (run chmod go-w on it, if you trust what it holds)"
-    return None
+        raise _UnusableError(f"others may write {path} (run chmod go-w on it, if you trust what it holds)")
 
 
 def _content(path: Path) -> bytes:
-    """All of a regular file that this user alone may write; an open of a pipe would wait for its writer."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    try:
-        opened = os.open(path, flags | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            _unusable(f"{path} is no regular file")
-        raise
-    try:
-        status = os.fstat(opened)
-        if not stat.S_ISREG(status.st_mode):
-            _unusable(f"{path} is no regular file")
-        if reason := _not_ours_alone(path, status):
-            _unusable(reason)
-        if status.st_size > MAX_ENTRY_BYTES:
-            _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
-        with open(opened, "rb", closefd=False) as file:
-            return file.read(MAX_ENTRY_BYTES)
-    finally:
-        os.close(opened)
+    """All of a regular file that this user alone may write. In a folder of this user nobody exchanges it meanwhile."""
+    _check_ours_alone(path.parent, os.stat(path.parent))
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and an open of a pipe would wait for its writer
+        raise _UnusableError(f"{path} is no regular file")
+    _check_ours_alone(path, status)
+    if status.st_size > MAX_ENTRY_BYTES:
+        raise _UnusableError(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+    return path.read_bytes()
 
 
 def _packed(key: str, texts: Texts) -> bytes:
     plain = json.dumps(texts).encode()
     if len(plain) > MAX_ENTRY_BYTES:
-        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        raise _UnusableError(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
     content = zlib.compress(plain, level=3)
     return _digest(key, content) + content
 
@@ -184,17 +162,17 @@ def _packed(key: str, texts: Texts) -> bytes:
 def _unpacked(key: str, data: bytes) -> Texts:
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
-        _unusable("an entry does not have its digest: it is damaged, or of another version")
+        raise _UnusableError("an entry does not have its digest: it is damaged, or of another version")
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
-        if not unpacking.eof:
-            _unusable(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
-        texts = json.loads(plain)
+        texts = json.loads(plain) if unpacking.eof else None
     except (zlib.error, ValueError, RecursionError) as error:
-        _unusable(f"an entry has its digest, and holds no texts ({one_line(error)})")
+        raise _UnusableError(f"an entry has its digest, and holds no texts ({one_line(error)})") from None
+    if not unpacking.eof:
+        raise _UnusableError(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        _unusable("an entry has its digest, and holds no texts")
+        raise _UnusableError("an entry has its digest, and holds no texts")
     return texts
 
 
@@ -213,11 +191,3 @@ def _write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def _sized(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each entry was last read, its bytes, its path; those of writers that were killed among them."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError):  # another process has just removed it
-            status = path.stat()
-            yield status.st_mtime, status.st_size, path
