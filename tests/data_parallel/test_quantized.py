@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -55,10 +54,7 @@ from xlstm_jax.distributed.data_parallel.wire.quantized import (
 )
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
-from xlstm_jax.distributed.forecast.cost.packed import PackedOver, PackedTraffic, packed_traffic
-from xlstm_jax.distributed.forecast.forecasting import links_of
 from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.report import _packed
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself
 MOST_OF_BFLOAT16 = {"int8": 0.52, "float8_e4m3fn": 0.52, "int4": 0.27}
@@ -395,25 +391,3 @@ def test_compiled_programs_send_the_bytes_that_are_said(topology):
     sent = {name: sent_bytes((WEIGHT[0] // 4, WEIGHT[1]), 0, name) for name in FORMATS}
     assert found == {(("fsdp",), "u8"): 3 * sum(sent.values()), (("dp",), "u8"): sum(sent.values())}
     assert all(sent[name] <= most * 2 * shard for name, most in MOST_OF_BFLOAT16.items())
-    links = links_of(program, program.topology.chip)
-    packed = packed_traffic(parsed, collectives, links)
-    wide = 2 * shard * len(FORMATS)
-    assert {part.axes: part.sent_bytes for part in packed.over} == {axes: sent for (axes, _), sent in found.items()}
-    assert {part.axes: part.bfloat16_bytes for part in packed.over} == {("fsdp",): 3 * wide, ("dp",): wide}
-    saved = sum(links.seconds(part.axes, part.bfloat16_bytes - part.sent_bytes) for part in packed.over)
-    assert packed.saved_s == pytest.approx(saved) and min(packed.saved_s, packed.packing_s) > 0
-    for bandwidth, pays in ((1e9, True), (1e15, False)):
-        other = replace(links, chip=replace(links.chip, link_bandwidth=bandwidth))
-        assert packed_traffic(parsed, collectives, other).pays == pays
-    assert packed_traffic(parsed, [], links) is None
-
-
-def test_a_forecast_says_from_which_bandwidth_on_packing_pays():
-    packed = PackedTraffic((PackedOver(("dp",), 5e8, 1e9, 0.05), PackedOver(("fsdp",), 2**30, 2**31, 0.01)), 0.02)
-    assert packed.pays and not replace(packed, packing_s=0.07).pays
-    said = _packed(replace(packed, packing_s=0.07))
-    assert "477 MiB over 'dp' where bfloat16 would send 954 MiB, which takes its links 50 ms less and 1 GiB" in said
-    assert said.endswith("packing and unpacking take 70 ms: it does not pay.")
-    assert _packed(replace(packed, over=packed.over[:1], packing_s=0.1)).endswith(
-        "take 100 ms: it does not pay, as it would below 5 GB/s of each device."
-    )

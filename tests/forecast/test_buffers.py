@@ -101,7 +101,6 @@ def test_an_excerpt_by_hand(assignment):
     ]
     # The cast weights, the stack of activations, the product that becomes its sum in place (once), a counter.
     assert found.peak_live_bytes == 128 * MIB + 4 * MIB + 4 * MIB + 512
-    assert found.fragmentation_bytes == 142672384 - found.peak_live_bytes
     assert [(t.bytes, t.instruction, t.path, t.direction) for t in found.temporaries] == [
         (128 * MIB, "convert.7", "", "other"),
         (4 * MIB, "convolution.2", "blocks/up", "backward"),

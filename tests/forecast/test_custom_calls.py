@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import CHIPS, forecast
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.distributed.forecast.cost.clock import Kernels
 from xlstm_jax.distributed.forecast.cost.cycles import count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
-from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, unknown_calls
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware.cudnn import answered_for

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -20,8 +20,6 @@ from tests.hardware.test_chips import on_torus
 from tests.support import mesh_of
 from xlstm_jax.distributed import (
     DeviceMeshManager,
-    abstract_batch,
-    abstract_train_state,
     bytes_per_device,
     create_train_state,
     make_train_step,
@@ -83,60 +81,54 @@ def live(mesh, model):
     return make_train_step(loss_fn, mesh, AXES, whole_ok=True), (state, x, jax.random.key(1))
 
 
+@cache
+def on_cpu(sharded=True):
+    """The forecast for the simulated devices, of abstract arguments."""
+    mesh = mesh_of(2, 4)
+    step, args = workload(sharded=sharded).build_step(mesh)
+    return forecast(step, *args, topology=mesh, tokens=ROWS)
+
+
 # ----------------------------------------------------------------------------------------------------- devices at hand
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
 def test_argument_bytes_are_those_of_live_arrays(sharded):
-    step, args = live(mesh_of(2, 4), Model(sharded))
-    found = forecast(step, *args)
+    _, args = live(mesh_of(2, 4), Model(sharded))
     # The key is no argument of the program, as nothing in this model is random.
-    assert found.memory.argument_bytes == sum(bytes_per_device(arg) for arg in args[:2])
-    assert found.axis_sizes == {"dp": 2, "fsdp": 4} and found.topology is None
+    assert on_cpu(sharded).memory.argument_bytes == sum(bytes_per_device(arg) for arg in args[:2])
+    assert on_cpu(sharded).axis_sizes == {"dp": 2, "fsdp": 4} and on_cpu(sharded).topology is None
 
 
 def test_abstract_arguments_are_forecast_as_live_ones_are():
-    mesh = mesh_of(2, 4)
-    step, args = live(mesh, Model())
-    x, key = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(Model(), optax.adam(1e-3), mesh, key, x, batch_axes=AXES)
-    # The optimizer functions inside of a state are part of its type, so the step is made anew.
-    abstract = forecast(make_train_step(loss_fn, mesh, AXES), state, abstract_batch(x, mesh, AXES), key)
-    real = forecast(step, *args)
-    assert abstract.collectives == real.collectives and abstract.flops == real.flops
-    assert abstract.memory == real.memory
-
-
-def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why():
     step, args = live(mesh_of(2, 4), Model())
-    found = forecast(step, *args, topology=mesh_of(2, 4))
+    assert same(forecast(step, *args), on_cpu())
+
+
+def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why(tmp_path):
+    found = on_cpu()
     assert found.fits is None and found.memory.temporary_bytes == 0 and found.step_seconds is None
     text = rendered(found.table())
     assert "not to be trusted" in " ".join(text.split()) and "temporaries (" not in text
     assert "blocks/up/kernel" in text and "all-gather" in text
+    found.plot(tmp_path / "forecast.png")  # it says that there are no figures
+    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
-    step, args = live(mesh_of(2, 4), Model())
-    gathers = [
-        c for c in forecast(step, *args).collectives if c.kind == "all-gather" and "blocks/up/kernel" in c.leaves
-    ]
+    gathers = [c for c in on_cpu().collectives if c.kind == "all-gather" and "blocks/up/kernel" in c.leaves]
     assert {c.direction: c.count for c in gathers} == {"forward": LAYERS, "recompute": LAYERS}
     assert {c.payload_bytes for c in gathers} == {WIDTH * 4 * WIDTH * 4}
     assert {c.axes for c in gathers} == {("fsdp",)}
-    replicated, _ = live(mesh_of(2, 4), Model(sharded=False))
-    where = {"batch_axes": AXES, "whole_ok": True}
-    state = create_train_state(Model(False), optax.adam(1e-3), mesh_of(2, 4), args[2], args[1], **where)
-    kinds = {c.kind for c in forecast(replicated, state, *args[1:]).collectives}
-    assert kinds == {"all-reduce"}  # guard: the gathers are those of the wrappers
+    # Guard: the gathers are those of the wrappers.
+    assert {c.kind for c in on_cpu(sharded=False).collectives} == {"all-reduce"}
 
 
 def test_flops_are_those_of_the_layers():
-    step, args = live(mesh_of(2, 4), Model())
     per_row = LAYERS * 2 * (WIDTH * 4 * WIDTH) + WIDTH * 32
     blocks, head = LAYERS * 2 * (WIDTH * 4 * WIDTH), WIDTH * 32
     rows = ROWS // 8
-    by_direction = forecast(step, *args).flops.by_direction()
+    by_direction = on_cpu().flops.by_direction()
     assert by_direction["forward"] == 2 * rows * per_row
     assert by_direction["recompute"] == 2 * rows * blocks / 2  # of the last product of a block only its operands
     # The first block needs no gradient of its input, but it is one of a scan, where all are alike.
@@ -144,29 +136,17 @@ def test_flops_are_those_of_the_layers():
 
 
 def test_json_keeps_everything():
-    step, args = live(mesh_of(2, 4), Model())
-    found = forecast(step, *args, tokens=ROWS)
-    assert Forecast.from_json(found.to_json()) == found
-    with pytest.raises(ValueError, match=r"no forecast of format 1; make it anew"):
-        Forecast.from_json('{"format": 0}')
+    assert Forecast.from_json(on_cpu().to_json()) == on_cpu()
+    with pytest.raises(ValueError, match=r"no forecast of format 2; make it anew"):
+        Forecast.from_json('{"format": 1}')
 
 
-def test_the_fields_of_format_1_are_those_that_kept_forecasts_have():
-    """A name that changes is a new format; a loop of unknown length comes back from JSON as a name."""
+def test_the_fields_of_format_2_are_those_that_kept_forecasts_have():
+    """A name that changes is a new format."""
     names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
-        hbm_bytes roofline exposed_seconds tokens unknown_loops compile_seconds versions notes kernel_seconds
-        shared_flops host packed expected_kernel_seconds pallas_seconds"""
+        hbm_bytes tokens unknown_loops compile_seconds versions notes shared_flops roofline exposed_seconds host
+        kernel_seconds expected_kernel_seconds pallas_seconds"""
     assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
-    run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x))
-    found = forecast(run, jnp.ones((8, 8)))
-    assert found.unknown_loops and all(isinstance(name, str) for name in found.unknown_loops)
-    assert Forecast.from_json(found.to_json()) == found
-
-
-def test_the_picture_of_a_cpu_says_that_there_are_no_figures(tmp_path):
-    step, args = live(mesh_of(2, 4), Model())
-    forecast(step, *args).plot(tmp_path / "forecast.png")
-    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # -------------------------------------------------------------------------------------------------- steps of all kinds
@@ -268,7 +248,7 @@ def test_the_topology_has_the_devices_of_the_mesh():
 
 
 def test_a_mesh_is_that_of_the_arguments():
-    step, args = live(mesh_of(2, 4), Model())
+    step, args = workload().build_step(mesh_of(2, 4))
     with pytest.raises(ValueError, match=r"is the mesh \{'dp': 8, 'fsdp': 1\}, but the arguments lie on \{'dp': 2"):
         forecast(step, *args, topology=mesh_of(8, 1))
 
@@ -504,11 +484,10 @@ def test_what_a_schedule_waits_for(gather, exposed):
 
 
 def test_a_step_takes_what_runs_and_what_it_waits_for():
-    step, args = live(mesh_of(2, 4), Model())
     roofline = Roofline(compute_s=0.2, memory_s=0.1, wire_s=0.3, flops=1.0, hbm_bytes=1.0, wire_bytes=1.0)
-    cycles = Cycles(total=int(0.4 * 1.5e9), in_loops=0, outside_loops=0, by_module={}, without=0)
+    cycles = Cycles(total=int(0.4 * 1.5e9), by_module={})
     known = {"topology": "v5e:16x16", "roofline": roofline, "cycles": cycles, "platform": "tpu"}
-    found = dataclasses.replace(forecast(step, *args), **known, exposed_seconds=0.05)
+    found = dataclasses.replace(on_cpu(), **known, exposed_seconds=0.05)
     assert found.cycle_seconds == pytest.approx(0.4) and found.step_seconds == pytest.approx(0.45)
     assert found.step_time == pytest.approx((0.3, 0.45))  # at least what the links take
     assert json.loads(found.to_json())["step_time"] == found.step_time._asdict()

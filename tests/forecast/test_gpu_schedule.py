@@ -9,11 +9,10 @@ from types import MappingProxyType
 
 import pytest
 
-from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
+from xlstm_jax.distributed.forecast.cost.clock import Kernels, Transfer, waits
 from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
-from xlstm_jax.distributed.forecast.cost.kernels import Kernels
 from xlstm_jax.distributed.forecast.cost.products import product_flops
-from xlstm_jax.distributed.forecast.cost.schedule import kernel_seconds, timed
+from xlstm_jax.distributed.forecast.cost.schedule import timed
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.distributed.hardware.chips import Efficiency
@@ -203,10 +202,10 @@ def test_a_loop_takes_as_long_as_its_trips():
 backend_config={{"known_trip_count":{{"n":"5"}}}}
 """
     found = program(entry, DOT + LOOP)
-    assert kernel_seconds(found, CHIP) == pytest.approx(5 * GEMM / 1e12)
+    assert Kernels(found, CHIP).seconds == pytest.approx(5 * GEMM / 1e12)
     half = dataclasses.replace(CHIP, efficiency=Efficiency(products=0.5, memory=1.0))
-    assert kernel_seconds(found, half) == pytest.approx(5 * GEMM / 1e12)  # by published rates
-    assert kernel_seconds(found, half.reached) == pytest.approx(10 * GEMM / 1e12)
+    assert Kernels(found, half).seconds == pytest.approx(5 * GEMM / 1e12)  # by published rates
+    assert Kernels(found, half.reached).seconds == pytest.approx(10 * GEMM / 1e12)
 
 
 # ------------------------------------------------------------------------------------------------ what waits for what
@@ -245,7 +244,8 @@ def gathered(values, beside, chip=CHIP):
         f"{OPERANDS}  %p = f32[N]{{0}} parameter(2)\n{START}  {beside}\n  ROOT %d = f32[4N]{{0}} all-gather-done(%s)\n"
     )
     found = program(entry.replace("4N", str(4 * values)).replace("N", str(values)), DOT)
-    (collective,) = timed(found, find_collectives(found, SIZES), Links(chip, SIZES))
+    kernels = (Kernels(found, each) for each in (chip, chip.reached))
+    (collective,) = timed(*kernels, find_collectives(found, SIZES), Links(chip, SIZES))
     return collective
 
 

@@ -125,21 +125,23 @@ def test_a_report_that_could_not_be_read_again_is_not_kept(cache, monkeypatch):
     assert os.listdir(cache.folder) == []
 
 
-@pytest.mark.parametrize("what, read", {"a plan": ShardingPlan.from_json, "a forecast": Forecast.from_json}.items())
+@pytest.mark.parametrize(
+    "what, read, number", [("a plan", ShardingPlan.from_json, 1), ("a forecast", Forecast.from_json, 2)]
+)
 @pytest.mark.parametrize(
     "text, why",
     [
         ("[" * 100_000, r"but no JSON"),
         ('{"format": ' + "9" * 5000 + "}", r"but no JSON: Exceeds the limit"),
         ("", r"but no JSON: Expecting value"),
-        ('{"format": 1}', r"as the library writes it: it has no '\w+'"),
-        ('{"format": 1, "leaves": [], "unknown_loops": 3}', r"as the library writes it: .* object"),
+        ('{"format": NUMBER}', r"as the library writes it: .* '\w+'"),
+        ('{"format": NUMBER, "leaves": [], "unknown_loops": 3}', r"as the library writes it: .*"),
     ],
     ids=["deep", "long number", "empty", "no fields", "other types"],
 )
-def test_a_text_that_is_no_plan_or_forecast_is_a_value_error(what, read, text, why):
+def test_a_text_that_is_no_plan_or_forecast_is_a_value_error(what, read, number, text, why):
     with pytest.raises(ValueError, match=f"^this is not {what}.* {why}|^this is not {what}, {why}"):
-        read(text)
+        read(text.replace("NUMBER", str(number)))
 
 
 def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_path, monkeypatch):

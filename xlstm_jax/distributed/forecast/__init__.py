@@ -6,8 +6,7 @@ from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
 from xlstm_jax.distributed.forecast.fitting import Fit, Options, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.findings import Finding, LintError
-from xlstm_jax.distributed.forecast.linting.lint import lint
+from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, lint
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.hardware import CHIPS, Chip, Topology, parse_topology
 

@@ -26,15 +26,15 @@ from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.distributed.forecast.cost.clock import Kernels
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
-from xlstm_jax.distributed.forecast.cost.memory import Memory, operation_names, read_memory
-from xlstm_jax.distributed.forecast.cost.packed import PackedTraffic, packed_traffic
+from xlstm_jax.distributed.forecast.cost.memory import Memory, memory_of_totals, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline, step_bounds
-from xlstm_jax.distributed.forecast.cost.schedule import axes_of, kernel_seconds, timed
+from xlstm_jax.distributed.forecast.cost.schedule import axes_of, timed
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
@@ -43,7 +43,7 @@ from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fractio
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.wording import plain_text, read_json
 
-FORMAT, DERIVED = 1, "step_time"
+FORMAT, DERIVED = 2, "step_time"
 CPU_NOTE = (
     "Compiled for CPU: collectives and arguments are exact; the CPU backend's figures for temporaries are not to be "
     "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
@@ -69,23 +69,21 @@ class Forecast:
       flops: of matrix products, from the jaxpr.
       cycles: the compiler's own estimate; None where it gives none.
       hbm_bytes: moved between HBM and the cores.
-      roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: how long the schedule is expected to wait for collectives. On TPUs the sum over collectives, each
-        alone on its links; an asynchronous collective counts by how much it outlasts what runs beside it. On GPUs by
-        ``schedule``, with latency and the rates that are reached. None where ``roofline`` is None.
       tokens: in the batch of all devices; None where ``forecast`` was not given it.
       unknown_loops: names of loops whose length the program does not show; what is in them counts once.
       compile_seconds: how long the compilation took.
       versions: of jax, jaxlib, libtpu.
       notes: what the reader should know.
-      kernel_seconds: on GPUs the sum of what each kernel takes at least, by its roofline; else None.
       shared_flops: FLOP of matrix products outside of ``shard_map`` that each device does in the compiled program; an
-        even share of them would be ``flops.shared``. None in forecasts of version 0.1.
+        even share of them would be ``flops.shared``.
+      roofline: three bounds of the time by the chip's published figures; None for a device without figures.
+      exposed_seconds: how long the schedule is expected to wait for collectives. On TPUs the sum over collectives, each
+        alone on its links; an asynchronous collective counts by how much it outlasts what runs beside it. On GPUs by
+        ``schedule``, with latency and the rates that are reached. None where ``roofline`` is None.
       host: what lies in the memory of the host, and travels to it and back; None where nothing does, and for devices
         without figures.
-      packed: what is sent in blocks of 8 or 4 bits, and whether it pays; None where nothing is, and for devices without
-        figures.
-      expected_kernel_seconds: on GPUs the sum of what each kernel takes at the rates of ``Chip.efficiency``; else None.
+      kernel_seconds, expected_kernel_seconds: on GPUs the sum of what each kernel takes, at least by its roofline, and
+        at the rates of ``Chip.efficiency``; else None.
       pallas_seconds: on TPUs what kernels of Pallas take by their roofline; None where there are none.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
@@ -105,17 +103,16 @@ class Forecast:
     flops: Flops
     cycles: Cycles | None
     hbm_bytes: HbmBytes | None
-    roofline: Roofline | None
-    exposed_seconds: float | None
     tokens: int | None
     unknown_loops: tuple[str, ...]
     compile_seconds: float
     versions: dict[str, str]
-    notes: tuple[str, ...] = ()
-    kernel_seconds: float | None = None
-    shared_flops: float | None = None
+    notes: tuple[str, ...]
+    shared_flops: float
+    roofline: Roofline | None = None
+    exposed_seconds: float | None = None
     host: HostTraffic | None = None
-    packed: PackedTraffic | None = None
+    kernel_seconds: float | None = None
     expected_kernel_seconds: float | None = None
     pallas_seconds: float | None = None
 
@@ -142,29 +139,26 @@ class Forecast:
         return sum_wire_bytes(self.collectives)
 
     @property
-    def asynchronous_fraction(self) -> float:
-        """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
-        hidden = sum_wire_bytes(c for c in self.collectives if c.asynchronous)
-        return hidden / self.wire_bytes if self.wire_bytes else 0.0
-
-    @property
     def on_gpus(self) -> bool:
         """Whether the devices are GPUs with published figures; their collectives have a ``timing``."""
         return self.kernel_seconds is not None
 
     @property
+    def asynchronous_fraction(self) -> float:
+        """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
+        return self._fraction(lambda collective: collective.asynchronous)
+
+    @property
     def hidden_fraction(self) -> float | None:
         """The part of ``wire_bytes`` beside matrix products that are expected to take as long; GPUs only, else None."""
-        return self._fraction(lambda collective: collective.is_hidden)
+        return self._fraction(lambda collective: collective.is_hidden) if self.on_gpus else None
 
     @property
     def beside_products_fraction(self) -> float | None:
         """The part of ``wire_bytes`` beside any matrix product, however short; GPUs only, else None."""
-        return self._fraction(lambda collective: bool(collective.overlapped.product_seconds))
+        return self._fraction(lambda collective: bool(collective.overlapped.product_seconds)) if self.on_gpus else None
 
-    def _fraction(self, chosen: Callable[[Collective], bool]) -> float | None:
-        if not self.on_gpus:
-            return None
+    def _fraction(self, chosen: Callable[[Collective], bool]) -> float:
         return sum_wire_bytes(filter(chosen, self.collectives)) / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
@@ -183,13 +177,6 @@ class Forecast:
         if not self.on_gpus:
             return self.exposed_seconds
         return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
-
-    def wire_bytes_by(self, *attributes: str) -> dict[tuple[Any, ...], float]:
-        """What each device sends, summed by attributes of the collectives: ``("kind", "direction")``; largest first."""
-        sums: dict[tuple[Any, ...], float] = defaultdict(float)
-        for collective in self.collectives:
-            sums[tuple(getattr(collective, name) for name in attributes)] += collective.wire_bytes_per_step
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def chip(self) -> Chip | None:
@@ -258,8 +245,6 @@ class Forecast:
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
         data.pop(DERIVED, None)
-        # Version 0.1 wrote some of the loops as objects.
-        data["unknown_loops"] = [x["op_name"] if isinstance(x, dict) else x for x in data["unknown_loops"]]
         return _restored(Forecast, data)
 
 
@@ -337,11 +322,15 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
-    memory = memory_of(compiled, program)
+    if compiled.buffers and compiled.live_ranges:
+        names, on_way = operation_names(program), host_buffers(program)
+        memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=on_way)
+    else:
+        memory = memory_of_totals(compiled.memory or {})
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    untimed = Forecast(
+    found = Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
@@ -353,8 +342,6 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         flops=flops,
         cycles=count_cycles(program),
         hbm_bytes=moved,
-        roofline=None,
-        exposed_seconds=None,
         tokens=tokens,
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
         compile_seconds=compiled.seconds,
@@ -362,27 +349,31 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
         shared_flops=shared_flops(program, flops),
     )
-    return _with_times(untimed, program, moved, links_of(compiled, chip)) if chip and moved else untimed
+    return _with_times(found, program, moved, links_of(compiled, chip)) if chip and moved else found
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
     """The forecast with all that follows from the published figures of its chip."""
-    chip = links.chip
+    chip, flops = links.chip, forecast.flops
     if forecast.platform == "gpu":
+        least, expected = Kernels(program, chip), Kernels(program, chip.reached)
         forecast = dataclasses.replace(
             forecast,
-            collectives=timed(program, forecast.collectives, links),
-            kernel_seconds=kernel_seconds(program, chip),
-            expected_kernel_seconds=kernel_seconds(program, chip.reached),
+            collectives=timed(least, expected, forecast.collectives, links),
+            kernel_seconds=least.seconds,
+            expected_kernel_seconds=expected.seconds,
         )
     else:
-        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, forecast.flops, chip))
+        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    for collective in forecast.collectives:
+        sent[axes_of(links, collective)] += collective.wire_bytes_per_step
+    tokens = forecast.tokens and forecast.tokens / forecast.devices
     return dataclasses.replace(
         forecast,
-        roofline=roofline_of(links, forecast.flops, moved, forecast.collectives, forecast.tokens),
+        roofline=step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=tokens),
         exposed_seconds=sum(exposed_seconds(links, collective) for collective in forecast.collectives),
         host=host_traffic(program, chip),
-        packed=packed_traffic(program, forecast.collectives, links),
     )
 
 
@@ -399,27 +390,6 @@ def rates_note(chip: Chip) -> str:
     )
 
 
-def memory_of(compiled: Compiled, program: Program) -> Memory:
-    """What the step takes of memory, by module where XLA's own texts are there."""
-    if compiled.buffers and compiled.live_ranges:
-        names = operation_names(program)
-        return read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=host_buffers(program))
-    stats = compiled.memory or {}
-    alias = stats.get("alias", 0)
-    return Memory(
-        argument_bytes=stats.get("argument", 0),
-        alias_bytes=alias,
-        output_bytes=stats.get("output", 0) - alias,
-        temporary_bytes=stats.get("temp", 0),
-        constant_bytes=0,
-        peak_point=0,
-        peak_live_bytes=stats.get("temp", 0),
-        temporaries=(),
-        arguments=(),
-        timeline=(),
-    )
-
-
 def links_of(compiled: Compiled, chip: Chip) -> Links:
     """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
     topology = compiled.topology
@@ -427,17 +397,6 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
         spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
         topology = Topology("at hand", chip, tuple(spans[: chip.torus_axes]))
     return Links(chip, compiled.axis_sizes, topology, compiled.coords)
-
-
-def roofline_of(
-    links: Links, flops: Flops, moved: HbmBytes, collectives: tuple[Collective, ...], tokens: int | None
-) -> Roofline:
-    """Three bounds of the step's time."""
-    sent: dict[tuple[str, ...], float] = defaultdict(float)
-    for collective in collectives:
-        sent[axes_of(links, collective)] += collective.wire_bytes_per_step
-    per_device = tokens and tokens / math.prod(links.axis_sizes.values())
-    return step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=per_device)
 
 
 def shared_flops(program: Program, flops: Flops) -> float:

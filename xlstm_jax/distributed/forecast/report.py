@@ -14,7 +14,7 @@ from rich.text import Text
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
-from xlstm_jax.wording import TIMES, format_axes, format_bytes, how_to_install, joined, rich_table
+from xlstm_jax.wording import TIMES, format_bytes, how_to_install, rich_table
 
 ROWS = 12  # of each table; the rest is summed up in a last one
 NAMED = 3  # of the leaves that travel together
@@ -89,8 +89,6 @@ def closing(forecast: Any) -> list[str]:
             f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
             f"(here {here:,.0f})."
         )
-    if forecast.packed:
-        said.append(_packed(forecast.packed))
     if forecast.fits is False:
         said.append(DOES_NOT_FIT)
     if forecast.unknown_loops:
@@ -98,27 +96,6 @@ def closing(forecast: Any) -> list[str]:
     if forecast.step_time:
         said.append(HOW_NEAR)
     return said + list(forecast.notes)
-
-
-def _packed(packed: Any) -> str:
-    """Whether traffic in blocks of bytes pays."""
-    parts = [
-        f"{format_bytes(part.sent_bytes)} over {format_axes(part.axes)} where bfloat16 would send "
-        f"{format_bytes(part.bfloat16_bytes)}, which takes its links {_milliseconds(part.saved_s)} less"
-        for part in packed.over
-    ]
-    takes = f"packing and unpacking take {_milliseconds(packed.packing_s)}"
-    return f"Sent in blocks of 8 or 4 bits: {joined(parts)}. Alone, {takes}: {_pays(packed)}."
-
-
-def _pays(packed: Any) -> str:
-    if packed.pays:
-        return "it pays"
-    if len(packed.over) > 1:
-        return "it does not pay"
-    (part,) = packed.over
-    enough = (part.bfloat16_bytes - part.sent_bytes) / packed.packing_s / 1e9
-    return f"it does not pay, as it would below {enough:.2g} GB/s of each device"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -164,11 +141,10 @@ def _collectives_table(forecast: Any) -> Any:
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
         alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
     ordered = sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))
-    counts = _counts_of_gpus if forecast.on_gpus else _counts
-    rows = [[*key, *counts(members)] for key, members in ordered[:ROWS]]
+    rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
-        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *counts(rest)])
-    rows.append(["in all", "", "", "", "", *counts(forecast.collectives)])
+        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *_counts(rest, forecast.on_gpus)])
+    rows.append(["in all", "", "", "", "", *_counts(forecast.collectives, forecast.on_gpus)])
     columns = ["collective", "for", "direction", "dtype", "axes"]
     numbers = ["per step", "sent per device", "async"]
     if forecast.on_gpus:
@@ -224,24 +200,18 @@ def _array(shape: str) -> str:
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
-def _counts(members: Sequence[Collective]) -> list[str]:
-    sent, hidden = sum_wire_bytes(members), sum_wire_bytes(c for c in members if c.asynchronous)
-    return [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
-
-
-def _counts_of_gpus(members: Sequence[Collective]) -> list[str]:
-    """Networks, executions, bytes, those that each adapter carries, and how much is hidden."""
+def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
+    """Executions, bytes, and how much of them is hidden; of GPUs also networks, and what each adapter carries."""
+    sent = sum_wire_bytes(members)
+    hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
+    cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
+    if not on_gpus:
+        return cells
     timings = [(c.count, c.timing) for c in members if c.timing]
     networks = sorted({network for _, timing in timings for network in timing.networks})
     carried = sum(count * timing.nic_bytes for count, timing in timings)
-    sent, hidden = sum_wire_bytes(members), sum_wire_bytes(c for c in members if c.is_hidden)
-    return [
-        "".join(networks) if len(networks) < 2 else "both",
-        f"{executions(members):,}",
-        format_bytes(sent),
-        format_bytes(carried) if carried else "",
-        f"{hidden / sent:.0%}" if sent else "",
-    ]
+    over = "".join(networks) if len(networks) < 2 else "both"
+    return [over, *cells[:2], format_bytes(carried) if carried else "", cells[2]]
 
 
 def _time_table(forecast: Any) -> Any:

@@ -1,13 +1,29 @@
-"""The clock of a schedule beside which something travels: collectives over links, arrays to the host and back.
+"""The clock of a schedule: how long each instruction runs, and how long the schedule waits for what travels beside it.
 
-an instruction        the clock goes on by the time that it runs
-start of a transfer   the transfer takes its links as soon as they are free: who starts first is served first
-end of a transfer     the clock waits for what is left; of a synchronous transfer the end comes with the start
+    an instruction        the clock goes on by the time that it runs
+    start of a transfer   the transfer takes its links as soon as they are free: who starts first is served first
+    end of a transfer     the clock waits for what is left; of a synchronous transfer the end comes with the start
+
+TPUs' compiler estimates the cycles of an instruction. On GPUs each kernel takes the roofline of its chip:
+
+    kernel                max(FLOP / peak rate of its dtype, bytes of HBM / bandwidth)
+    loop                  that of its body, as often as it runs; of a conditional the longest branch
+    collective            nothing: it runs beside, or is waited for
+
+Kernels of Pallas and custom calls that nobody knows (``products``) count with their bytes alone. By the rates that are
+published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one that is expected.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from xlstm_jax.distributed.forecast.cost.cycles import moved_by
+from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
+from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.text import jax_name_of
+from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
 
 @dataclass(frozen=True)
@@ -47,3 +63,65 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
             now += waited[number]
         now += seconds
     return waited
+
+
+# ------------------------------------------------------------------------------------------------------ kernels of GPUs
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of something that runs: in all, and of it the kernels that hold a matrix product."""
+
+    total: float = 0.0
+    products: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.total + other.total, self.products + other.products)
+
+    def __sub__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.total - other.total, self.products - other.products)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a program on a GPU."""
+
+    program: Program
+    chip: Chip
+    _known: dict[str, Seconds] = field(default_factory=dict, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all kernels of a step, one after the other."""
+        return self._of_computation(self.program.entry).total
+
+    def seconds_of(self, computation: Computation, instruction: Instruction) -> Seconds:
+        """The time of one execution, with all that the instruction calls."""
+        opcode = instruction.opcode
+        if opcode in ("while", "conditional", "call", "call-start", "async-start"):
+            called = [self._of_computation(self.program.computations[name]) for name in instruction.all_called]
+            if opcode == "conditional":
+                return max(called, key=lambda branch: branch.total)
+            trips = self.program.trips_of(computation, instruction) if opcode == "while" else 1
+            once = _sum(called)
+            return Seconds(once.total * trips, once.products * trips)
+        if not instruction.is_work or opcode in COLLECTIVES:
+            return Seconds()
+        products = sum(
+            flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
+            for within, inner in self.program.with_fused(computation, instruction)
+            if (flops := product_flops(within, inner))
+        )
+        memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
+        seconds = max(products, memory)
+        return Seconds(seconds, seconds if products else 0.0)
+
+    def _of_computation(self, computation: Computation) -> Seconds:
+        if computation.name not in self._known:
+            times = (self.seconds_of(computation, instruction) for instruction in computation.instructions)
+            self._known[computation.name] = _sum(times)
+        return self._known[computation.name]
+
+
+def _sum(times: Iterable[Seconds]) -> Seconds:
+    return sum(times, Seconds())

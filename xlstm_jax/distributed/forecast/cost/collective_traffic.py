@@ -15,20 +15,19 @@ where the payload is the whole array: what a gather results in, what a reduction
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
-from xlstm_jax.distributed.forecast.hlo.dataflow import MAX_VISITED, Value, downstream, origin, sources, upstream, uses
+from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
-from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, Shape
+from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
 from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
-from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
+from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MIXED = "mixed"
 MIN_S = 1e-12  # so that nothing hides beside nothing
 
-_OWN_SCOPES = ("gather_params", "sync_gradients")
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 _ZERO = re.compile(r"-?0(\.0*)?")
 _SAME_VALUES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "fusion", "get-tuple-element", "opt-barrier"}
@@ -193,16 +192,24 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
-    groups = _device_groups(site.inner, devices)
+    if site.inner.opcode.startswith("collective-permute"):
+        groups: Groups = connected(site.inner.source_target_pairs) or ((0,),)
+    else:
+        groups = site.inner.groups or (tuple(range(devices)),)
     group_size = max(len(group) for group in groups)
-    shapes = _sent_shapes(site)
+    # What travels are the operands; of an all-reduce the result, as a TPU may sum in a wider dtype.
+    sent = [site.inner] if site.reduces_all else [value.instruction for value in site.arrays]
+    shapes = [shape for instruction in sent for shape in instruction.shapes]
     payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
     dtypes = {shape.dtype for shape in shapes}
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = tuple(_leaf(program, value) for value in _operands(site)) if gathers else ()
+    leaves = tuple(_leaf(program, value) for value in site.arrays) if gathers else ()
     leaves = leaves if all(leaves) else ()
+    direction = module_path(names[0])[1] if names[0] else OTHER
+    if gathers and not site.own_names and direction == BACKWARD:
+        direction = RECOMPUTE  # it has a neighbour's name, and in the backward pass serves to compute forward again
     return Collective(
         name=site.scheduled.name,
         kind=site.kind,
@@ -216,35 +223,11 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
         op_name=names[0],
         modules=tuple(leaf.rpartition("/")[0] for leaf in leaves) or _modules_served(program, site, names, gathers),
         leaves=leaves,
-        direction=_direction_of(site, names[0], gathers),
+        direction=direction,
         asynchronous=site.during is not None,
         overlapped=_overlap(site.during or ()),
         slices=_pieces_in_loops(program, site) if gathers else 1,
     )
-
-
-def _sent_shapes(site: Site) -> list[Shape]:
-    """What travels: the operands; of an all-reduce the result, as a TPU may sum in a wider dtype."""
-    if site.inner.opcode.removesuffix("-start") == "all-reduce":
-        return list(site.inner.shapes)
-    return [shape for value in _operands(site) for shape in value.instruction.shapes]
-
-
-def _direction_of(site: Site, name: str, gathers: bool) -> str:
-    direction = module_path(name)[1] if name else OTHER
-    # A gather that has lost its own name has a neighbour's; in the backward pass it serves to compute forward again.
-    return RECOMPUTE if gathers and not site.own_names and direction == BACKWARD else direction
-
-
-def _device_groups(inner: Instruction, devices: int) -> Groups:
-    if inner.opcode.startswith("collective-permute"):
-        return connected(inner.source_target_pairs) or ((0,),)
-    return inner.groups or (tuple(range(devices)),)
-
-
-def _operands(site: Site) -> list[Value]:
-    arrays = [name for name in site.inner.operands if site.within.by_name[name].type_text != "token[]"]
-    return [Value(site.within, name) for name in arrays]
 
 
 def _overlap(during: tuple[Instruction, ...]) -> Overlap:
@@ -265,7 +248,7 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
         return site.own_names
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
-    near = (other for value in _operands(site) for other in (value, *upstream(program, value)))
+    near = (other for value in site.arrays for other in (value, *upstream(program, value)))
     names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
     return (next(names, ""),)
 
@@ -276,7 +259,7 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
     primitive = names[0].rsplit("/", 1)[-1]
     if primitive in _SCATTER_NAMES:
         return "reduce-scatter"
-    in_zeros = not site.own_names and all(_is_shard_in_zeros(program, value, group_size) for value in _operands(site))
+    in_zeros = not site.own_names and all(_is_shard_in_zeros(program, value, group_size) for value in site.arrays)
     return "all-gather" if primitive in _GATHER_NAMES or in_zeros else None
 
 
@@ -302,64 +285,42 @@ def _modules_served(program: Program, site: Site, names: tuple[str, ...], gather
     Parameters are gathered before the scope of their module is entered, so a gather carries the name of the module
     around it. That name is therefore the last resort.
     """
-    values = _operands(site)
-    names = names if len(names) == len(values) else names[:1] * len(values)
+    names = names if len(names) == len(site.arrays) else names[:1] * len(site.arrays)
     own = tuple(module_path(name)[0] for name in names)
-    if site.own_names and not any(_is_in_own_scope(name) for name in names):
+    if site.own_names and not any(map(_is_in_own_scope, names)):
         return own
-    near = [
-        _first_module(downstream(program, _result(site, position)))
-        if gathers
-        else _first_module(itertools.chain([value], upstream(program, value)))
-        for position, value in enumerate(values)
-    ]
-    return tuple(nearest or path for nearest, path in zip(near, own, strict=True))
-
-
-def _pieces_in_loops(program: Program, site: Site) -> int:
-    """How many pieces a loop that the gather is not in cuts out of what was gathered; 1 without such a loop."""
-    trips = {computation.name: count for computation, count in program.executed()}
-    cuts = [
-        math.prod(whole.instruction.shapes[0].dims) // max(math.prod(piece.instruction.shapes[0].dims), 1)
-        for position in range(len(_operands(site)))
-        for whole, piece in _cuts(program, _result(site, position))
-        if trips.get(_scheduled_in(program, piece.computation), 1) > site.trips
-    ]
-    return max(cuts, default=1)
-
-
-def _cuts(program: Program, array: Value) -> Iterator[tuple[Value, Value]]:
-    """(whole, piece) wherever a piece is cut out of an array, through all that leaves its values as they are."""
-    queue, seen = [array], {array.key}
-    while queue and len(seen) < MAX_VISITED:
-        value = queue.pop()
-        new = [use for use in uses(program, value) if use.key not in seen]
-        seen.update(use.key for use in new)
-        yield from ((value, use) for use in new if use.instruction.opcode == "dynamic-slice")
-        queue += [use for use in new if use.instruction.opcode in _SAME_VALUES]
-
-
-def _scheduled_in(program: Program, computation: Computation) -> str:
-    """The computation whose schedule runs it, where it is a fusion."""
-    while calls := [caller for caller, call in program.callers[computation.name] if call.opcode == "fusion"]:
-        computation = calls[0]
-    return computation.name
-
-
-def _is_in_own_scope(op_name: str) -> bool:
-    return any(scope in op_name.split("/") for scope in _OWN_SCOPES)
-
-
-def _result(site: Site, position: int) -> Value:
-    """What becomes of an operand."""
-    element = (position,) if len(_operands(site)) > 1 else ()
-    return Value(site.within, site.inner.name, element)
+    near = (
+        downstream(program, site.result(position)) if gathers else itertools.chain([value], upstream(program, value))
+        for position, value in enumerate(site.arrays)
+    )
+    return tuple(_first_module(values) or path for values, path in zip(near, own, strict=True))
 
 
 def _first_module(values: Iterable[Value]) -> str:
     names = (value.instruction.op_name for value in values)
     paths = (module_path(name)[0] for name in names if name and not _is_in_own_scope(name))
-    return next((path for path in paths if path), "")
+    return next(filter(None, paths), "")
+
+
+def _is_in_own_scope(op_name: str) -> bool:
+    return not {"gather_params", "sync_gradients"}.isdisjoint(op_name.split("/"))
+
+
+def _pieces_in_loops(program: Program, site: Site) -> int:
+    """How many pieces a loop that the gather is not in cuts out of what was gathered; 1 without such a loop."""
+    trips = {computation.name: count for computation, count in program.executed()}
+    pieces = [
+        _size(piece.computation.by_name[piece.instruction.operands[0]]) // max(_size(piece.instruction), 1)
+        for position in range(len(site.arrays))
+        for piece in downstream(program, site.result(position), through=_SAME_VALUES)
+        if piece.instruction.opcode == "dynamic-slice"
+        and trips.get(program.schedule_of(piece.computation), 1) > site.trips
+    ]
+    return max(pieces, default=1)
+
+
+def _size(instruction: Instruction) -> int:
+    return math.prod(instruction.shapes[0].dims)
 
 
 def _leaf(program: Program, value: Value) -> str:

@@ -35,17 +35,12 @@ class Cycles:
     """The compiler's estimate for one step on one core, by the schedule's own thread.
 
     Attributes:
-      total: of all instructions that have an estimate.
-      in_loops, outside_loops: its parts.
+      total: of all instructions that have an estimate; collectives have none.
       by_module: by module path; "" for what serves none, such as the optimizer.
-      without: scheduled instructions that have none, such as collectives, each as often as it runs.
     """
 
     total: int
-    in_loops: int
-    outside_loops: int
     by_module: dict[str, int]
-    without: int
 
 
 @dataclass(frozen=True)
@@ -72,19 +67,12 @@ def count_cycles(program: Program) -> Cycles | None:
     The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
     have no estimates yet.
     """
-    looped: dict[bool, int] = defaultdict(int)
     by_module: dict[str, int] = defaultdict(int)
-    without, modules = 0, _module_by_name(program)
-    for computation, trips, instruction in scheduled(program):
-        if instruction.estimated_cycles is None:
-            without += trips * (instruction.is_work and instruction.opcode not in _CONTROL)
-            continue
-        spent = trips * instruction.estimated_cycles
-        looped[computation.name in program.in_loops] += spent
-        by_module[modules.get(instruction.op_name, "")] += spent
-    if not by_module:
-        return None
-    return Cycles(sum(looped.values()), looped[True], looped[False], dict(by_module), without)
+    modules = _module_by_name(program)
+    for _, trips, instruction in scheduled(program):
+        if instruction.estimated_cycles is not None:
+            by_module[modules.get(instruction.op_name, "")] += trips * instruction.estimated_cycles
+    return Cycles(sum(by_module.values()), dict(by_module)) if by_module else None
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:
@@ -133,9 +121,9 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
     if callee := _callee(program, instruction):
         read = 0
         for number, operand in enumerate(operands):
-            whole = _in(space, operand.shapes)
-            needed = _needed(program, callee, callee.parameters[number]) if whole else 0
-            read += whole if needed is None else min(whole, needed)
+            if whole := _in(space, operand.shapes):
+                needed = _needed(program, callee, callee.parameters[number])
+                read += whole if needed is None else min(whole, needed)
         return read, _written_by(program, callee, instruction, results, space)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in _SLICES:

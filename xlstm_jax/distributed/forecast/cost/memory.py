@@ -17,8 +17,8 @@ counts, which is XLA's memory space 0: not the on-chip VMEM.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from xlstm_jax.distributed.forecast.hlo.op_names import OTHER, module_paths
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 TIMELINE_POINTS = 400
+KINDS = ("argument", "output", "constant", "temporary")  # of allocations
 COLLECTIONS = ("parameter", "tuple", "while")  # of many values, which stem from many operations
 
 _ALLOCATION = re.compile(r"allocation \d+: (?:0x[0-9a-f]+, )?size (\d+)(.*):$")
@@ -96,17 +97,12 @@ class Memory:
     output_bytes: int
     temporary_bytes: int
     constant_bytes: int
-    peak_point: int
-    peak_live_bytes: int
-    temporaries: tuple[Temporary, ...]
-    arguments: tuple[Argument, ...]
-    timeline: tuple[Moment, ...]
+    peak_point: int = 0
+    peak_live_bytes: int = 0
+    temporaries: tuple[Temporary, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    timeline: tuple[Moment, ...] = ()
     resident_peak_bytes: int | None = None
-
-    @property
-    def fragmentation_bytes(self) -> int:
-        """What of the temporaries' allocation no buffer uses at the peak."""
-        return self.temporary_bytes - self.peak_live_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -125,29 +121,6 @@ class Memory:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value in an allocation: its range of bytes, the first and last point at which it is live, and whether it holds
-    what comes from the host or leaves for it."""
-
-    name: str
-    shape: str
-    start: int
-    stop: int
-    first: int
-    last: int
-    is_host_buffer: bool
-
-
-@dataclass(frozen=True)
-class _Allocation:
-    bytes: int
-    kind: str  # "argument", "output", "constant", "temporary" or "thread-local"
-    color: int  # XLA's number of the memory space
-    donated: bool
-    lines: tuple[re.Match[str], ...]  # one for each value in it
-
-
 class _Operation(NamedTuple):
     """The operation of the model that an instruction stems from."""
 
@@ -157,6 +130,40 @@ class _Operation(NamedTuple):
 
 
 _Operations = Mapping[str, _Operation]  # by the name of the instruction
+
+
+class _Value(NamedTuple):
+    """What an instruction, or an element of its result, writes into an allocation: its range of bytes."""
+
+    name: str
+    element: str
+    shape: str
+    start: int
+    stop: int
+
+
+class _Live(NamedTuple):
+    """A temporary, and the first and last point of the schedule at which it is live."""
+
+    value: _Value
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    bytes: int
+    kind: str  # "argument", "output", "constant", "temporary" or "thread-local"
+    color: int  # XLA's number of the memory space
+    donated: bool
+    values: list[_Value] = field(default_factory=list)
+
+
+def memory_of_totals(sizes: Mapping[str, int]) -> Memory:
+    """The memory of a program of which only the totals of JAX's ``memory_analysis`` are known."""
+    alias, temporary = sizes.get("alias", 0), sizes.get("temp", 0)
+    output = sizes.get("output", 0) - alias
+    return Memory(sizes.get("argument", 0), alias, output, temporary, constant_bytes=0, peak_live_bytes=temporary)
 
 
 def read_memory(
@@ -181,23 +188,24 @@ def read_memory(
     paths = module_paths(filter(None, op_names.values()))
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
+    sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in KINDS}
     schedule, ranges = _live_ranges(live_range)
-    values, temporary_bytes = _temporaries(allocations, ranges, host_buffers)
-    live = _live_bytes(values, len(schedule))
-    peak = int(live.argmax())
-    sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in ("argument", "output", "constant")}
+    temporaries = _temporaries(allocations, ranges)
+    resident = [live for live in temporaries if live.value.name + live.value.element not in host_buffers]
+    live_bytes = _live_bytes(temporaries, len(schedule))
+    peak = int(live_bytes.argmax())
     return Memory(
         argument_bytes=sums["argument"],
         alias_bytes=sum(a.bytes for a in allocations if a.donated),
         output_bytes=sums["output"],
-        temporary_bytes=temporary_bytes,
+        temporary_bytes=sums["temporary"],
         constant_bytes=sums["constant"],
         peak_point=peak,
-        peak_live_bytes=int(live[peak]),
-        temporaries=_temporaries_at(peak, values, operations),
+        peak_live_bytes=int(live_bytes[peak]),
+        temporaries=_temporaries_at(peak, temporaries, operations),
         arguments=_arguments(allocations, operations),
-        timeline=_timeline(live, schedule, operations, points),
-        resident_peak_bytes=int(_live_bytes([v for v in values if not v.is_host_buffer], len(schedule)).max()),
+        timeline=_timeline(live_bytes, schedule, operations, points),
+        resident_peak_bytes=int(_live_bytes(resident, len(schedule)).max()),
     )
 
 
@@ -220,24 +228,25 @@ def operation_names(program: Program) -> dict[str, str]:
 
 
 def _allocations(text: str) -> list[_Allocation]:
-    described: list[tuple[re.Match[str], list[re.Match[str]]]] = []
+    allocations: list[_Allocation] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
-            described.append((header, []))
+            allocations.append(_allocation(int(header[1]), header[2]))
         elif value := _VALUE.match(line):
-            described[-1][1].append(value)
-    if not described:
+            name, element, _, size, offset, shape = value.groups()
+            end = int(offset) + int(size)
+            allocations[-1].values.append(_Value(name, element or "{}", _LAYOUT.sub("", shape), int(offset), end))
+    if not allocations:
         raise ValueError(f"This is no buffer assignment of XLA: no line begins an allocation: {text[:80]!r}.")
-    return [_allocation(header, lines) for header, lines in described]
+    return allocations
 
 
-def _allocation(header: re.Match[str], lines: list[re.Match[str]]) -> _Allocation:
-    size, flags = int(header[1]), header[2]
+def _allocation(size: int, flags: str) -> _Allocation:
     color, is_parameter, live_out = _COLOR.search(flags), ", parameter " in flags, "maybe-live-out" in flags
     kind = "argument" if is_parameter else "output" if live_out else "temporary"
     for other in ("constant", "thread-local"):  # thread-local: scratch of a reduction's scalar function
         kind = other if f", {other}" in flags else kind
-    return _Allocation(size, kind, int(color[1]) if color else HBM, is_parameter and live_out, tuple(lines))
+    return _Allocation(size, kind, int(color[1]) if color else HBM, is_parameter and live_out)
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
@@ -254,106 +263,96 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
-def _temporaries(
-    allocations: Sequence[_Allocation], ranges: Mapping[str, tuple[int, int]], host_buffers: Collection[str]
-) -> tuple[list[_Value], int]:
-    """All values that are temporaries, and the bytes of their allocations, which are laid one behind the other."""
-    values, base = [], 0
+def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Live]:
+    """All temporaries, their allocations laid one behind the other."""
+    temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
-        for line in allocation.lines:
-            name, index, size, offset = line[1], line[2] or "{}", int(line[4]), int(line[5])
-            if name + index not in ranges:
+        for value in allocation.values:
+            if (name := value.name + value.element) not in ranges:
                 raise ValueError(
-                    f"The buffer assignment has a temporary {name + index} of {size} bytes, which is not in the "
-                    f"live-range text; it knows {len(ranges)} values. Pass both texts of one and the same program."
+                    f"The buffer assignment has a temporary {name} of {value.stop - value.start} bytes, which is not "
+                    f"in the live-range text; it knows {len(ranges)} values. Pass both texts of one and the same "
+                    "program."
                 )
-            start = base + offset
-            is_host_buffer = name + index in host_buffers
-            values.append(
-                _Value(name, _LAYOUT.sub("", line[6]), start, start + size, *ranges[name + index], is_host_buffer)
-            )
+            moved = value._replace(start=base + value.start, stop=base + value.stop)
+            temporaries.append(_Live(moved, *ranges[name]))
         base += allocation.bytes
-    return values, base
+    return temporaries
 
 
-def _arguments(allocations: Sequence[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
-    arguments = []
-    for allocation in (a for a in allocations if a.kind == "argument"):
-        value = allocation.lines[0]  # the parameter itself; others are written over it later
-        name, shape = operations.get(value[1], _Operation()).name, _LAYOUT.sub("", value[6])
-        arguments.append(Argument(name, shape, allocation.bytes, allocation.donated))
+def _arguments(allocations: Iterable[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
+    # The first value of an allocation is the parameter itself; others are written over it later.
+    arguments = [
+        Argument(operations.get(a.values[0].name, _Operation()).name, a.values[0].shape, a.bytes, a.donated)
+        for a in allocations
+        if a.kind == "argument"
+    ]
     return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
 
 
 # -------------------------------------------------------------------------------------------------- the use over time
 
 
-def _live_bytes(values: Sequence[_Value], points: int) -> np.ndarray:
-    """At each point the number of bytes that any live value uses; bytes that several share count once."""
-    edges = np.unique([edge for value in values for edge in (value.start, value.stop)])
-    widths = np.diff(edges)
+def _stretches(temporaries: Sequence[_Live]) -> tuple[np.ndarray, list[slice]]:
+    """The bytes of the stretches into which the ends of all temporaries cut their memory, and the stretches of each."""
+    edges = np.unique([edge for value, *_ in temporaries for edge in (value.start, value.stop)])
+    return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value, *_ in temporaries]
+
+
+def _live_bytes(temporaries: Sequence[_Live], points: int) -> np.ndarray:
+    """At each point the bytes that any temporary uses; bytes that several share count once."""
+    widths, stretches = _stretches(temporaries)
     users, live = np.zeros(len(widths), np.int64), np.zeros(points, np.int64)
     starting, ending = defaultdict(list), defaultdict(list)
-    for value in values:
-        span = slice(*np.searchsorted(edges, (value.start, value.stop)))
-        starting[value.first].append(span)
-        ending[value.last].append(span)
+    for (_, first, last), used in zip(temporaries, stretches, strict=True):
+        starting[first].append(used)
+        ending[last].append(used)
     for point in range(points):
-        for span in starting[point]:
-            users[span] += 1
+        for used in starting[point]:
+            users[used] += 1
         live[point] = widths[users > 0].sum()
-        for span in ending[point]:
-            users[span] -= 1
+        for used in ending[point]:
+            users[used] -= 1
     return live
 
 
-def _temporaries_at(point: int, values: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
+def _temporaries_at(point: int, temporaries: Sequence[_Live], operations: _Operations) -> tuple[Temporary, ...]:
     """The buffers in use at a point. Where some overlap, the larger one has the bytes."""
     by_range = defaultdict(list)
-    for value in values:
-        by_range[value.start, value.stop].append(value)
-    live = {span: history for span, sharing in by_range.items() if (history := _history(sharing, point))}
-    taken: list[tuple[int, int]] = []
-    temporaries = []
-    for span in sorted(live, key=lambda span: (span[0] - span[1], span)):
-        size = _untaken(span, taken)
-        taken.append(span)
-        if size:
-            temporaries.append(_temporary(size, live[span], point, operations))
-    return tuple(sorted(temporaries, key=lambda temporary: -temporary.bytes))
+    widths, stretches = _stretches(temporaries)
+    for live, used in zip(temporaries, stretches, strict=True):
+        by_range[live.value.start, live.value.stop].append((live, used))
+    free, found = np.ones(len(widths), bool), []
+    for _, sharing in sorted(by_range.items(), key=lambda item: (item[0][0] - item[0][1], item[0])):
+        if not (history := _history([live for live, _ in sharing], point)):
+            continue
+        used = sharing[0][1]
+        if size := int(widths[used][free[used]].sum()):
+            found.append(_temporary(size, history, point, operations))
+        free[used] = False
+    return tuple(sorted(found, key=lambda temporary: -temporary.bytes))
 
 
-def _history(values: Sequence[_Value], point: int) -> list[_Value]:
+def _history(sharing: Sequence[_Live], point: int) -> list[_Live]:
     """Of the values in one range of bytes: those live at the point, then those that touch these in time, and so on."""
     first, last = point, point
-    history: list[_Value] = []
-    more = [value for value in values if value.first <= point <= value.last]
-    while more:
+    history: list[_Live] = []
+    while more := [live for live in sharing if live not in history and live.first <= last and first <= live.last]:
         history += more
-        first, last = min(value.first for value in history), max(value.last for value in history)
-        more = [value for value in values if value not in history and value.first <= last and first <= value.last]
+        first, last = min(live.first for live in history), max(live.last for live in history)
     return history
 
 
-def _untaken(span: tuple[int, int], taken: Sequence[tuple[int, int]]) -> int:
-    """The bytes of a range outside of all that is taken."""
-    free, position = 0, span[0]
-    for start, stop in sorted(taken):
-        free += max(0, min(start, span[1]) - position)
-        position = max(position, min(stop, span[1]))
-    return free + max(0, span[1] - position)
-
-
-def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
+def _temporary(size: int, history: Sequence[_Live], point: int, operations: _Operations) -> Temporary:
     """Named after the value whose name says most: one live at the point, before one in a module, before any other."""
 
-    def information(value: _Value) -> tuple[bool, bool, bool]:
-        operation = operations.get(value.name, _Operation())
+    def information(live: _Live) -> tuple[bool, bool, bool]:
+        operation = operations.get(live.value.name, _Operation())
         is_named = bool(operation.name)
-        return value.first <= point <= value.last and is_named, bool(operation.path), is_named
+        return live.first <= point <= live.last and is_named, bool(operation.path), is_named
 
-    value = max(history, key=information)
-    first, last = min(v.first for v in history), max(v.last for v in history)
+    value = max(history, key=information).value
+    first, last = min(live.first for live in history), max(live.last for live in history)
     return Temporary(size, value.shape, value.name, *operations.get(value.name, _Operation()), first, last)
 
 

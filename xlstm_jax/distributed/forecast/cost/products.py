@@ -68,18 +68,19 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
     target = target_of(instruction)
     if target.startswith(ATTENTION):
         return cudnn_attention_flops(computation, instruction)
-    if instruction.opcode == "dot" or target.startswith(_CUBLAS):
-        return _dot_flops(computation, instruction)
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
-    return _cudnn_flops(computation, instruction, *_CUDNN[target]) if target in _CUDNN else 0
-
-
-def _dot_flops(computation: Computation, instruction: Instruction) -> int:
-    left = operand_shapes(computation, instruction)[0]
-    match = _CONTRACTED.search(instruction.attributes)
-    dims = integers(match[1]) if match else ()
-    return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in dims)
+    if instruction.opcode == "dot" or target.startswith(_CUBLAS):
+        left, match = operand_shapes(computation, instruction)[0], _CONTRACTED.search(instruction.attributes)
+        contracted = integers(match[1]) if match else ()
+        return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in contracted)
+    if target not in _CUDNN:
+        return 0
+    output, kernel = _CUDNN[target]
+    arrays = [*operand_shapes(computation, instruction)[:2], instruction.shapes[0]]
+    labels = _DIM_LABELS.search(instruction.attributes)
+    features = arrays[kernel].dims[labels[2].index("o")] if labels else 1
+    return 2 * math.prod(arrays[output].dims) * math.prod(arrays[kernel].dims) // features
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
@@ -90,7 +91,10 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
         dict(zip(names, shape.dims, strict=True))
         for names, shape in zip(labels.groups(), (left, kernel, out), strict=True)
     )
-    window = _window(instruction)
+    # window={size=3x3 pad=1_1x1_1} is {"size": ["3", "3"], "pad": ["1_1", "1_1"]}.
+    described = _WINDOW.search(instruction.attributes)
+    entries = [entry.split("=") for entry in described[1].split()] if described else []
+    window = {name: values.split("x") for name, values in entries}
     flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
     for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
         one = {name: values[place] for name, values in window.items()}
@@ -98,20 +102,6 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
         stride, dilation, apart = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
         flops *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
     return flops
-
-
-def _window(instruction: Instruction) -> dict[str, list[str]]:
-    """``window={size=3x3 pad=1_1x1_1}`` as {"size": ["3", "3"], "pad": ["1_1", "1_1"]}."""
-    match = _WINDOW.search(instruction.attributes)
-    pairs = [entry.split("=") for entry in match[1].split()] if match else []
-    return {name: values.split("x") for name, values in pairs}
-
-
-def _cudnn_flops(computation: Computation, instruction: Instruction, output: int, kernel: int) -> int:
-    arrays = [*operand_shapes(computation, instruction)[:2], instruction.shapes[0]]
-    labels = _DIM_LABELS.search(instruction.attributes)
-    features = arrays[kernel].dims[labels[2].index("o")] if labels else 1
-    return 2 * math.prod(arrays[output].dims) * math.prod(arrays[kernel].dims) // features
 
 
 def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:

@@ -13,7 +13,9 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
+from xlstm_jax.distributed.forecast.hlo.dataflow import Value
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
@@ -47,6 +49,28 @@ class Site:
         """The names that the collective carries itself; () where a TPU's compiler has replaced another by it."""
         return self.inner.op_names or self.scheduled.op_names
 
+    @property
+    def reduces_all(self) -> bool:
+        """Whether the collective itself is an all-reduce, whatever ``kind`` it is in effect."""
+        return self.inner.opcode.removesuffix("-start") == "all-reduce"
+
+    @cached_property
+    def arrays(self) -> tuple[Value, ...]:
+        """The arrays that travel."""
+        return tuple(
+            Value(self.within, name) for name in self.inner.operands if self.within.by_name[name].type_text != "token[]"
+        )
+
+    def result(self, position: int) -> Value:
+        """What becomes of one of ``arrays``."""
+        return Value(self.within, self.inner.name, (position,) if len(self.arrays) > 1 else ())
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The positions in the schedule of the start and of the end, the same where the schedule waits."""
+        start = self.computation.position[self.scheduled.name]
+        return start, start if self.during is None else start + 1 + len(self.during)
+
 
 def sites(program: Program) -> Iterator[Site]:
     """Every site of the program, callers before those they call."""
@@ -58,41 +82,32 @@ def sites(program: Program) -> Iterator[Site]:
 
 
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    opcode = at.opcode
-    if opcode in COLLECTIVES:
-        yield Site(computation, trips, at, opcode, at, computation, None)
-    elif opcode.removesuffix("-start") in COLLECTIVES:
-        yield Site(computation, trips, at, opcode.removesuffix("-start"), at, computation, _during(computation, at))
-    elif opcode in ("async-start", "call-start"):
-        for within, inner in _collectives_in(program, at):
-            kind = inner.opcode.removesuffix("-start")
-            yield Site(computation, trips, at, kind, inner, within, _during(computation, at))
-    elif opcode == "fusion":
-        yield from _sites_in_fusion(program, computation, trips, at)
-
-
-def _sites_in_fusion(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    collectives = list(_collectives_in(program, at))
-    role = _role_in_chain(program, at) if collectives else None
-    if role == "start":
-        within, inner = collectives[0]
-        during = _during_chain(program, computation, at, _chain(inner))
-        yield Site(computation, trips, at, inner.opcode, inner, within, during)
-    if role is None:
-        for within, inner in collectives:
-            scatters = inner.opcode == "all-reduce" and _is_sliced(within, inner)
-            yield Site(computation, trips, at, "reduce-scatter" if scatters else inner.opcode, inner, within, None)
+    opcode, starts = at.opcode, at.opcode.endswith("-start")
+    if opcode.removesuffix("-start") in COLLECTIVES:
+        found = [(computation, at)]
+    else:
+        found = list(_collectives_in(program, at)) if opcode in ("fusion", "async-start", "call-start") else []
+    role = _role_in_chain(program, at) if found and opcode == "fusion" else None
+    if role is not None and role != "start":
+        return  # of a chain, which counts where it starts
+    for within, inner in found[:1] if role == "start" else found:
+        kind = inner.opcode.removesuffix("-start")
+        during = _during(computation, at) if starts else None
+        if role == "start":
+            during = _during_chain(program, computation, at, _chain(inner))
+        elif opcode == "fusion" and kind == "all-reduce" and _is_sliced(within, inner):
+            kind = "reduce-scatter"
+        yield Site(computation, trips, at, kind, inner, within, during)
 
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     """The collectives in what an instruction calls, fusions in fusions included."""
-    for names in caller.called.values():
-        for name in names:
-            for instruction in program.computations[name].instructions:
-                if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-                    yield program.computations[name], instruction
-                elif instruction.opcode in ("fusion", "call"):
-                    yield from _collectives_in(program, instruction)
+    for name in caller.all_called:
+        for instruction in program.computations[name].instructions:
+            if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+                yield program.computations[name], instruction
+            elif instruction.opcode in ("fusion", "call"):
+                yield from _collectives_in(program, instruction)
 
 
 def _is_sliced(computation: Computation, reduced: Instruction) -> bool:

@@ -6,7 +6,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
@@ -37,18 +37,24 @@ def upstream(program: Program, value: Value) -> Iterator[Value]:
     return _walk(program, value, sources)
 
 
-def downstream(program: Program, value: Value) -> Iterator[Value]:
-    """What is made from a value, nearest first, itself left out."""
-    return _walk(program, value, uses)
+def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
+    """What is made from a value, nearest first, itself left out; ``through`` operations of these opcodes alone."""
+    return _walk(program, value, uses, through)
 
 
-def _walk(program: Program, value: Value, step: Callable[[Program, Value], list[Value]]) -> Iterator[Value]:
+def _walk(
+    program: Program,
+    value: Value,
+    step: Callable[[Program, Value], list[Value]],
+    through: Collection[str] | None = None,
+) -> Iterator[Value]:
     queue, seen = deque([value]), {value.key}
     while queue and len(seen) < MAX_VISITED:
         for neighbour in step(program, queue.popleft()):
             if neighbour.key not in seen:
                 seen.add(neighbour.key)
-                queue.append(neighbour)
+                if through is None or neighbour.instruction.opcode in through:
+                    queue.append(neighbour)
                 yield neighbour
 
 
@@ -158,7 +164,6 @@ def _is_call(instruction: Instruction) -> bool:
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
     """The computations whose roots are the result of an instruction."""
-    called = instruction.called if instruction.opcode == "conditional" or _is_call(instruction) else {}
-    if instruction.opcode == "while":
-        called = {"body": instruction.called["body"]}
-    return [program.computations[name] for names in called.values() for name in names]
+    names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
+    names = instruction.called["body"] if instruction.opcode == "while" else names
+    return [program.computations[name] for name in names]

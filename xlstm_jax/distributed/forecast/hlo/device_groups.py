@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -30,10 +30,6 @@ _MESH_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?=(\d+)")
 _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
 
 
-def _listed(text: str) -> Groups:
-    return tuple(integers(group) for group in re.findall(r"\{([\d,]*)\}", text))
-
-
 def replica_groups(attributes: str) -> Groups:
     """The devices of each group; () where all devices form one.
 
@@ -45,22 +41,21 @@ def replica_groups(attributes: str) -> Groups:
     if match := _LISTED.search(attributes):
         return tuple(group for group in _listed(match[1]) if group)
     if match := _IOTA.search(attributes):
-        count, size = integers(match[1])
-        return _as_groups(_iota(match[2], match[3]).reshape(count, size))
+        return tuple(map(tuple, _iota(match[2], match[3]).reshape(integers(match[1])).tolist()))
     if match := _MESH.search(attributes):
         return _mesh_groups(*match.groups())
     start = attributes.index("replica_groups=")
     raise ValueError(f"these groups of devices have a form that is not known here: {attributes[start : start + 80]!r}.")
 
 
+def _listed(text: str) -> Groups:
+    return tuple(integers(group) for group in re.findall(r"\{([\d,]*)\}", text))
+
+
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
     sizes = integers(dims)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(integers(permutation)) if permutation else ids
-
-
-def _as_groups(ids: np.ndarray) -> Groups:
-    return tuple(tuple(group) for group in ids.tolist())
 
 
 def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
@@ -78,9 +73,14 @@ def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: 
         factor = factor or size
         dims += [before, factor, size // (before * factor)]
         grouped += [False, name in chosen, False]
-    order = sorted(range(len(dims)), key=grouped.__getitem__)  # those of a group come last
-    in_group = math.prod(dim for dim, inside in zip(dims, grouped, strict=True) if inside)
-    return _as_groups(ids.reshape(dims).transpose(order).reshape(-1, in_group))
+    return _groups_along(ids.reshape(dims), grouped)
+
+
+def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
+    """The ids of a mesh in groups, in each of which they differ along the ``grouped`` dims."""
+    order = sorted(range(ids.ndim), key=grouped.__getitem__)  # the dims of a group come last
+    in_group = math.prod(size for size, inside in zip(ids.shape, grouped, strict=True) if inside)
+    return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
 
 
 def source_target_pairs(attributes: str) -> Groups:
@@ -103,25 +103,18 @@ def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, 
 
     Axes of size 1 are left out, as nothing travels along them.
     """
-    return _axes_of_groups(_as_sets(groups), tuple(axis_sizes.items()))
+    return _axes_of_groups(frozenset(map(frozenset, groups)), tuple(axis_sizes.items()))
 
 
 @functools.lru_cache(maxsize=256)
-def _axes_of_groups(groups: _Sets, axis_sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
+def _axes_of_groups(
+    groups: frozenset[frozenset[int]], axis_sizes: tuple[tuple[str, int], ...]
+) -> tuple[str, ...] | None:
     sizes = {axis: size for axis, size in axis_sizes if size > 1}
-    in_group = {len(group) for group in groups}
-    for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
-        if in_group == {math.prod(sizes[axis] for axis in axes)} and groups == _groups_along(axes, sizes):
-            return axes
-    return None
-
-
-def _groups_along(axes: tuple[str, ...], sizes: dict[str, int]) -> _Sets:
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    order = sorted(range(len(sizes)), key=lambda i: list(sizes)[i] in axes)  # those of a group come last
-    in_group = math.prod(sizes[axis] for axis in axes)
-    return _as_sets(ids.transpose(order).reshape(-1, in_group).tolist())
-
-
-def _as_sets(groups: Iterable[Iterable[int]]) -> _Sets:
-    return frozenset(frozenset(group) for group in groups)
+    for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
+        if {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}:
+            along = _groups_along(ids, [axis in axes for axis in sizes])
+            if groups == frozenset(map(frozenset, along)):
+                return axes
+    return None

@@ -57,13 +57,6 @@ class Shape:
     nbytes: int
 
 
-def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
-    sizes = integers(dims)
-    space, narrow = _SPACE.search(layout or ""), _ELEMENT_BITS.search(layout or "")
-    bits = int(narrow[1]) if narrow else 8 * bytes_of(dtype)
-    return Shape(dtype, sizes, int(space[1]) if space else HBM, -(-math.prod(sizes) * bits // 8))
-
-
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation. Properties read the text when they are asked for."""
@@ -78,7 +71,13 @@ class Instruction:
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result; those of a tuple, nested or not, in order."""
-        return tuple(_shape(*match.groups()) for match in _ARRAY.finditer(self.type_text))
+        shapes = []
+        for dtype, dims, layout in _ARRAY.findall(self.type_text):
+            space, narrow = _SPACE.search(layout), _ELEMENT_BITS.search(layout)
+            bits, sizes = int(narrow[1]) if narrow else 8 * bytes_of(dtype), integers(dims)
+            nbytes = -(-math.prod(sizes) * bits // 8)  # rounded up
+            shapes.append(Shape(dtype, sizes, int(space[1]) if space else HBM, nbytes))
+        return tuple(shapes)
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -118,6 +117,11 @@ class Instruction:
             key = "branches" if role.startswith(("branch", "true", "false")) else role
             roles[key] = roles.get(key, ()) + ((name,) if name else tuple(_OPERAND.findall(several)))
         return roles
+
+    @property
+    def all_called(self) -> tuple[str, ...]:
+        """Names of the computations of all roles."""
+        return tuple(name for names in self.called.values() for name in names)
 
     @cached_property
     def groups(self) -> Groups:

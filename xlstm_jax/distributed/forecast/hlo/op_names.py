@@ -76,7 +76,12 @@ def module_path(op_name: str) -> tuple[str, str]:
     names = _module_names(scopes)
     root = next((i for i, name in enumerate(names) if CLASS.match(name)), -1)
     path = "/".join(names[root + 1 :])
-    return path, _direction(set(scopes), transforms, bool(path) and op_name.startswith(("jit(", "pjit(")))
+    if "rematted_computation" in scopes:
+        return path, RECOMPUTE
+    if "transpose" in transforms or "sync_gradients" in scopes:
+        return path, BACKWARD
+    in_module = bool(path) and op_name.startswith(("jit(", "pjit("))
+    return path, FORWARD if "jvp" in transforms or in_module else OTHER
 
 
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -157,11 +162,3 @@ def _is_control_flow(before: str, scope: str, after: str) -> bool:
     if before == "while" and LOOP_PARTS.match(scope):
         return True
     return bool(BRANCH.match(scope)) if before == "cond" else scope == "cond" and bool(BRANCH.match(after))
-
-
-def _direction(scopes: set[str], transforms: set[str], in_module: bool) -> str:
-    if "rematted_computation" in scopes:
-        return RECOMPUTE
-    if "transpose" in transforms or "sync_gradients" in scopes:
-        return BACKWARD
-    return FORWARD if "jvp" in transforms or in_module else OTHER

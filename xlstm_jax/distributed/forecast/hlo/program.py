@@ -16,7 +16,7 @@ they bring each loop of known length into the same form, in which every number i
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -127,21 +127,12 @@ class Program:
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of computations that an async-start (or call-start) runs beside the schedule of its caller."""
-        return self._called_from(lambda instruction: instruction.opcode.endswith("-start"))
-
-    @cached_property
-    def in_loops(self) -> frozenset[str]:
-        """Names of the computations that run inside of a loop."""
-        return self._called_from(lambda instruction: instruction.opcode == "while")
-
-    def _called_from(self, is_caller: Callable[[Instruction], bool]) -> frozenset[str]:
-        """Names of the computations that such instructions call, and of those that these call."""
-        inside: set[str] = set()
+        beside: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
-                if is_caller(instruction) or computation.name in inside:
-                    inside.update(_executed_callees(instruction))
-        return frozenset(inside)
+                if instruction.opcode.endswith("-start") or computation.name in beside:
+                    beside.update(_executed_callees(instruction))
+        return frozenset(beside)
 
     def with_fused(
         self, computation: Computation, instruction: Instruction
@@ -149,7 +140,7 @@ class Program:
         """The instruction, and those that it holds if it is a fusion; each with the computation that it stands in."""
         yield computation, instruction
         if instruction.opcode == "fusion":
-            for name in (name for names in instruction.called.values() for name in names):
+            for name in instruction.all_called:
                 within = self.computations[name]
                 for inner in within.instructions:
                     yield from self.with_fused(within, inner)
@@ -160,9 +151,15 @@ class Program:
         callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                for name in {name for names in instruction.called.values() for name in names}:
+                for name in set(instruction.all_called):
                     callers[name].append((computation, instruction))
         return callers
+
+    def schedule_of(self, computation: Computation) -> str:
+        """The name of the computation whose schedule runs this one, which may be that of a fusion."""
+        while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
+            computation = calls[0]
+        return computation.name
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
