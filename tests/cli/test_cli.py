@@ -503,8 +503,8 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
         figures = SimpleNamespace(total_bytes=2**20 - 2**14 * on_host, memory=memory, host=host, **times)
-        program = SimpleNamespace(key=(call.traced.jaxpr.pretty_print(), on_host))
-        return Job(lambda: figures, seconds=None if len(asked) == 3 else 12.3, request=program)
+        program = (call.traced.jaxpr.pretty_print(), on_host)
+        return Job(lambda: figures, seconds=None if len(asked) == 3 else 12.3, key=program)
 
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
@@ -569,12 +569,10 @@ def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compil
 
 
 def test_what_a_factory_takes_and_does_not_use_is_compiled_once(command, monkeypatch):
-    program = SimpleNamespace(key="the same")
-
     def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
-        return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), request=program)
+        return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), key="the same")
 
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     _, out, _ = command("fit --topology v5e:2x2 --mesh fsdp=4 --json", "tiny_training:passes_on")

@@ -26,7 +26,6 @@ from xlstm_jax.cli import doctor, self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import CHIPS, Forecast
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Overlap, Timing
-from xlstm_jax.distributed.forecast.cost.cycles import Cycles
 from xlstm_jax.distributed.forecast.cost.flops import Flops, Work
 from xlstm_jax.distributed.forecast.cost.memory import Memory, Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
@@ -171,7 +170,7 @@ def forecast_of_a_tpu():
         available_bytes=16 * 2**30,
         collectives=collectives,
         flops=Flops((Work("", "forward", "float32", 2048.0), Work("", "backward", "float32", 2048.0)), (), ()),
-        cycles=Cycles(115877905, {}),
+        cycles=115877905,
         hbm_bytes=None,
         tokens=None,
         unknown_loops=("jit(step)/shard_map/jvp()/while",),

@@ -49,7 +49,7 @@ def test_bytes_of_straight_programs_are_those_that_xla_counts(name):
     program = compiled(fn, *args, donate=(0,) if name == "update" else ())
     moved = count_hbm_bytes(parse(program.as_text()))
     assert moved.total in counted_by_xla(program)
-    assert moved.read > 0 and moved.written > 0 and sum(moved.by_module.values()) == moved.total
+    assert moved.read > 0 and moved.written > 0
 
 
 def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
@@ -60,7 +60,6 @@ def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
     program = step.lower(state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype)).compile()
     moved = count_hbm_bytes(parse(program.as_text()))
     assert moved.total in counted_by_xla(program)
-    assert {"block_1/Dense_0", "block_1/LayerNorm_0", "Dense_1", ""} <= set(moved.by_module)
 
 
 def test_a_slice_counts_as_the_slice_and_an_update_as_the_update():
@@ -166,11 +165,8 @@ def test_what_lies_in_vmem_costs_no_hbm():
     assert everywhere.total > 2 * moved.total  # guard
 
 
-def test_cycles_are_summed_over_trips_and_by_module():
-    found = count_cycles(parse(TPU))
-    assert found.total == 1000 + 6 * (15377 + 160260)
-    # What fetches the blocks' weights, in the loop of the blocks, is theirs.
-    assert found.by_module == {"blocks/up": 6 * (15377 + 160260), "head": 1000}
+def test_cycles_are_summed_over_trips():
+    assert count_cycles(parse(TPU)) == 1000 + 6 * (15377 + 160260)
 
 
 def test_what_runs_on_a_sparsecore_takes_no_cycles_of_the_schedule():
@@ -185,7 +181,7 @@ ENTRY"""
   %done = f32[64,1024]{1,0} call-done(%start)
   %copy-start ="""
     text = TPU.replace("\nENTRY", beside).replace("  %copy-start =", start)
-    assert count_cycles(parse(text)).total == count_cycles(parse(TPU)).total
+    assert count_cycles(parse(text)) == count_cycles(parse(TPU))
     moved = count_hbm_bytes(parse(text)).total - count_hbm_bytes(parse(TPU)).total
     assert moved == 2 * 4 * 64 * 1024  # but its bytes are read and written
 

@@ -93,7 +93,7 @@ def test_a_key_of_the_cache_is_of_this_gpu_and_this_plugin(monkeypatch):
     def key(topology):
         mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
         x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
-        return begin_for_topology(StepCall(jax.jit(jnp.sum), (x,), topology=parse_topology(topology))).request.key
+        return begin_for_topology(StepCall(jax.jit(jnp.sum), (x,), topology=parse_topology(topology))).key
 
     keys = [key("h100:1x8"), key("h100:2x4"), key("h200:1x8")]
     assert key("h100:8") == keys[0] and len(set(keys)) == 3

@@ -422,8 +422,3 @@ def test_a_plan_of_another_model_is_refused():
 def test_no_minibatches_are_refused():
     with pytest.raises(ValueError, match="num_minibatches=0 must be 1 or more"):
         lint(cached(), plan_of(), num_minibatches=0)
-
-
-def test_every_rule_says_what_it_looks_for_and_what_that_costs():
-    assert all(rule.looks_for and rule.costs in ("traffic", "memory", "FLOP") for rule in RULES.values())
-    assert [name for name, rule in RULES.items() if rule.name != name] == []

@@ -9,7 +9,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -165,7 +164,7 @@ class Job:
     steps: int = 0
     closed: bool = False
     seconds: float | None = None
-    request: object = dataclasses.field(default_factory=lambda: SimpleNamespace(key=object()))  # of another program
+    key: object = dataclasses.field(default_factory=object)  # of another program
 
     def start(self):
         if self.log is not None:

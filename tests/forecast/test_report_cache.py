@@ -218,7 +218,7 @@ def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), s
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(tuple(axes)))
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     jitted = jax.jit(step, donate_argnums=donate)
-    return begin_for_topology(StepCall(jitted, (x,), {}, parse_topology(topology), options)).request
+    return begin_for_topology(StepCall(jitted, (x,), {}, parse_topology(topology), options))
 
 
 @pytest.mark.libtpu

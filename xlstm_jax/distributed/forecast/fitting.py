@@ -254,9 +254,9 @@ def fit(
 
     def begin(call: StepCall) -> Pending[Forecast]:
         job = begin_forecast(call)
-        if job.request.key in programs:
+        if job.key in programs:
             raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
-        programs.add(job.request.key)
+        programs.add(job.key)
         return job
 
     kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
@@ -351,11 +351,11 @@ class Search:
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
         try:
-            found = job.result() if job is not None else None
+            forecast = job.result() if job is not None else None
         except (ValueError, CompileError, TimeoutError) as raised:  # others have nothing to do with these options
-            found, error = None, raised
-        if job is not None and found is not None:
-            return Trial(options, found, found.total_bytes <= self.budget_bytes, took_s=job.seconds)
+            forecast, error = None, raised
+        if job is not None and forecast is not None:
+            return Trial(options, forecast, forecast.total_bytes <= self.budget_bytes, took_s=job.seconds)
         assert error is not None
         problem = in_a_line(error)
         if not self.trials and not isinstance(error, CompileError):  # what this one refuses it may take otherwise

@@ -28,7 +28,7 @@ from xlstm_jax.distributed.forecast.compiling.compile_process import CompileErro
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.cost.clock import Kernels
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
-from xlstm_jax.distributed.forecast.cost.cycles import Cycles, HbmBytes, count_cycles, count_hbm_bytes
+from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, count_cycles, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory, memory_of_totals, operation_names, read_memory
@@ -101,7 +101,7 @@ class Forecast:
     available_bytes: int | None
     collectives: tuple[Collective, ...]
     flops: Flops
-    cycles: Cycles | None
+    cycles: int | None
     hbm_bytes: HbmBytes | None
     tokens: int | None
     unknown_loops: tuple[str, ...]
@@ -188,7 +188,7 @@ class Forecast:
     def cycle_seconds(self) -> float | None:
         """The time of all but communication: the compiler's cycles at the chip's clock, and ``pallas_seconds``."""
         clock_hz = self.chip.clock_hz if self.chip else None
-        return self.cycles.total / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
+        return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
     @property
     def step_time(self) -> Range | None:

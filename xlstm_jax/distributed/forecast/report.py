@@ -218,7 +218,7 @@ def _time_table(forecast: Any) -> Any:
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
-    cycles = f"{forecast.cycles.total:,} cycles" if forecast.cycles else ""
+    cycles = f"{forecast.cycles:,} cycles" if forecast.cycles else ""
     times: list[tuple[str, str, float | None]] = [
         ("matrix products at the peak rate", f"{flops:.3g} FLOP", roofline.compute_s),
         ("memory at its full bandwidth", format_bytes(roofline.hbm_bytes), roofline.memory_s),

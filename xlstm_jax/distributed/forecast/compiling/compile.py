@@ -36,7 +36,6 @@ from xlstm_jax.distributed.forecast.compiling.compile_process import (
     COMPILE_TIMEOUT_S,
     RESULT,
     CompileError,
-    CompileRequest,
     Pending,
     check_compiler,
     may_be_too_large,
@@ -315,7 +314,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
     def finish(texts: Texts) -> Compiled:
         return dataclasses.replace(_read_texts(texts, topology, settings, names), without_sharding=missing)
 
-    return Pending(CompileRequest(bytes(exported.serialize()), settings), finish, COMPILE_TIMEOUT_S, call.cache)
+    return Pending(bytes(exported.serialize()), settings, finish, call.cache)
 
 
 def _export(call: StepCall, topology: Topology) -> export.Exported:

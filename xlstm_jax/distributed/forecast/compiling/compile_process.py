@@ -1,8 +1,8 @@
 """A step on its way through the compiler for a topology: read from the cache, or compiled by a child process.
 
-  CompileRequest  --Pending.start-->  found in the cache, or a child process with a folder of its own
-  Pending         --is_done, result-->  what ``finish`` makes of the compiler's texts
-                  --close-->  the child is killed where it still runs, and its folder removed
+  Pending  --start-->            found in the cache, or a child process with a folder of its own
+           --is_done, result-->  what ``finish`` makes of the compiler's texts
+           --close-->            the child is killed where it still runs, and its folder removed
 
 Nothing here waits but ``result``, so that several steps can be under way (see ``side_by_side``), and there are no
 threads, so that an interrupt ends all of them.
@@ -121,26 +121,44 @@ def may_be_too_large(error: str) -> bool:
     return any(words in error for words in TOO_LARGE)
 
 
-@dataclass(frozen=True)
-class CompileRequest:
-    """All that the child process is given; what it writes follows from this and from its programs alone.
+def child_environment() -> dict[str, str]:
+    """The variables of the child process."""
+    return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    return {name: version(name) for name in packages}
+
+
+@dataclass
+class Pending(Generic[T]):
+    """A step that is to be compiled, is being compiled, or is compiled.
+
+    What the compiler writes follows from ``step``, ``settings`` and the compiler's own programs alone.
 
     Attributes:
       step: StableHLO, serialized.
       settings: topology, mesh, options, donated arguments, and the packages that the compiler is.
+      finish: makes the result of the compiler's texts; may raise a ``CompileError``.
+      cache: where to look first, and to keep what was compiled; None: nowhere.
+      timeout_s: how long the child may take.
+      seconds: from the start of the child to the result; None before, and where the cache had it.
     """
 
     step: bytes
     settings: Mapping[str, Any]
-
-    def write(self, folder: Path) -> None:
-        """Into the files that the child reads."""
-        (folder / "step.bin").write_bytes(self.step)
-        (folder / "request.json").write_text(json.dumps(self.settings))
+    finish: Callable[[Texts], T]
+    cache: ReportCache | None = None
+    timeout_s: float = COMPILE_TIMEOUT_S
+    seconds: float | None = None
+    _texts: Texts | None = None
+    _started: float = 0.0
+    _child: "subprocess.Popen[bytes] | None" = None
+    _folder: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)
 
     @functools.cached_property
     def key(self) -> str:
-        """A digest of the request, the variables that the compiler reads, and the programs that serve it.
+        """A digest of the step, its settings, the variables that the compiler reads, and the programs that serve it.
 
         One compiler is told from another by versions, libtpu's file, and the text of the child's program.
         """
@@ -156,50 +174,20 @@ class CompileRequest:
         digest = hashlib.sha256(self.step).digest()
         return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
-
-def child_environment() -> dict[str, str]:
-    """The variables of the child process."""
-    return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
-
-
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    return {name: version(name) for name in packages}
-
-
-@dataclass
-class Pending(Generic[T]):
-    """A step that is to be compiled, is being compiled, or is compiled.
-
-    Attributes:
-      finish: makes the result of the compiler's texts; may raise a ``CompileError``.
-      timeout_s: how long the child may take.
-      cache: where to look first, and to keep what was compiled; None: nowhere.
-      seconds: from the start of the child to the result; None before, and where the cache had it.
-    """
-
-    request: CompileRequest
-    finish: Callable[[Texts], T]
-    timeout_s: float = COMPILE_TIMEOUT_S
-    cache: ReportCache | None = None
-    seconds: float | None = None
-    _texts: Texts | None = None
-    _started: float = 0.0
-    _child: "subprocess.Popen[bytes] | None" = None
-    _folder: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)
-
     def then(self, more: Callable[[T], U]) -> "Pending[U]":
         """The same, before its start, with another result: ``more`` of this one's."""
         finish = self.finish
-        return Pending(self.request, lambda texts: more(finish(texts)), self.timeout_s, self.cache)
+        return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
         """Reads the cache, or starts the child; returns itself."""
         self._started = time.monotonic()
-        self._texts = self.cache.read(self.request.key) if self.cache else None
+        self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
             self._folder = tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_")
             folder = Path(self._folder.name)
-            self.request.write(folder)
+            (folder / "step.bin").write_bytes(self.step)
+            (folder / "request.json").write_text(json.dumps(self.settings))
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
                 self._child = subprocess.Popen(
@@ -227,8 +215,8 @@ class Pending(Generic[T]):
             made = self.finish(texts)
             if self._child is not None:
                 self.seconds = time.monotonic() - self._started
-                if self.cache is not None and _is_final(texts, self.request.settings["packages"]):
-                    self.cache.write(self.request.key, texts)
+                if self.cache is not None and _is_final(texts, self.settings["packages"]):
+                    self.cache.write(self.key, texts)
             return made
         finally:
             self.close()

@@ -3,7 +3,7 @@
   forecast, lint, fit --key of the request--> an entry: the compiler's texts --the library of today--> a Forecast
 
 An entry holds the compiler's own texts and nothing that this library makes of them, so a newer library reads them anew.
-Its name is the digest of all that the compiler's process is given (see ``CompileRequest``), so another program, option
+Its name is the digest of all that the compiler's process is given (see ``Pending.key``), so another program, option
 or version has another name: there is nothing to invalidate. An entry begins with a digest of its name and its content;
 where that does not hold (damaged, cut off, renamed, of another version) it is no entry, and the program is compiled.
 A digest does not say who wrote: only regular files of this user, in a folder of this user, are read, and neither if

@@ -1,6 +1,6 @@
 """The cycles of a compiled step, as its compiler estimates them, and the bytes that it moves between HBM and the core.
 
-    Program --cycles-->    Cycles    TPU: the estimate by which the compiler chose its kernels, loops multiplied out
+    Program --cycles-->    int       TPU: the estimate by which the compiler chose its kernels, loops multiplied out
     Program --hbm_bytes--> HbmBytes  every backend: operands and results of what is scheduled, as far as they lie in HBM
 
 ``compiled.cost_analysis()`` counts a loop's body once and can be negative; neither number is taken from it.
@@ -13,12 +13,10 @@ moves more than is counted here.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.op_names import module_paths
 from xlstm_jax.distributed.forecast.hlo.program import MAIN_THREAD, Computation, Program
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
@@ -31,48 +29,30 @@ _CHAINED = re.compile(r'chain_id="|custom_call_target="AsyncCollectiveDone"')
 
 
 @dataclass(frozen=True)
-class Cycles:
-    """The compiler's estimate for one step on one core, by the schedule's own thread.
-
-    Attributes:
-      total: of all instructions that have an estimate; collectives have none.
-      by_module: by module path; "" for what serves none, such as the optimizer.
-    """
-
-    total: int
-    by_module: dict[str, int]
-
-
-@dataclass(frozen=True)
 class HbmBytes:
-    """Bytes that one step moves between HBM and one core.
-
-    Attributes:
-      read, written: in all.
-      by_module: both together, by module path; "" for what serves none.
-    """
+    """Bytes that one step reads from HBM and writes to it, on one core."""
 
     read: int
     written: int
-    by_module: dict[str, int]
 
     @property
     def total(self) -> int:
         return self.read + self.written
 
 
-def count_cycles(program: Program) -> Cycles | None:
-    """The compiler's estimated cycles, loops multiplied out; None where the backend gives none (CPU, GPU).
+def count_cycles(program: Program) -> int | None:
+    """The compiler's estimated cycles of one step on one core, by the schedule's own thread, loops multiplied out.
 
-    The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
-    have no estimates yet.
+    None where the backend gives none (CPU, GPU). Collectives and kernels of Pallas have no estimate, and count as 0. The
+    program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation have no
+    estimates yet.
     """
-    by_module: dict[str, int] = defaultdict(int)
-    modules = _module_by_name(program)
-    for _, trips, instruction in scheduled(program):
-        if instruction.estimated_cycles is not None:
-            by_module[modules.get(instruction.op_name, "")] += trips * instruction.estimated_cycles
-    return Cycles(sum(by_module.values()), dict(by_module)) if by_module else None
+    spent = [
+        trips * instruction.estimated_cycles
+        for _, trips, instruction in scheduled(program)
+        if instruction.estimated_cycles is not None
+    ]
+    return sum(spent) if spent else None
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:
@@ -80,13 +60,11 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
 
     On a CPU, and in programs without memory spaces, all memory counts as HBM.
     """
-    modules, reads, writes = _module_by_name(program), 0, 0
-    by_module: dict[str, int] = defaultdict(int)
+    reads, writes = 0, 0
     for computation, trips, instruction in scheduled(program):
         read, written = moved_by(program, computation, instruction)
         reads, writes = reads + trips * read, writes + trips * written
-        by_module[modules.get(instruction.op_name, "")] += trips * (read + written)
-    return HbmBytes(reads, writes, {path: moved for path, moved in by_module.items() if moved})
+    return HbmBytes(reads, writes)
 
 
 def main_schedules(program: Program) -> Iterator[tuple[Computation, int]]:
@@ -101,12 +79,6 @@ def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]
     for computation, trips in main_schedules(program):
         for instruction in computation.instructions:
             yield computation, trips, instruction
-
-
-def _module_by_name(program: Program) -> dict[str, str]:
-    """The module path of every operation name in the program."""
-    names = {i.op_name for computation in program.computations.values() for i in computation.instructions if i.op_name}
-    return {name: path for name, (path, _) in module_paths(names).items()}
 
 
 # ----------------------------------------------------------------------------------------------------- bytes of HBM

@@ -82,20 +82,21 @@ def sites(program: Program) -> Iterator[Site]:
 
 
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    opcode, starts = at.opcode, at.opcode.endswith("-start")
-    if opcode.removesuffix("-start") in COLLECTIVES:
-        found = [(computation, at)]
+    if at.opcode.removesuffix("-start") in COLLECTIVES:
+        collectives = [(computation, at)]
+    elif at.opcode in ("fusion", "async-start", "call-start"):
+        collectives = list(_collectives_in(program, at))
     else:
-        found = list(_collectives_in(program, at)) if opcode in ("fusion", "async-start", "call-start") else []
-    role = _role_in_chain(program, at) if found and opcode == "fusion" else None
-    if role is not None and role != "start":
-        return  # of a chain, which counts where it starts
-    for within, inner in found[:1] if role == "start" else found:
+        return
+    during = _during(computation, at) if collectives and at.opcode.endswith("-start") else None
+    role = _role_in_chain(program, at) if collectives and at.opcode == "fusion" else None
+    if role == "start":  # the chain counts here, once
+        during, collectives = _during_chain(program, computation, at, _chain(collectives[0][1])), collectives[:1]
+    elif role is not None:
+        return
+    for within, inner in collectives:
         kind = inner.opcode.removesuffix("-start")
-        during = _during(computation, at) if starts else None
-        if role == "start":
-            during = _during_chain(program, computation, at, _chain(inner))
-        elif opcode == "fusion" and kind == "all-reduce" and _is_sliced(within, inner):
+        if at.opcode == "fusion" and role is None and kind == "all-reduce" and _is_sliced(within, inner):
             kind = "reduce-scatter"
         yield Site(computation, trips, at, kind, inner, within, during)
 

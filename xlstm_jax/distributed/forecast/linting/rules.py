@@ -1,14 +1,13 @@
 """The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
 
-``RULES`` is the table of them: the name, what a rule looks for, what that costs, what to change, and the function that
-looks. A cure that depends on what was found comes from the function.
+``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
+found comes from the function. The bytes of a defect are traffic of a step for what travels, memory for what is kept.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.policy import padded_size
@@ -54,23 +53,12 @@ class Defect(NamedTuple):
     cure: str = ""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule of the lint.
-
-    Attributes:
-      name: as findings carry it.
-      looks_for: in words.
-      costs: what ``Finding.bytes`` counts: "traffic" of a step, "memory", or "FLOP", which have no bytes.
-      cure: what to change; "" where that depends on what was found.
-      find: looks at a step.
-    """
+class Rule(NamedTuple):
+    """One rule: its name, the function that looks at a step, and the cure of the defects that bring none."""
 
     name: str
-    looks_for: str
-    costs: str
-    cure: str
     find: Callable[[Step], Iterator[Defect]]
+    cure: str = ""
 
 
 # -------------------------------------------------------------------------------------------------------------- gathers
@@ -85,6 +73,7 @@ class _Repeat(NamedTuple):
 
 
 def _repeated_gathers(step: Step) -> Iterator[Defect]:
+    """A leaf is gathered more often than forward and backward need."""
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
@@ -125,6 +114,7 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
 
 
 def _wide_gathers(step: Step) -> Iterator[Defect]:
+    """A leaf travels in a wider dtype than its wrapper asked for."""
     for name, rows in step.groups:
         wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
         if wide:
@@ -148,6 +138,7 @@ def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
 
 
 def _hoisted_gathers(step: Step) -> Iterator[Defect]:
+    """All layers of a loop are gathered at once, in front of it."""
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
         gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
@@ -170,6 +161,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _kept_gathered(step: Step) -> Iterator[Defect]:
+    """The gathered weights of all layers live from forward to backward."""
     if step.keep_gathered:
         return
     for name, rows in step.groups:
@@ -207,6 +199,7 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def _replicated_leaves(step: Step) -> Iterator[Defect]:
+    """A large leaf stays whole on every device."""
     alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large together, but splitting them is many small gathers.
@@ -244,6 +237,7 @@ def _replication_cure(row: LeafPlan) -> str:
 
 
 def _all_reduces_of_shards(step: Step) -> Iterator[Defect]:
+    """An all-reduce where a reduce-scatter or an all-gather of half the bytes would do."""
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
@@ -310,6 +304,7 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def _exposed_collectives(step: Step) -> Iterator[Defect]:
+    """Nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes."""
     if step.on_cpu:
         return  # nothing is asynchronous there
     if step.forecast.on_gpus:
@@ -502,38 +497,25 @@ WHOLE_MATRICES = (
 )
 
 _TABLE = (
-    Rule("repeated-gather", "a leaf is gathered more often than forward and backward need", "traffic",
-         "", _repeated_gathers),
-    Rule("wide-gather", "a leaf travels in a wider dtype than its wrapper asked for", "traffic",
-         "", _wide_gathers),
-    Rule("all-reduce-of-shards", "an all-reduce where a reduce-scatter or an all-gather of half the bytes would do",
-         "traffic", "", _all_reduces_of_shards),
-    Rule("hoisted-gather", "all layers of a loop are gathered at once, in front of it", "memory",
-         "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...).",
-         _hoisted_gathers),
-    Rule("kept-gathered", "the gathered weights of all layers live from forward to backward", "memory",
+    Rule("repeated-gather", _repeated_gathers),
+    Rule("wide-gather", _wide_gathers),
+    Rule("all-reduce-of-shards", _all_reduces_of_shards),
+    Rule("hoisted-gather", _hoisted_gathers,
+         "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...)."),
+    Rule("kept-gathered", _kept_gathered,
          "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the wrapped "
          "module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), which keeps no "
-         "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint.",
-         _kept_gathered),
-    Rule("exposed-collective", "nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes",
-         "traffic", "", _exposed_collectives),
-    Rule("small-collectives", "GPUs: many collectives take longer to come around than their bytes do", "traffic",
+         "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint."),
+    Rule("exposed-collective", _exposed_collectives),
+    Rule("small-collectives", _small_collectives,
          "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
-         "whose leaves travel together.",
-         _small_collectives),
-    Rule("hosts-last", "GPUs: whole leaves cross hosts, where pieces would do", "traffic",
+         "whose leaves travel together."),
+    Rule("hosts-last", _hosts_last,
          f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered first, "
-         "when what is sent is smallest.",
-         _hosts_last),
-    Rule("replicated-leaf", "a large leaf stays whole on every device", "memory",
-         "Split it over another axis, or give it a dim that the axis divides.", _replicated_leaves),
-    Rule("shared-matrix-product", "an optimizer multiplies matrices of which devices have shards", "traffic",
-         WHOLE_MATRICES, _shared_matrix_products),
-    Rule("repeated-product", "each device does more of an optimizer's matrix products than its share", "FLOP",
-         WHOLE_MATRICES, _repeated_products),
-    Rule("needless-offload",
-         "the optimizer's state lies on the host, though it would fit, or though little memory is saved", "memory",
-         "Leave offload out.", _needless_offload),
+         "when what is sent is smallest."),
+    Rule("replicated-leaf", _replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
+    Rule("shared-matrix-product", _shared_matrix_products, WHOLE_MATRICES),
+    Rule("repeated-product", _repeated_products, WHOLE_MATRICES),
+    Rule("needless-offload", _needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}
