@@ -148,7 +148,7 @@ def collective(kind, modules, axes=("fsdp",), **more):
 
 def forecast_of_a_tpu():
     """One that a TPU may have: names as long as a user's, several arrays in one collective."""
-    beside = Overlap((), ("decoder/layers", "head"), 0, cycles=12345678)
+    beside = Overlap(("decoder/layers", "head"), 0, cycles=12345678)
     gather = {"leaves": (LONG_PATH,), "asynchronous": True, "overlapped": beside, "direction": "forward"}
     collectives = (
         collective("all-gather", ("",), ("fsdp_x",), **gather),

@@ -458,7 +458,7 @@ def test_a_compilation_that_takes_too_long_is_ended():
 
 def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False):
     """A gather that takes so many seconds alone, on a dim of v5e that is a ring: 9e10 bytes/s."""
-    overlapped = Overlap(("f",), ("up",), 1, cycles) if asynchronous else Overlap((), (), 0, None)
+    overlapped = Overlap(("up",), 1, cycles) if asynchronous else Overlap((), 0, None)
     return Collective(
         name="g", kind="all-gather", stands_for=None, count=count, dtype="bf16", payload_bytes=1, group_size=16,
         wire_bytes=9e10 * seconds, axes=axes, op_name="", modules=("up",), leaves=(), direction="forward",

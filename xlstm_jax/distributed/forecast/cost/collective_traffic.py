@@ -40,15 +40,13 @@ class Overlap:
     """What runs while a collective is under way.
 
     Attributes:
-      op_names: of the compute instructions; those without a name are left out.
-      modules: that they serve, in order.
-      instructions: how many there are.
+      modules: that the compute instructions serve, in order.
+      instructions: how many of them there are.
       cycles: the compiler's estimate for all of them; None where it gives none.
       seconds: on GPUs, what they are expected to take (``kernels``); else None.
       product_seconds: of it, the kernels that hold a matrix product.
     """
 
-    op_names: tuple[str, ...]
     modules: tuple[str, ...]
     instructions: int
     cycles: int | None
@@ -56,7 +54,7 @@ class Overlap:
     product_seconds: float | None = None
 
 
-NO_OVERLAP = Overlap((), (), 0, None)
+NO_OVERLAP = Overlap((), 0, None)
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,8 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
         groups = site.inner.groups or (tuple(range(devices)),)
     group_size = max(len(group) for group in groups)
     # What travels are the operands; of an all-reduce the result, as a TPU may sum in a wider dtype.
-    sent = [site.inner] if site.reduces_all else [value.instruction for value in site.arrays]
+    reduces_all = site.inner.opcode.removesuffix("-start") == "all-reduce"
+    sent = [site.inner] if reduces_all else [value.instruction for value in site.arrays]
     shapes = [shape for instruction in sent for shape in instruction.shapes]
     payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
     dtypes = {shape.dtype for shape in shapes}
@@ -233,9 +232,8 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
 def _overlap(during: tuple[Instruction, ...]) -> Overlap:
     work = [instruction for instruction in during if instruction.is_work]
     cycles = [instruction.estimated_cycles for instruction in work if instruction.estimated_cycles is not None]
-    names = tuple(instruction.op_name for instruction in work if instruction.op_name)
-    modules = dict.fromkeys(module_path(name)[0] for name in names)
-    return Overlap(names, tuple(path for path in modules if path), len(work), sum(cycles) if cycles else None)
+    modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
+    return Overlap(tuple(filter(None, modules)), len(work), sum(cycles) if cycles else None)
 
 
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class HbmBytes:
 def count_cycles(program: Program) -> int | None:
     """The compiler's estimated cycles of one step on one core, by the schedule's own thread, loops multiplied out.
 
-    None where the backend gives none (CPU, GPU). Collectives and kernels of Pallas have no estimate, and count as 0. The
+    None where the backend gives none (CPU, GPU). Collectives and kernels of Pallas have no estimate and count as 0. The
     program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation have no
     estimates yet.
     """

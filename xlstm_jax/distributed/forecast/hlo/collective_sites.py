@@ -49,11 +49,6 @@ class Site:
         """The names that the collective carries itself; () where a TPU's compiler has replaced another by it."""
         return self.inner.op_names or self.scheduled.op_names
 
-    @property
-    def reduces_all(self) -> bool:
-        """Whether the collective itself is an all-reduce, whatever ``kind`` it is in effect."""
-        return self.inner.opcode.removesuffix("-start") == "all-reduce"
-
     @cached_property
     def arrays(self) -> tuple[Value, ...]:
         """The arrays that travel."""
