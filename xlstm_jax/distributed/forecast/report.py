@@ -6,15 +6,18 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, format_bytes, how_to_install, rich_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROWS = 12  # of each table; the rest is summed up in a last one
 NAMED = 3  # of the leaves that travel together
@@ -27,9 +30,9 @@ HOW_NEAR = 'How near such times came to published runs: docs/forecast.md, "Publi
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
 
 
-def tables(forecast: Any) -> Any:
+def tables(forecast: Any) -> RenderableType:
     """The whole report of a ``Forecast``."""
-    parts = [_memory_table(forecast)]
+    parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_collectives_table(forecast)]
     if forecast.on_gpus and forecast.collectives:
@@ -102,7 +105,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _memory_table(forecast: Any) -> Any:
+def _memory_table(forecast: Any) -> RenderableType:
     memory, available = forecast.memory, forecast.available_bytes
     counts = {
         "arguments (parameters, optimizer, batch)": memory.argument_bytes,
@@ -119,7 +122,7 @@ def _memory_table(forecast: Any) -> Any:
     return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
 
 
-def _temporaries_table(forecast: Any) -> Any:
+def _temporaries_table(forecast: Any) -> RenderableType:
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
@@ -133,7 +136,7 @@ def _temporaries_table(forecast: Any) -> Any:
     return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
 
 
-def _collectives_table(forecast: Any) -> Any:
+def _collectives_table(forecast: Any) -> RenderableType:
     """What travels; of GPUs also over which network, and what the adapters carry."""
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in forecast.collectives:
@@ -152,7 +155,7 @@ def _collectives_table(forecast: Any) -> Any:
     return rich_table("What travels in a step", columns + numbers, rows, left=len(columns))
 
 
-def _overlap_table(forecast: Any) -> Any:
+def _overlap_table(forecast: Any) -> RenderableType:
     """The asynchronous collectives of TPUs, the largest first, and what the schedule has beside them."""
     hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
     clock_hz, rows = forecast.chip and forecast.chip.clock_hz, []
@@ -164,7 +167,7 @@ def _overlap_table(forecast: Any) -> Any:
     return rich_table("What runs beside those that are asynchronous", columns, rows, left=4)
 
 
-def _waiting_table(forecast: Any) -> Any:
+def _waiting_table(forecast: Any) -> RenderableType:
     """The collectives of GPUs, those that are waited for longest first, and what the schedule has beside them."""
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.timing.waited_s, -c.wire_bytes_per_step))
     rows = []
@@ -214,7 +217,7 @@ def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
     return [over, *cells[:2], format_bytes(carried) if carried else "", cells[2]]
 
 
-def _time_table(forecast: Any) -> Any:
+def _time_table(forecast: Any) -> RenderableType:
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
@@ -264,7 +267,7 @@ def plot(forecast: Any, path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _plot_memory(axes: Any, forecast: Any) -> None:
+def _plot_memory(axes: "Axes", forecast: Any) -> None:
     """Bytes over the schedule, coloured by direction, with the modules below the axis."""
     gib, memory = 2**30, forecast.memory
     base = (forecast.total_bytes - memory.temporary_bytes) / gib
@@ -309,7 +312,7 @@ def _spans(timeline: Sequence[Moment]) -> list[tuple[str, str, list[Moment]]]:
     return spans
 
 
-def _draw_available(axes: Any, available: float | None, peak: float) -> None:
+def _draw_available(axes: "Axes", available: float | None, peak: float) -> None:
     top = peak * 1.25
     if available and available <= 2 * top:
         axes.axhline(available, color="black", linewidth=1, linestyle="--", label="available")
@@ -319,7 +322,7 @@ def _draw_available(axes: Any, available: float | None, peak: float) -> None:
     axes.set_ylim(0, top)
 
 
-def _plot_time(axes: Any, forecast: Any) -> None:
+def _plot_time(axes: "Axes", forecast: Any) -> None:
     roofline = forecast.roofline
     axes.set(title="Time of a step", xlabel="ms")
     if roofline is None:
