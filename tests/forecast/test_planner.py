@@ -474,6 +474,7 @@ def test_free_memory_is_that_of_the_system_or_of_the_group_whichever_is_less(mon
 
 
 # ---------------------------------------------------------------------------------------------------- with real figures
+# Slow: a search over steps that are compiled is in test_needless_offload.py, too.
 
 
 @pytest.fixture(scope="module")
@@ -495,6 +496,7 @@ def test_the_best_is_the_fastest_of_what_fits(tight):
     assert [trial.fits for trial in found.trials] == sorted((trial.fits for trial in found.trials), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
     found, tried = tight
@@ -506,6 +508,7 @@ def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
     assert saved[0] > saved[1] > saved[2] > BUDGET  # each saves memory, and none of them fits
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_table_and_the_json_tell_all_trials(tight):
     found, tried = tight

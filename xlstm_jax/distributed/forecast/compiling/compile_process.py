@@ -191,7 +191,7 @@ class Pending(Generic[T]):
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
                 self._child = subprocess.Popen(
-                    command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    command, env=child_environment(), stdin=subprocess.PIPE, stdout=log, stderr=log
                 )
         return self
 
@@ -224,8 +224,8 @@ class Pending(Generic[T]):
     def close(self) -> None:
         """Kills the child, where it still runs, and removes its folder."""
         if self._child is not None:
-            self._child.kill()
-            self._child.wait()
+            with self._child:  # closes its stdin, and waits
+                self._child.kill()
         if self._folder is not None:
             self._folder.cleanup()
 
