@@ -181,7 +181,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
 
 
 def _with_what(collective: Collective) -> list[str]:
-    """What it is, and the modules that compute beside it."""
+    """The collective, and the modules that compute beside it."""
     beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
     return [collective.kind, _served(collective), collective.direction, beside or "nothing"]
 
@@ -197,7 +197,7 @@ def _served(collective: Collective) -> str:
 
 
 def _array(shape: str) -> str:
-    """As the compiler writes it; of a tuple, as a loop carries one, only how many arrays it has."""
+    """The shape as the compiler writes it; for a tuple, such as a loop carries, only how many arrays it holds."""
     if not shape.startswith("("):
         return shape
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"

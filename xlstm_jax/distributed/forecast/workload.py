@@ -40,7 +40,7 @@ NOT_THE_USERS = ("<", LIBRARY, *INSTALLED)
 
 @dataclass(frozen=True)
 class Workload:
-    """What a training is made of, apart from the devices.
+    """The parts of a training, without devices.
 
     Attributes:
       model: a Linen module, its large parts wrapped by ``shard_module_params``.
@@ -137,7 +137,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether a line of this library raised it, or the system below the library; not a line of the user's, nor JAX."""
+    """Whether this library raised it, or the operating system below this library; not the user's code, nor JAX."""
     ours = type(error) in OWN or type(error).__module__.startswith("xlstm_jax.")
     if not str(error) or not (ours or isinstance(error, OSError)):
         return False

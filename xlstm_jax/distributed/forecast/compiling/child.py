@@ -42,7 +42,7 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 
 
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
-    """The dims of the box that the devices fill, one at each place; None where they do not."""
+    """The dims of the box that the devices fill without gaps; None where there are gaps."""
     box = tuple(1 + max(column) for column in zip(*(device.coords for device in devices), strict=True))
     return box if math.prod(box) == len(devices) else None
 
@@ -65,9 +65,9 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
 
 
 def _in_its_memory(sharding: Any, aval: Any, host_memory: str) -> Any:
-    """The sharding of an argument, which for one in the memory of the host says so.
+    """The sharding of an argument; for an argument in the memory of the host, with that memory.
 
-    It is then one without devices: those of GPUs that are not there know no memories, and a sharding on them drops it.
+    A sharding for the host is on a mesh without devices: absent GPUs know no memories and would drop it.
     """
     if sharding is None or aval.memory_space != jax.memory.Space.Host:
         return sharding

@@ -271,7 +271,7 @@ def compile_for_topology(
 
 
 def begin_for_topology(call: StepCall) -> Pending[Compiled]:
-    """A step on its way to the compiler for a topology, which a child process loads.
+    """A step that is ready for the compiler of a topology, which a child process loads.
 
     What is left needs the step no more, and may run beside others.
 
@@ -346,7 +346,7 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """The program that the compiler wrote; what it wrote before it refused one is none, but if it may be too large."""
+    """The program that the compiler wrote. What it wrote before a refusal is none, unless it may only be too large."""
     result = json.loads(texts[RESULT])
     error = result["error"]
     said = said_of_step(topology.name, error or "it wrote no program", settings["options"])

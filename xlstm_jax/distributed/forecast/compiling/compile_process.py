@@ -61,7 +61,7 @@ U = TypeVar("U")
 
 
 def check_compiler(platform: str) -> list[str]:
-    """The packages that a program compiled for a platform follows from, all of them installed.
+    """The packages of which the compiler for a platform is made; all of them are installed.
 
     Args:
       platform: "tpu" or "cuda", as ``Topology.platform``.
@@ -175,7 +175,7 @@ class Pending(Generic[T]):
         return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
     def then(self, more: Callable[[T], U]) -> "Pending[U]":
-        """The same, before its start, with another result: ``more`` of this one's."""
+        """The same step, not yet started, whose result is ``more(result)``."""
         finish = self.finish
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 

@@ -37,7 +37,7 @@ Texts: TypeAlias = dict[str, str]  # of one compilation: by name what the child 
 
 @dataclass
 class ReportCache:
-    """A folder of compiled reports, and what became of it in this process.
+    """A folder of compiled reports, and how often this process found one there.
 
     Attributes:
       folder: where entries lie; made when the first is written, for this user alone.
@@ -126,7 +126,7 @@ def chosen_cache(cache: bool | ReportCache) -> ReportCache | None:
 
 
 class _UnusableError(Exception):
-    """Why an entry is none."""
+    """Why an entry, or its folder, is not used."""
 
 
 def _check_ours_alone(path: Path, status: os.stat_result) -> None:
@@ -140,7 +140,7 @@ def _check_ours_alone(path: Path, status: os.stat_result) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """All of a regular file that this user alone may write. In a folder of this user nobody exchanges it meanwhile."""
+    """The bytes of a regular file that this user alone may write, in a folder where nobody else can exchange it."""
     _check_ours_alone(path.parent, os.stat(path.parent))
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and an open of a pipe would wait for its writer
@@ -177,7 +177,7 @@ def _unpacked(key: str, data: bytes) -> Texts:
 
 
 def _digest(key: str, content: bytes) -> bytes:
-    """Of the content and of the name that it goes by: an entry under another's name is not that other one."""
+    """A digest of the content and of the entry's name, so that a renamed entry is refused."""
     return hashlib.sha256(key.encode() + content).digest()
 
 

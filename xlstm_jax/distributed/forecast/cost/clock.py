@@ -28,7 +28,7 @@ from xlstm_jax.distributed.hardware.chips import Chip, peak_rate
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something that travels while a schedule runs, over links that it has for itself.
+    """Bytes that travel over links while a schedule runs; a link carries one transfer at a time.
 
     Attributes:
       start, end: positions in the schedule, the same where the schedule waits for it.
@@ -43,7 +43,7 @@ class Transfer:
 
 
 def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
-    """How long a schedule waits for each transfer, in seconds, where each instruction runs for so long.
+    """How long a schedule waits for each transfer, in seconds; ``run`` is how long each instruction runs.
 
     >>> waits([1.0, 1.0, 0.0], [Transfer(0, 2, ("out",), 3.0), Transfer(1, 1, ("in",), 0.5)])
     [0.5, 0.5]
@@ -70,7 +70,7 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of something that runs: in all, and of it the kernels that hold a matrix product."""
+    """A time: in all, and the part in kernels that hold a matrix product."""
 
     total: float = 0.0
     products: float = 0.0

@@ -157,7 +157,7 @@ def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
 
 
 def executions(collectives: Iterable[Collective]) -> int:
-    """How often they run in a step, all together."""
+    """How many collectives a step executes."""
     return sum(collective.count for collective in collectives)
 
 
@@ -305,7 +305,7 @@ def _is_in_own_scope(op_name: str) -> bool:
 
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
-    """How many pieces a loop that the gather is not in cuts out of what was gathered; 1 without such a loop."""
+    """Into how many pieces a loop after the gather cuts what was gathered; 1 without such a loop."""
     trips = {computation.name: count for computation, count in program.executed()}
     pieces = [
         _size(piece.computation.by_name[piece.instruction.operands[0]]) // max(_size(piece.instruction), 1)

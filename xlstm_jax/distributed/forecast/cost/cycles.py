@@ -115,7 +115,7 @@ def _total(shapes: Iterable[Shape]) -> int:
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
-    """What an instruction makes: its own type, but for one that starts something, whose type lists operands too."""
+    """The arrays that an instruction makes. The type of a ``-start`` lists its operands too; they are left out."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     if instruction.opcode == "copy-start":

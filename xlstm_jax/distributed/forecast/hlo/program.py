@@ -126,7 +126,7 @@ class Program:
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names of computations that an async-start (or call-start) runs beside the schedule of its caller."""
+        """Names of the computations that an async-start or call-start starts beside the schedule of its caller."""
         beside: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:

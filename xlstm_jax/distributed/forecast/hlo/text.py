@@ -52,7 +52,7 @@ def bytes_of(dtype: str) -> int:
 
 
 def float_bytes_of(dtype: str) -> int:
-    """The same of floats; 0 of what is no float, as of several dtypes together."""
+    """Bytes of a value of a float dtype; 0 of any other, and of "mixed"."""
     return bytes_of(dtype) if dtype.startswith(("f", "bf")) else 0
 
 

@@ -117,7 +117,7 @@ def findings_of(rule: Rule, step: Step) -> list[Finding]:
 
 
 def _as_one(findings: Sequence[Finding]) -> Finding:
-    """Findings of one cause, the largest first, as one that lists all of them."""
+    """One finding that lists all findings of a cause, the largest first."""
     first, *others = findings
     if not others:
         return first

@@ -45,7 +45,7 @@ OPTIMIZER = "the optimizer"
 
 
 class Defect(NamedTuple):
-    """What a rule has found: the place, the sentence, the bytes, and the cure where it is not the rule's own."""
+    """What a rule has found: the place, a sentence, the bytes, and a cure; "" stands for the cure of the rule."""
 
     where: str
     text: str
@@ -54,7 +54,7 @@ class Defect(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One rule: its name, the function that looks at a step, and the cure of the defects that bring none."""
+    """A name, a function that looks at a step, and the cure of defects without a cure of their own."""
 
     name: str
     find: Callable[[Step], Iterator[Defect]]

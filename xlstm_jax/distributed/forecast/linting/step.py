@@ -30,7 +30,7 @@ class Step:
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """By the path of a leaf, the collectives that gather it; one that gathers it twice is in the list twice."""
+        """The collectives that gather each leaf, by its path; twice a collective that gathers the leaf twice."""
         by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
@@ -39,7 +39,7 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
-        """The parameters that are gathered, by name; those that differ in the number of their module alone together."""
+        """The gathered parameters by name; parameters whose paths differ only in a module's number are one group."""
         alike = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it was compiled for CPU, whose compiler treats collectives in ways of its own."""
+        """Whether the step was compiled for CPU, whose compiler merges, widens and never hides collectives."""
         return self.forecast.platform == "cpu"
 
     def gathers_of(self, rows: Iterable[LeafPlan]) -> list[tuple[LeafPlan, Collective]]:
@@ -74,7 +74,7 @@ class Step:
         return format_fraction(sent / self.forecast.wire_bytes)
 
     def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-        """Collectives of one kind that serve the same, whatever the number of the module; each with what they serve."""
+        """Collectives of one kind in groups by what they serve, whatever the number of the module; and what that is."""
         alike = defaultdict(list)
         for collective in collectives:
             served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
