@@ -672,7 +672,7 @@ def wait_until(condition, timeout_s=120):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", ["plan", "lint"])
+@pytest.mark.parametrize("name", ["plan", pytest.param("lint", marks=pytest.mark.slow)])
 def test_the_example_of_the_help_works_when_pasted(name):
     text = script(f"xlstm-jax {name} --help").stdout
     pasted = re.search(r"Example, in a checkout:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]

@@ -21,6 +21,7 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     gather_params,
     make_train_step,
+    muon,
     partition_specs,
     shard_module_params,
     sync_gradients,
@@ -28,7 +29,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
-from xlstm_jax.distributed.forecast import Forecast, forecast
+from xlstm_jax.distributed.forecast import Forecast, Workload, forecast
 from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
 from xlstm_jax.distributed.forecast.linting.step import Step
@@ -306,6 +307,27 @@ def test_a_threshold_that_is_too_high():
     findings = lint(cached(model), plan_of(model))
     assert found(findings, "replicated-leaf") == KERNELS
     assert findings[0].cure == f"Lower min_weight_size to {WIDTH * HIDDEN} or less."
+
+
+@pytest.mark.parametrize("tx, is_found", [(optax.contrib.muon(0.1), True), (muon(0.1), False)], ids=["optax", "ours"])
+def test_a_matrix_product_of_an_optimizer_on_shards(tx, is_found):
+    model, x = shard_module_params(nn.Dense, "fsdp")(1024), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    mesh = mesh_of(1, 8)
+    step, args = Workload(model, tx, x, mean_square).build_step(mesh)
+    findings = lint(forecast(step, *args), plan_sharding(model, mesh.shape, x))
+    shared, repeated = (
+        [f for f in findings if f.rule == rule] for rule in ("shared-matrix-product", "repeated-product")
+    )
+    assert bool(shared) == bool(repeated) == is_found
+    if is_found:
+        assert shared[0].bytes > 5 * 512 * 512 * 4  # five Gram matrices, each all-reduced
+        # In each of 5 iterations the Gram matrix and what it multiplies are shared, its square is not.
+        square, wide = 2 * 512**3, 2 * 512 * 512 * 1024
+        share, done = 5 * (square + 2 * wide) / 8, 5 * (square + 2 * wide / 8)
+        assert f"does {done:.3g} FLOP" in repeated[0].text and f"is {share:.3g}: 2.4 times" in repeated[0].text
+        # With as many matrices an owner's one is less than a device's 2.4 shares of an eighth.
+        assert "from 4 matrices of a shape on" in repeated[0].cure
+        assert all("xlstm_jax.distributed.muon" in finding.cure for finding in (*shared, *repeated))
 
 
 # -------------------------------------------------------------------------------------- what only a TPU's compiler does
