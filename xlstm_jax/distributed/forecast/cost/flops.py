@@ -146,7 +146,7 @@ def _live(jaxpr: Any) -> list[Any]:
 
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     """The FLOP of an operation's own jaxprs, times how often they run."""
-    scope, times = RUNS.get(eqn.primitive.name, _once)(eqn)
+    scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
     counted: Counts = defaultdict(float)
     for jaxpr in _jaxprs(eqn.params):
         for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
@@ -166,10 +166,6 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 # ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
 
 
-def _once(eqn: Any) -> tuple[str, int]:
-    return (f"jit({eqn.params['name']})" if eqn.primitive.name == "jit" else "", 1)
-
-
 def _shard_map(eqn: Any) -> tuple[str, int]:
     """The work inside is one device's; times the devices over which the shapes are split it is the work of all."""
     return "shard_map", math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
@@ -181,6 +177,7 @@ def _pallas_call(eqn: Any) -> tuple[str, int | None]:
 
 
 RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
+    "jit": lambda eqn: (f"jit({eqn.params['name']})", 1),
     "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
     "scan": lambda eqn: ("while/body", eqn.params["length"]),
     "while": lambda eqn: ("while/body", None),

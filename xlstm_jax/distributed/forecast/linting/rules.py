@@ -241,23 +241,19 @@ def _all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
-            yield _stand_in(step, where, members)
+            first, sent = members[0], sum_wire_bytes(members)
+            yield Defect(
+                where,
+                f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
+                f"{executions(members)} times in a step: {format_bytes(sent)} per device, "
+                f"{step.share_of_traffic(sent)} of the step's traffic, where {format_bytes(sent / 2)} would do.",
+                sent / 2,
+                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over "
+                f"one axis of the torus is what was asked for.{_narrower(members)}",
+            )
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
             yield _whole_gradient(collective, rows)
-
-
-def _stand_in(step: Step, where: str, members: list[Collective]) -> Defect:
-    first, sent = members[0], sum_wire_bytes(members)
-    return Defect(
-        where,
-        f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
-        f"{executions(members)} times in a step: {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the "
-        f"step's traffic, where {format_bytes(sent / 2)} would do.",
-        sent / 2,
-        "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over one "
-        f"axis of the torus is what was asked for.{_narrower(members)}",
-    )
 
 
 def _narrower(members: Iterable[Collective]) -> str:
@@ -305,30 +301,26 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 def _exposed_collectives(step: Step) -> Iterator[Defect]:
     """Nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes."""
+    forecast = step.forecast
     if step.on_cpu:
         return  # nothing is asynchronous there
-    if step.forecast.on_gpus:
-        waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
-        for where, members in step.merged(waited):
-            yield from _waited(step, where, members)
+    if forecast.on_gpus:
+        yield from _waited_for(step)
         return
-    exposed = [c for c in step.forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
+    exposed = [c for c in forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
     for where, members in step.merged(exposed):
-        if sum_wire_bytes(members) >= max(MIN_EXPOSED_FRACTION * step.forecast.wire_bytes, 1):
-            yield _exposed(step, where, members)
-
-
-def _exposed(step: Step, where: str, members: list[Collective]) -> Defect:
-    kind, sent, forecast = members[0].kind, sum_wire_bytes(members), step.forecast
-    share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
-    seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
-    return Defect(
-        where,
-        f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
-        f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
-        sent,
-        _overlap_cure(forecast.chip, kind) + _narrower(members),
-    )
+        kind, sent = members[0].kind, sum_wire_bytes(members)
+        if sent < max(MIN_EXPOSED_FRACTION * forecast.wire_bytes, 1):
+            continue
+        share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
+        seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
+        yield Defect(
+            where,
+            f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
+            f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
+            sent,
+            _overlap_cure(forecast.chip, kind) + _narrower(members),
+        )
 
 
 def _overlap_cure(chip: Chip | None, kind: str) -> str:
@@ -344,11 +336,14 @@ def _overlap_cure(chip: Chip | None, kind: str) -> str:
 # ----------------------------------------------------------------------------------- GPUs, by the times of the forecast
 
 
-def _waited(step: Step, where: str, members: list[Collective]) -> Iterator[Defect]:
-    """Collectives for whose bytes a step waits, as one at a time is under way by default."""
-    seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
-    takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
-    if seconds >= MIN_WAITED_FRACTION * step.seconds:
+def _waited_for(step: Step) -> Iterator[Defect]:
+    """Collectives for whose bytes a step waits: by default XLA has one collective under way at a time."""
+    waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
+    for where, members in step.merged(waited):
+        seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
+        takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
+        if seconds < MIN_WAITED_FRACTION * step.seconds:
+            continue
         sent = sum_wire_bytes(members)
         yield Defect(
             where,
@@ -366,25 +361,22 @@ def _small_collectives(step: Step) -> Iterator[Defect]:
     small = defaultdict(list)
     for collective in step.forecast.collectives:
         if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
-            small[collective.axes].append(collective)
-    for axes, members in small.items():
-        seconds = sum(c.count * min(c.timing.latency_s, c.timing.waited_s) for c in members if c.timing)
-        if executions(members) >= MANY and seconds >= MIN_WAITED_FRACTION * step.seconds:
-            yield _small(axes, members, seconds)
-
-
-def _small(axes: tuple[str, ...] | None, members: list[Collective], seconds: float) -> Defect:
-    timings, sent = [c.timing for c in members if c.timing], sum_wire_bytes(members)
-    latency_s = max(timing.latency_s for timing in timings)
-    flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for timing in timings)
-    return Defect(
-        listed(axes or ("unknown axes",)).replace("'", ""),
-        f"{executions(members)} collectives take longer to come around than their bytes do, up to "
-        f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
-        f"{format_bytes(sent)}.",
-        sent,
-        IN_TWO_STAGES if flat else "",
-    )
+            small[collective.axes].append((collective, collective.timing))
+    for axes, pairs in small.items():
+        members, sent = [collective for collective, _ in pairs], sum_wire_bytes(collective for collective, _ in pairs)
+        seconds = sum(collective.count * min(timing.latency_s, timing.waited_s) for collective, timing in pairs)
+        if executions(members) < MANY or seconds < MIN_WAITED_FRACTION * step.seconds:
+            continue
+        latency_s = max(timing.latency_s for _, timing in pairs)
+        flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for _, timing in pairs)
+        yield Defect(
+            listed(axes or ("unknown axes",)).replace("'", ""),
+            f"{executions(members)} collectives take longer to come around than their bytes do, up to "
+            f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
+            f"{format_bytes(sent)}.",
+            sent,
+            IN_TWO_STAGES if flat else "",
+        )
 
 
 def _hosts_last(step: Step) -> Iterator[Defect]:
