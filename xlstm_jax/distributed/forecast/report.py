@@ -278,14 +278,14 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
         return
     end = memory.timeline[-1].point
     axes.fill_between([0, end], 0, base, color="#d3d3d8", label="arguments, outputs, program")
-    spans = _spans(memory.timeline)
-    for direction, color in COLORS.items():
-        for number, (_, _, moments) in enumerate(span for span in spans if span[1] == direction):
-            x, top = [m.point for m in moments], [base + m.live_bytes / gib for m in moments]
-            axes.fill_between(x, base, top, color=color, step="post", label=None if number else direction, linewidth=0)
-    for path, _, moments in spans:
-        if moments[-1].point - moments[0].point > end / 15:
-            middle = (moments[0].point + moments[-1].point) / 2
+    unlabelled = set(COLORS)
+    for path, direction, moments in _spans(memory.timeline):
+        x, top = [m.point for m in moments], [base + m.live_bytes / gib for m in moments]
+        label = direction if direction in unlabelled else None
+        unlabelled.discard(direction)
+        axes.fill_between(x, base, top, color=COLORS[direction], step="post", label=label, linewidth=0)
+        if x[-1] - x[0] > end / 15:  # else the name is wider than its stretch
+            middle = (x[0] + x[-1]) / 2
             axes.annotate(
                 path or OUTSIDE, (middle, 0), textcoords="offset points", xytext=(0, -10), fontsize=7, ha="center"
             )
