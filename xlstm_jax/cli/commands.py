@@ -154,16 +154,22 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
     """The forecast, the plan, and what is to be said of the cache."""
     factory = load_factory(args.factory)
-    mesh = _mesh(args, factory)
+    mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
         _say_what_it_ignores(factory, list(VARIED)[:1], say)
-    workload = _workload(args, factory, mesh)
     say("building the step")
-    step, abstract = workload.build_step(mesh if args.topology else _simulated(mesh), args.minibatches)
+    devices = mesh if args.topology else _simulated(mesh)
+    workload = _workload(args, factory, mesh)
+    step, abstract = workload.build_step(devices, args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
-    cache = _cache(args)
-    options: dict[str, Any] = {"tokens": workload.tokens, "compiler_options": args.compiler_options}
-    compiled = forecast(step, *abstract, topology=args.topology, cache=cache or False, **options)
+    compiled = forecast(
+        step,
+        *abstract,
+        topology=args.topology,
+        tokens=workload.tokens,
+        compiler_options=args.compiler_options,
+        cache=cache or False,
+    )
     return compiled, _plan(workload, mesh), _kept(cache) if args.topology else []
 
 
