@@ -22,7 +22,7 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from xlstm_jax.wording import one_line
 
@@ -129,14 +129,19 @@ class _UnusableError(Exception):
     """Why an entry, or its folder, is not used."""
 
 
+def _unusable(reason: str) -> NoReturn:
+    """Ends the reading or writing of an entry. Users see the reason in a warning or in ``problem``, not as an error."""
+    raise _UnusableError(reason) from None
+
+
 def _check_ours_alone(path: Path, status: os.stat_result) -> None:
     """Refuses a file or folder that another user owns or may write."""
     if not hasattr(os, "geteuid"):  # Windows, where the folder is the user's by its place
         return
     if status.st_uid != os.geteuid():
-        raise _UnusableError(f"{path} belongs to another user (number {status.st_uid})")
+        _unusable(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _UnusableError(f"others may write {path} (run chmod go-w on it, if you trust what it holds)")
+        _unusable(f"others may write {path} (run chmod go-w on it, if you trust what it holds)")
 
 
 def _content(path: Path) -> bytes:
@@ -144,17 +149,17 @@ def _content(path: Path) -> bytes:
     _check_ours_alone(path.parent, os.stat(path.parent))
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and an open of a pipe would wait for its writer
-        raise _UnusableError(f"{path} is no regular file")
+        _unusable(f"{path} is no regular file")
     _check_ours_alone(path, status)
     if status.st_size > MAX_ENTRY_BYTES:
-        raise _UnusableError(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
     return path.read_bytes()
 
 
 def _packed(key: str, texts: Texts) -> bytes:
     plain = json.dumps(texts).encode()
     if len(plain) > MAX_ENTRY_BYTES:
-        raise _UnusableError(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
     content = zlib.compress(plain, level=3)
     return _digest(key, content) + content
 
@@ -162,17 +167,17 @@ def _packed(key: str, texts: Texts) -> bytes:
 def _unpacked(key: str, data: bytes) -> Texts:
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
-        raise _UnusableError("an entry does not have its digest: it is damaged, or of another version")
+        _unusable("an entry does not have its digest: it is damaged, or of another version")
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
         texts = json.loads(plain) if unpacking.eof else None
     except (zlib.error, ValueError, RecursionError) as error:
-        raise _UnusableError(f"an entry has its digest, and holds no texts ({one_line(error)})") from None
+        _unusable(f"an entry has its digest, and holds no texts ({one_line(error)})")
     if not unpacking.eof:
-        raise _UnusableError(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
+        _unusable(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise _UnusableError("an entry has its digest, and holds no texts")
+        _unusable("an entry has its digest, and holds no texts")
     return texts
 
 
