@@ -126,7 +126,7 @@ def test_a_report_that_could_not_be_read_again_is_not_kept(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "what, read, number", [("a plan", ShardingPlan.from_json, 1), ("a forecast", Forecast.from_json, 2)]
+    "what, read, number", [("a plan", ShardingPlan.from_json, 3), ("a forecast", Forecast.from_json, 2)]
 )
 @pytest.mark.parametrize(
     "text, why",
