@@ -22,7 +22,6 @@ EXCUSED = {
     "distributed/data_parallel/modules/linen_module.py:inside_unit": "goes on as it came: Flax's own",
     "distributed/forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
     "distributed/forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",
-    "distributed/forecast/compiling/report_cache.py:_content": "goes on as it came: an error of the system",
     "distributed/forecast/compiling/report_cache.py:_unusable": "becomes a part of one warning, or of ``problem``",
     "distributed/forecast/compiling/report_cache.py:_write_whole": "goes on as it came: an error of the system",
     "distributed/forecast/linting/lint.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
