@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, names_below
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
@@ -258,11 +258,10 @@ class _Run:
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
-        leaves = [found for place in _places(module) for found in leaves_with_path({"params": _params(place)})]
         own = [
-            leaf_of(leaf).unit_depth == names_below(name)
-            for name, leaf in leaves
-            if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(name, leaf)
+            leaf_of(leaf).unit_depth == names_below(f"params/{name}")
+            for _, name, leaf in _parameters(module)
+            if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
         ]
         return bool(own) and self.sharding.selection.gathers(path, module, any(own))
 
@@ -272,7 +271,11 @@ class _Run:
         with inside_unit(module, policy.axes) if selection.gathers(path, module, False) else nullcontext():
             result = method()
         self._seen[path] = type(module)
-        sizes = self._sizes(module)
+        # Within nn.scan, the sizes of one layer.
+        sizes = {
+            "/".join((*place[len(self.root) :], name)): math.prod(leaf_of(leaf).true_shape)
+            for place, name, leaf in _parameters(module)
+        }
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
         if selection.chooses(path, module, own_size) and not (inside_map_variables() and self._is_left_out(path)):
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
@@ -300,15 +303,6 @@ class _Run:
             "larger_than(size)."
         )
 
-    def _sizes(self, module: nn.Module) -> dict[str, int]:
-        """The number of values of each parameter of the module; within ``nn.scan``, of one layer."""
-        found = [
-            (scope.path[len(self.root) :], leaf)
-            for scope in _places(module)
-            for leaf in leaves_with_path(_params(scope))
-        ]
-        return {"/".join((*place, name)): math.prod(leaf_of(leaf).true_shape) for place, (name, leaf) in found}
-
     def _refuse(self, model: nn.Module) -> NoReturn:
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
@@ -333,10 +327,8 @@ def _nothing(module: nn.Module) -> None:
     """Lifted and run in an initialisation, it splits the parameters of a module that is there."""
 
 
-def _places(module: nn.Module) -> list[Any]:
-    """The scopes of a module's variables: its own, and those of the modules that it was given."""
-    return get_module_scopes(module)[0]
-
-
-def _params(scope: Any) -> PyTree:
-    return scope.variables().get("params", {})
+def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Any]]:
+    """The parameters of a module, and of the modules that it was given: the path of the module, the name, the leaf."""
+    scopes = get_module_scopes(module)[0]
+    params = [(scope.path, leaves_with_path(scope.variables().get("params", {}))) for scope in scopes]
+    return [(place, name, leaf) for place, leaves in params for name, leaf in leaves]
