@@ -105,7 +105,13 @@ class TrainState(FlaxTrainState):
         kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if is_box(leaf) and not is_owned(leaf)]
         if mesh is None or collectives.manual_axes() or not all(leaf_of(leaf).is_padded for leaf in kept):
             return super().apply_gradients(grads=grads, **kwargs)
-        bare = trees.map_leaves(_gradient_of, self.params, grads)
+
+        def gradient(leaf: Any, grad: Any) -> Any:
+            """Without box and padding, as the optimizer sees it; None for a leaf that takes no gradient."""
+            value = leaf_of(grad).value
+            return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
+
+        bare = trees.map_leaves(gradient, self.params, grads)
         return _with_update(self, bare, mesh).replace(**kwargs)
 
 
@@ -114,12 +120,6 @@ def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
     values = [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
-
-
-def _gradient_of(leaf: Any, grad: Any) -> Any:
-    """A gradient, in a box or not, padded or not, as the optimizer sees it; None for a leaf that takes no gradient."""
-    value = leaf_of(grad).value
-    return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
 
 
 def init_sharded(

@@ -184,7 +184,15 @@ class Comparison:
         mean = one.slices(same_key) if draws else right
         step = self.beside(rng, right)
         of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
-        total = [_of_both(*both) for both in zip(step.leaves, of_slices, strict=True)]
+        # The step beside the batch: from the step beside the slices, and the slices beside the batch.
+        total = [
+            leaf._replace(
+                ratio=leaf.ratio * of.ratio,
+                error=math.hypot(leaf.error, of.error),
+                tolerance=leaf.tolerance + of.tolerance,
+            )
+            for leaf, of in zip(step.leaves, of_slices, strict=True)
+        ]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
         findings += self.without_gradient(key, right)
         ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, whole.loss)
@@ -387,12 +395,3 @@ def _ratio(got: float, right: float) -> float:
 
 def _are_right(leaves: list[LeafCheck]) -> bool:
     return all(leaf.is_equal and not leaf.copies_differ for leaf in leaves)
-
-
-def _of_both(step: LeafCheck, loss: LeafCheck) -> LeafCheck:
-    """A leaf of the step compared with the batch: from the step with the slices, and the slices with the batch."""
-    return step._replace(
-        ratio=step.ratio * loss.ratio,
-        error=math.hypot(step.error, loss.error),
-        tolerance=step.tolerance + loss.tolerance,
-    )
