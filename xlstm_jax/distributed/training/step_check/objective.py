@@ -12,13 +12,13 @@ With the loss L of the whole batch, L_1 .. L_n of its slices, their gradients g,
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
 from xlstm_jax.distributed.training.step_check.draws import constant_like
@@ -142,8 +142,9 @@ def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
 def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     if one.asks_for_axes(rng):
         return "reduced"
-    parts = list(_parts(one, rng))
-    n = len(parts)
+    n = one.devices * one.num_minibatches
+    slices = split_rows(one.batch, n)
+    parts = [one.whole(rng, batch=rows_at(slices, i)) for i in range(n)]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
     right = _vector(whole)
@@ -159,18 +160,6 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
         is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
         return "weights" if is_mean else "function"
     return "statistic"
-
-
-def _parts(one: OneDevice, rng: Any) -> Iterator[Found]:
-    """The slices by themselves."""
-    count = one.devices * one.num_minibatches
-
-    def rows(x: Any, i: int) -> Any:
-        size = len(x) // count if np.ndim(x) else 0
-        return x[i * size : (i + 1) * size] if np.ndim(x) else x
-
-    for i in range(count):
-        yield one.whole(rng, batch=jax.tree.map(partial(rows, i=i), one.batch))
 
 
 def _vector(found: Found) -> np.ndarray:
