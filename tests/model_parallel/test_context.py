@@ -1,6 +1,7 @@
 """Attention over a split sequence has the values and gradients of one device, and keeps and sends what it says."""
 
 import math
+import re
 from itertools import cycle
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.model_parallel import context
 from xlstm_jax.distributed.model_parallel.context import (
     context_attention,
@@ -188,6 +190,21 @@ def test_the_ring_keeps_what_is_local(mesh):
     local = (BATCH // 2) * (TOKENS // 4)
     of_arrays = local * (HEADS * SIZE + KEY_HEADS * 2 * SIZE + HEADS * SIZE + HEADS)
     assert 0 < sum(x.size for x in kept) <= of_arrays + 4 * TOKENS  # and positions
+
+
+@pytest.mark.slow
+@pytest.mark.libtpu
+def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
+    devices, tokens, heads, size = 8, 4096, 8, 128
+    mesh = jax.sharding.AbstractMesh((devices,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, "cp")
+    x = jax.ShapeDtypeStruct((1, tokens, heads, size), jnp.bfloat16, sharding=jax.NamedSharding(mesh, split))
+    local = lambda *arrays: gradients(*arrays, impl="ring", layout="zigzag")  # noqa: E731
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))
+    program = compile_for_topology(step, x, x, x, topology="v5e:2x4", cache=None)
+    kinds = re.findall(r" (all-gather|all-to-all|all-reduce|collective-permute)(-start)?\(", program.hlo)
+    assert set(kinds) == {("collective-permute", "-start")}
+    assert program.memory["temp"] < heads * tokens * (tokens // devices) * 4  # float32 logits of one device's queries
 
 
 @pytest.mark.parametrize("layout, shares", [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
