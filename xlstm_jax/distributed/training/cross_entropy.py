@@ -10,6 +10,9 @@ Between the two passes one number per token is kept, the logarithm of the normal
 logits again, because the gradient of the kernel is a sum over tokens weighted by cotangents that only it knows: four
 products where there were three. Each chunk of the kernel's gradient is one product over all tokens, summed in float32
 and rounded once; chunks of tokens would read and write a float32 array of the kernel's size each.
+
+Of a kernel that is split over a mesh axis by entries of V each device reads its own part so. Four numbers per token
+then travel, the normaliser, the label's logit, the largest logit and its entry, and no logits.
 """
 
 from collections.abc import Callable
@@ -24,6 +27,8 @@ from jax import Array, lax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, gather_tokens, leave_split
+from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 
 Arrays = tuple[Array, ...]
 DEFAULT_CHUNK_SIZE = 4096
@@ -47,7 +52,14 @@ class TokenLosses(NamedTuple):
 
 
 def chunked_cross_entropy(
-    hidden: Array, kernel: Array, labels: Array, *, vocab_dim: int = 1, chunk_size: int = DEFAULT_CHUNK_SIZE
+    hidden: Array,
+    kernel: Array,
+    labels: Array,
+    *,
+    vocab_dim: int = 1,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    vocab_axis: str | None = None,
+    sequence_dim: int | None = None,
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -66,22 +78,62 @@ def chunked_cross_entropy(
         takes no gradient; divide the sum of losses by the number of the others. One of V or more has the loss NaN.
       vocab_dim: the kernel's dim of the vocabulary; 0 for the table [V, d] of an ``nn.Embed``.
       chunk_size: entries of V at a time, which need not divide it. A chunk takes some six bytes for each of its logits.
+      vocab_axis: a mesh axis over which the kernel is split along V: ``kernel`` is this device's part. All else is
+        whole, and equal on its devices.
+      sequence_dim: with ``vocab_axis``, the dim of tokens along which ``hidden`` is split over that axis; the labels
+        and the result are whole.
     Raises:
-      ValueError: shapes do not fit each other, or the chunk size is not positive.
+      ValueError: shapes do not fit each other, the chunk size is not positive, or ``vocab_axis`` is not bound.
       TypeError: the labels are no integers.
     """
     hidden, kernel, labels = jnp.asarray(hidden), jnp.asarray(kernel), jnp.asarray(labels)
-    _check(hidden, kernel, labels, vocab_dim, chunk_size)
     dtype = jnp.promote_types(hidden.dtype, kernel.dtype)
+    parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
+    hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
+    _check(hidden, kernel, labels, vocab_dim, chunk_size)
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
     # cast into the sum over devices.
     axes = frozenset().union(*map(collectives.varying_axes, (hidden, kernel, labels)))
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-    arrays = collectives.to_varying((hidden.astype(dtype), kernel.astype(dtype), labels), sorted(axes))
-    log_normalizer, label_logit, likeliest = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
+    labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), kernel.shape[vocab_dim]
+    first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
+    own_labels = labels if first is None else labels - first
+    arrays = collectives.to_varying((hidden, kernel.astype(dtype), own_labels), sorted(axes))
+    found = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
+    if vocab_axis and first is not None:
+        found = _over_all_parts(*found, first, vocab_axis)
+    log_normalizer, label_logit, likeliest, _ = found
     counts = labels >= 0
-    loss = jnp.where(labels < kernel.shape[vocab_dim], log_normalizer - label_logit, jnp.nan)
+    loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
+
+
+def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
+    """All tokens, for products with this device's entries of V."""
+    caller = "chunked_cross_entropy"
+    if vocab_axis is None:
+        if sequence_dim is not None:
+            raise ValueError(
+                f"{caller}: {sequence_dim=} is the dim of tokens that vocab_axis= splits, which is not given."
+            )
+        return hidden
+    if sequence_dim is None:
+        return enter_split(hidden, vocab_axis, caller=caller)
+    return gather_tokens(hidden, sequence_dim, vocab_axis, caller=caller)
+
+
+def _over_all_parts(
+    log_normalizer: Array, label_logit: Array, likeliest: Array, largest: Array, first: Array, axis: str
+) -> Arrays:
+    """What ``_read_logits`` returns of the whole vocabulary, equal on all devices along the axis.
+
+    ``first`` is the entry that this device's part begins with. Sums have the gradient of each term.
+    """
+    most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
+    reference, highest = collectives.all_reduce(["max", "max"], most, (axis,))
+    total = leave_split(jnp.exp(log_normalizer - reference), axis)
+    entries = jnp.where(largest == highest, likeliest + first, jnp.iinfo(likeliest.dtype).max)
+    (likeliest,) = collectives.all_reduce(["min"], [entries], (axis,))
+    return reference + jnp.log(total), leave_split(label_logit, axis), likeliest, highest
 
 
 def _check(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> None:
@@ -107,7 +159,7 @@ def _check(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_si
 
 
 def _read_logits(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> Arrays:
-    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest), [...] each."""
+    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...]."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def read(carry: PyTree, start: Any, size: int) -> PyTree:
@@ -123,7 +175,7 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, ch
     zeros = jnp.zeros_like(labels, wide)
     carry = (zeros - jnp.inf, zeros, zeros, jnp.zeros_like(labels, jnp.int32))
     largest, total, label_logit, likeliest = _over_chunks(read, carry, kernel.shape[vocab_dim], chunk_size)
-    return largest + jnp.log(total), label_logit, likeliest
+    return largest + jnp.log(total), label_logit, likeliest, largest
 
 
 def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> tuple[Any, Any]:
@@ -133,7 +185,7 @@ def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, vocab_dim: int
 
 def _read_logits_bwd(vocab_dim: int, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Array, None]:
     hidden, kernel, labels, log_normalizer = kept
-    d_normalizer, d_label_logit, _ = cotangents
+    d_normalizer, d_label_logit, *_ = cotangents
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
     def add(carry: PyTree, start: Any, size: int) -> PyTree:
@@ -197,7 +249,7 @@ class LMHead(nn.Module):
     Attributes:
       features: V, the entries of the vocabulary.
       dtype: of the products, None: that of hidden and kernel; ``param_dtype``, ``kernel_init``: as in ``nn.Dense``.
-      chunk_size: see ``chunked_cross_entropy``.
+      chunk_size, vocab_axis, sequence_dim: see ``chunked_cross_entropy``. ``vocab_axis`` splits the kernel.
     """
 
     features: int
@@ -205,19 +257,36 @@ class LMHead(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     chunk_size: int = DEFAULT_CHUNK_SIZE
+    vocab_axis: str | None = None
+    sequence_dim: int | None = None
 
     def __call__(self, hidden: Array) -> Array:
-        """Logits [..., V] for hidden [..., d], in ``dtype``: to sample from."""
+        """Logits [..., V] for hidden [..., d], in ``dtype``: to sample from; those of a device's own entries."""
         hidden, kernel = self._operands(hidden)
+        if self.vocab_axis:
+            return column_products(hidden, [kernel], self.vocab_axis, sequence_dim=self.sequence_dim)[0]
         return lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())))
 
     def losses(self, hidden: Array, labels: Array) -> TokenLosses:
         """The losses of labels [...] given hidden [..., d]: to train on."""
         hidden, kernel = self._operands(hidden)
-        return chunked_cross_entropy(hidden, kernel, labels, chunk_size=self.chunk_size)
+        return chunked_cross_entropy(
+            hidden,
+            kernel,
+            labels,
+            chunk_size=self.chunk_size,
+            vocab_axis=self.vocab_axis,
+            sequence_dim=self.sequence_dim,
+        )
 
     @nn.compact
     def _operands(self, hidden: Array) -> tuple[Array, Array]:
-        kernel = self.param("kernel", self.kernel_init, (hidden.shape[-1], self.features), self.param_dtype)
+        shape = (hidden.shape[-1], self.features)
+        if self.vocab_axis:
+            kernel = split_param(
+                self, "kernel", self.kernel_init, shape, self.param_dtype, dim=1, axis_name=self.vocab_axis
+            )
+        else:
+            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         hidden, kernel = promote_dtype(hidden, kernel, dtype=self.dtype)
         return hidden, kernel

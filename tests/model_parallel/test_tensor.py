@@ -1,0 +1,504 @@
+"""Tensor and sequence parallelism beside FSDP: training is that of one device, on every mesh, in both modes.
+
+The model has all split layers: embedding, attention with grouped queries, gated and plain feed-forward, and a head with
+losses that need no logits. Tokens between layers are whole, split, or split and gathered in rings.
+"""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from tests.support import assert_same_params, equations, fsdp, on_mesh, plain
+from xlstm_jax.distributed import (
+    Checkpointer,
+    DeviceMeshManager,
+    LMHead,
+    abstract_train_state,
+    check_step,
+    chunked_cross_entropy,
+    create_train_state,
+    init_sharded,
+    make_train_step,
+    partition_specs,
+    shard_modules,
+    unbox,
+)
+from xlstm_jax.distributed.model_parallel import (
+    ColumnDense,
+    RowDense,
+    SplitAttention,
+    SplitEmbed,
+    SwiGLU,
+    enter_split,
+    gather_tokens,
+    join_tokens,
+    leave_split,
+    on_split_input,
+    scatter_tokens,
+    split_modules,
+    split_tokens,
+)
+
+VOCAB, WIDTH, LENGTH = 24, 8, 8
+KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
+TX = optax.chain(
+    KEPT, optax.clip_by_global_norm(0.5), optax.adamw(1e-2)
+)  # its state has the gradients of the last step
+TOKENS = jax.random.randint(jax.random.key(1), (8, LENGTH), 0, VOCAB)
+WEIGHTS = jnp.where(
+    jnp.arange(8 * LENGTH).reshape(8, LENGTH) % 3 == 0, -100, TOKENS
+)  # labels, of which a third counts not
+
+WHOLE, SPLIT, RING = {}, {"sequence_dim": 1}, {"sequence_dim": 1, "ring": True}
+MESHES = {"2x4": {"fsdp": 2, "tp": 4}, "4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
+MESHES |= {"2x1x4": {"dp": 2, "fsdp": 1, "tp": 4}, "8x1": {"fsdp": 8, "tp": 1}, "1x8": {"fsdp": 1, "tp": 8}}
+
+
+class Block(nn.Module):
+    kv_heads: int
+    split: dict
+
+    @nn.compact
+    def __call__(self, x):
+        norm = on_split_input(nn.LayerNorm, "tp") if self.split else nn.LayerNorm
+        attention = SplitAttention(8, 2, self.kv_heads, **self.split, name="attention")
+        x = x + attention(norm(name="norm_0")(x))
+        x = x + SwiGLU(16, **self.split, name="gated")(norm(name="norm_1")(x))
+        h = nn.gelu(ColumnDense(16, **self.split, name="up")(x))
+        return x + RowDense(WIDTH, **self.split, name="down")(h)
+
+
+class Model(nn.Module):
+    kv_heads: int = 2
+    split: dict | None = None
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, tokens, labels):
+        split = dict(self.split or {})
+        tokens_split = {name: value for name, value in split.items() if name != "ring"}
+        x = self.wrap(SplitEmbed)(VOCAB, WIDTH, **tokens_split, name="embed")(tokens)
+        x = self.wrap(Block)(self.kv_heads, split, name="block")(x)
+        norm = on_split_input(nn.RMSNorm, "tp") if split else nn.RMSNorm
+        x = self.wrap(norm)(name="norm")(x)
+        head = LMHead(VOCAB, vocab_axis="tp", chunk_size=5, **tokens_split, name="head")
+        return head.losses(x, labels)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    tokens, labels = batch
+    found = apply_fn({"params": params}, tokens, labels)
+    return found.loss.sum() + 1e-3 * (found.log_normalizer**2).sum(), (labels >= 0).sum()
+
+
+BATCH = (TOKENS, WEIGHTS)
+
+
+@cache
+def one_device(kv_heads, steps=10):
+    """Initial parameters of the plain model; after some steps: its parameters, last gradients, and losses."""
+    model = Model(kv_heads)
+    start = params = jax.jit(model.init)(jax.random.key(0), *BATCH)["params"]
+
+    def mean(params):
+        total, weight = loss_fn(params, model.apply, BATCH, None)
+        return total / weight
+
+    @jax.jit
+    def update(params, opt_state):
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, losses = TX.init(params), []
+    for _ in range(steps):
+        params, opt_state, loss = update(params, opt_state)
+        losses.append(float(loss))
+    return start, params, opt_state[0], losses
+
+
+def on(name):
+    mesh = DeviceMeshManager.create_device_mesh(MESHES[name])
+    return mesh, tuple(axis for axis in mesh.axis_names if axis != "tp")
+
+
+def state_of(name, kv_heads=2, split=None, tx=TX):
+    mesh, axes = on(name)
+    model = Model(kv_heads, split, partial(fsdp, min_weight_size=16))
+    return create_train_state(model, tx, mesh, jax.random.key(0), *BATCH, batch_axes=axes, whole_ok=True)
+
+
+RUNS = [
+    ("2x4", 2, WHOLE, True),
+    ("2x2x2", 4, SPLIT, False),
+    ("2x1x4", 2, RING, True),
+    ("2x4", 2, WHOLE, False),
+    ("2x2x2", 4, SPLIT, True),
+    ("4x2", 1, RING, False),
+    ("1x8", 8, SPLIT, True),
+    ("8x1", 2, RING, False),
+    ("1x8", 1, RING, False),
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name, kv_heads, split, check_vma", [RUNS[i] for i in (0, 4, 5, 1, 2, 3, 6, 7, 8)])
+def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads, split, check_vma):
+    mesh, axes = on(name)
+    state = state_of(name, kv_heads, split)
+    start, params, grads, losses = one_device(kv_heads)
+    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), start)  # bit for bit
+    step = make_train_step(loss_fn, mesh, axes, weighted=True, check_vma=check_vma, whole_ok=True)
+    for want in losses:
+        state, metrics = step(state, BATCH, jax.random.key(0))
+        assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
+    assert_same_params(state.opt_state[0], grads)
+    assert_same_params(state.params, params, 1e-4)  # ten times rounded, and divided by small second moments
+    assert losses[-1] < 0.8 * losses[0]  # guard: it was trained
+
+
+def test_a_checkpoint_restores_onto_other_meshes_and_onto_the_plain_model(tmp_path):
+    state = state_of("2x4", split=SPLIT, tx=optax.sgd(0.1))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        for name in ("4x2", "8x1"):
+            mesh, axes = on(name)
+            model = Model(2, RING, partial(fsdp, min_weight_size=16))
+            target = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(1), *BATCH, batch_axes=axes)
+            found = checkpointer.restore(target).params
+            jax.tree.map(np.testing.assert_array_equal, unbox(found), unbox(state.params))
+            assert found["block"]["up"]["kernel"].value.sharding.mesh == mesh
+
+
+def test_what_is_split_over_which_axis():
+    """A guard: the parity above is of leaves that are split over both axes, over one, and over none."""
+    params = state_of("2x4", kv_heads=2, tx=KEPT).params
+    block = params["block"]
+    assert block["up"]["kernel"].names == ("fsdp", "tp") and block["down"]["kernel"].names == ("tp", "fsdp")
+    assert block["attention"]["query"]["kernel"].names == ("fsdp", "tp", None)
+    assert "tp" not in block["attention"]["key"]["kernel"].axes  # two heads for four devices: copied
+    assert params["embed"]["embedding"].names == ("tp", "fsdp") and params["head"]["kernel"].names == (None, "tp")
+    assert {leaf.shape for leaf in jax.tree.leaves(unbox(params["norm"]))} == {(WIDTH,)}
+
+
+FLAX = {
+    "dense": (ColumnDense(12), nn.Dense(12), 1),
+    "rows": (RowDense(12), nn.Dense(12), 1),
+    "heads": (ColumnDense((4, 3)), nn.DenseGeneral((4, 3)), 1),
+    "after heads": (RowDense(6, axis=(-2, -1)), nn.DenseGeneral(6, axis=(-2, -1)), 1),
+    "embedding": (SplitEmbed(10, 4), nn.Embed(10, 4), jnp.int32(1)),
+    "attention": (SplitAttention(4, 3, use_bias=True), nn.MultiHeadDotProductAttention(4, qkv_features=12), None),
+}
+
+
+@pytest.mark.parametrize("case", FLAX)
+def test_parameters_and_results_on_one_device_are_those_of_flaxs_layers(case):
+    ours, theirs, ones = FLAX[case]
+    shape = (2, 4) if case == "embedding" else (2, 5, 4, 3) if case == "after heads" else (2, 5, 12)
+    x = jax.random.normal(jax.random.key(1), shape) if case != "embedding" else jnp.arange(8).reshape(shape)
+    mask = {"mask": nn.make_causal_mask(jnp.ones((2, 5)))} if ones is None else {}
+    params = jax.jit(ours.init)(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, params, jax.jit(theirs.init)(jax.random.key(0), x))
+    np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x, **mask), rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------- how activations enter, leave and are split
+
+X = jax.random.normal(jax.random.key(2), (4, 8, 3))  # [b, t, d]
+W = 1 + jnp.arange(4.0)  # what each device multiplies by
+
+# A function of x and of a device's own w; the same on one device, of all w; whether x, and the result, are split.
+PAIRS = {
+    "enter, leave": (lambda x, w: leave_split(jnp.tanh(enter_split(x, "tp") * w), "tp"), False, False),
+    "gather, scatter": (lambda x, w: scatter_tokens(jnp.tanh(gather_tokens(x, 1, "tp") * w), 1, "tp"), True, True),
+    "enter, scatter": (lambda x, w: scatter_tokens(jnp.tanh(enter_split(x, "tp") * w), 1, "tp"), False, True),
+    "gather, leave": (lambda x, w: leave_split(jnp.tanh(gather_tokens(x, 1, "tp") * w), "tp"), True, False),
+}
+
+
+def summed_terms(x, w):
+    return sum(jnp.tanh(x * each) for each in w)
+
+
+def square(y):
+    """A loss whose gradient differs from token to token."""
+    return jnp.sum(y**2 * jnp.linspace(0.5, 2, y.shape[1])[:, None])
+
+
+def gradients_of(fn, in_split, out_split, check_vma):
+    """Of x and w: with a whole result each device has the loss of all tokens; with a split one of all after a join."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+
+    def loss(x, w):
+        y = fn(x, w)
+        return square(join_tokens(y, 1, "tp") if out_split else y)
+
+    spec = P(None, "tp") if in_split else P()
+    return on_mesh(jax.grad(loss, argnums=(0, 1)), mesh, check_vma, (spec, P("tp")), (spec, P("tp")))(X, W)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gradients_through_each_pair_are_those_of_one_device(pair, check_vma):
+    want = jax.grad(lambda x, w: square(summed_terms(x, w)), argnums=(0, 1))(X, W)
+    got = gradients_of(*PAIRS[pair], check_vma)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_tokens_that_are_split_and_joined_have_the_gradient_of_what_lies_between(check_vma):
+    fn = lambda x, w: jnp.sin(split_tokens(x, 1, "tp"))  # noqa: E731
+    got, _ = gradients_of(fn, False, True, check_vma)
+    np.testing.assert_allclose(got, jax.grad(lambda x: square(jnp.sin(x)))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_guard_without_types_a_plain_sum_has_another_gradient():
+    """Why ``leave_split`` and ``enter_split`` have rules of their own."""
+    want = jax.grad(lambda x: square(summed_terms(x, W)))(X)
+    for fn in (
+        lambda x, w: jax.lax.psum(jnp.tanh(enter_split(x, "tp") * w), "tp"),
+        lambda x, w: leave_split(jnp.tanh(x * w), "tp"),
+    ):
+        assert not np.allclose(gradients_of(fn, False, False, False)[0], want, rtol=0.1)
+
+
+def primitives(split):
+    """The equations of a device's loss and gradients."""
+    mesh, _ = on("2x4")
+    model = Model(2, split, partial(fsdp, min_weight_size=16))
+    params = jax.eval_shape(partial(init_sharded, model, mesh, jax.random.key(0), batch_axes="fsdp"), *BATCH)["params"]
+    loss = lambda params, batch: loss_fn(params, model.apply, batch, None)[0]  # noqa: E731
+    specs = partition_specs(params, mesh)
+    step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=specs, check_vma=False)
+    return [eqn for _, eqn in equations(jax.make_jaxpr(step)(params, BATCH))]
+
+
+def over(eqns, kind, axis):
+    """The shapes that collectives of a kind return over an axis."""
+    axes_of = lambda eqn: str(eqn.params.get("axis_name", eqn.params.get("axes")))  # noqa: E731
+    return [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == kind and axis in axes_of(eqn)]
+
+
+def test_each_device_gathers_its_own_columns_and_nothing_has_the_size_of_the_vocabulary():
+    eqns = primitives(WHOLE)
+    gathered = over(eqns, "all_gather", "fsdp")
+    assert (WIDTH, 16 // 4) in [shape[::-1] for shape in gathered] + gathered  # of "up", and of "gate"
+    assert (WIDTH, 16) not in [shape[::-1] for shape in gathered] + gathered
+    assert not [
+        v.aval for e in eqns for v in e.outvars if VOCAB in getattr(v.aval, "shape", ())[-1:] and v.aval.ndim > 2
+    ]
+
+
+def test_a_ring_permutes_and_gathers_no_tokens():
+    split, ring = primitives(SPLIT), primitives(RING)
+    assert (
+        len(over(split, "all_gather", "tp")) > len(over(ring, "all_gather", "tp")) <= 3
+    )  # of the embedding, and the head
+    assert len(over(ring, "ppermute", "tp")) >= 3 * 6 and not over(split, "ppermute", "tp")
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    table, tokens = jnp.arange(16.0).reshape(8, 2), jnp.array([0, 7, 5, -1, -8, 8, -9])
+    got = on_mesh(SplitEmbed(8, 2).apply, mesh, True, (P("tp"), P()), P())({"params": {"embedding": table}}, tokens)
+    np.testing.assert_array_equal(got, jnp.take(table, tokens, axis=0))
+    assert np.isnan(got[-1]).all() and not np.isnan(got[:5]).any()
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_losses_of_a_split_vocabulary_and_what_is_predicted_are_those_of_the_whole(check_vma):
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    hidden = jax.random.normal(jax.random.key(3), (5, 6, 4))
+    table = jnp.round(jax.random.normal(jax.random.key(4), (16, 4)))
+    table = table.at[9].set(table[2])  # equally likely entries, on two devices
+    labels = jnp.argmax(hidden @ table.T, axis=-1).at[0].set(9).at[1].set(16).at[2].set(-100)
+
+    def losses(hidden, table, labels, **axis):
+        found = chunked_cross_entropy(hidden, table, labels, vocab_dim=0, chunk_size=3, **axis)
+        total = jnp.where(labels < 16, found.loss, 0).sum() + 0.1 * (found.log_normalizer**2).sum()
+        return total, found
+
+    of = lambda **axis: jax.grad(partial(losses, **axis), argnums=(0, 1), has_aux=True)  # noqa: E731
+    specs = (P(), P("tp"), P()), ((P(), P("tp")), P())
+    grads, found = on_mesh(of(vocab_axis="tp"), mesh, check_vma, *specs)(hidden, table, labels)
+    want_grads, want = jax.jit(of())(hidden, table, labels)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), (grads, found), (want_grads, want))
+    assert 6 <= want.correct.sum() < 18 and np.isnan(want.loss[1]).all()  # guard
+
+
+def shown(layer, x, sizes, **specs):
+    """Initialises on a mesh with these axes, and applies inside ``shard_map``; nothing is computed."""
+    mesh = DeviceMeshManager.create_device_mesh(sizes)
+    params = init_sharded(
+        layer, mesh, jax.random.key(0), jnp.zeros(x, specs.get("dtype", jnp.float32)), batch_axes="tp"
+    )
+    spec = specs.get("spec", P())
+    jax.eval_shape(
+        jax.shard_map(layer.apply, mesh=mesh, in_specs=(partition_specs(params, mesh), spec), out_specs=P()),
+        params,
+        jax.ShapeDtypeStruct(x, specs.get("dtype", jnp.float32)),
+    )
+
+
+TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
+REFUSED = {
+    "heads": (
+        SplitAttention(12, 2),
+        (2, 8, 4),
+        TP8,
+        r"'query/kernel' of shape \(4, 12, 2\) .* 12, which the 8 devices .* 16",
+    ),
+    "features": (
+        ColumnDense(30),
+        (2, 4),
+        TP4,
+        r"'kernel' of shape \(4, 30\) .* dim 1, of size 30, .* the 4 devices .* 32",
+    ),
+    "key heads": (
+        SplitAttention(24, 2, 3),
+        (2, 8, 4),
+        TP4,
+        r"'key': 3 heads are to be copied to the 4 devices .* Take 6",
+    ),
+    "groups": (SplitAttention(8, 2, 3), (2, 8, 4), TP8, r"num_kv_heads=3 key heads do not divide num_heads=8"),
+    "vocabulary": (SplitEmbed(50, 2), (2, 8), TP4, r"'embedding' of shape \(50, 2\) .* the 4 devices along 'tp' .* 52"),
+    "an axis": (
+        ColumnDense(8, axis_name="model"),
+        (2, 4),
+        TP4,
+        r"'model' is not an axis of the mesh, which has \('fsdp'",
+    ),
+    "the last dims": (
+        ColumnDense(8, axis=0),
+        (2, 4),
+        TP4,
+        r"axis=0 are not the last dims of an input of shape \(2, 4\)",
+    ),
+    "a ring alone": (ColumnDense(8, ring=True), (2, 4), TP4, r"ring=True hides .* without sequence_dim="),
+    "the length": (RowDense(8, sequence_dim=1), (2, 6, 8), TP4, r"dim 1 of .* has 6 tokens, .* 4 devices .* Pad .* 8"),
+    "a dim": (ColumnDense(8, sequence_dim=2), (2, 8, 8), TP4, r"sequence_dim=2 is no dim of tokens .* from 0 to 1"),
+    "whole tokens": (ColumnDense(8, sequence_dim=1), (2, 8, 8), TP4, r"is equal along 'tp' .* all tokens, .* 4 times"),
+    "whole features": (RowDense(8), (2, 8), TP4, r"is equal along 'tp' .* count 4 times"),
+    "split features": (nn.Sequential([ColumnDense(8), ColumnDense(8)]), (2, 4), TP4, r"differs along 'tp' .* RowDense"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_both_numbers_and_a_cure(case):
+    layer, x, sizes, text = REFUSED[case]
+    dtype = jnp.int32 if case == "vocabulary" else jnp.float32
+    with pytest.raises(ValueError, match=text):
+        shown(layer, x, sizes, dtype=dtype, spec=P(None, None, "tp") if case == "the length" else P())
+
+
+def test_other_things_that_are_refused():
+    with pytest.raises(TypeError, match=r"on_split_input takes a class of Linen modules, as nn.LayerNorm, not"):
+        on_split_input(nn.LayerNorm(), "tp")
+    with pytest.raises(TypeError, match="tokens are float32, and must be integers"):
+        SplitEmbed(4, 2).init(jax.random.key(0), jnp.ones(3))
+    with pytest.raises(ValueError, match="chunked_cross_entropy: sequence_dim=1 is the dim of tokens that vocab_axis="):
+        chunked_cross_entropy(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.ones((2, 3), int), sequence_dim=1)
+    mesh, _ = on("4x2")
+    step = make_train_step(loss_fn, mesh, ("fsdp", "tp"), weighted=True, whole_ok=True)
+    with pytest.raises(ValueError, match=r"'tp' splits this layer, and the loss is averaged over \('fsdp', 'tp'\)"):
+        step(state_of("4x2"), BATCH, jax.random.key(0))
+
+
+# ---------------------------------------------------------------------------------------------------- norms and dropout
+
+
+def test_dropout_on_split_tokens_differs_by_device_and_on_whole_ones_does_not():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    x, key = jnp.ones((2, 32, 4)), {"dropout": jax.random.key(0)}
+
+    def drop(cls, spec):
+        layer = cls(0.5, deterministic=False)
+        return on_mesh(lambda x: layer.apply({}, x, rngs=key), mesh, True, spec, spec)(x)
+
+    masks = np.split(np.asarray(drop(on_split_input(nn.Dropout, "tp"), P(None, "tp"))), 4, axis=1)
+    assert len({mask.tobytes() for mask in masks}) == 4
+    whole = nn.Dropout(0.5, deterministic=False).apply({}, x, rngs=key)
+    np.testing.assert_array_equal(drop(nn.Dropout, P()), whole)
+    alone = on_split_input(nn.Dropout, "tp")(0.5, deterministic=False).apply({}, x, rngs=key)
+    np.testing.assert_array_equal(alone, whole)
+
+
+class Normed(nn.Module):
+    norm: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.norm(name="norm")(split_tokens(x, 1, "tp"))
+        return RowDense(4, sequence_dim=1)(nn.tanh(ColumnDense(8, sequence_dim=1)(x)))
+
+
+def own_loss(params, apply_fn, x, rng):
+    y = apply_fn({"params": params}, x)
+    return jnp.mean((join_tokens(y, 1, "tp") - jnp.roll(x, 1, axis=1)) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped, check_vma", [(True, True), (True, False), (False, True), (False, False)])
+def test_check_step_finds_a_norm_on_split_tokens_that_is_not_wrapped(wrapped, check_vma):
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2})
+    x = jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
+    model = fsdp(Normed, min_weight_size=16)(on_split_input(nn.LayerNorm, "tp") if wrapped else nn.LayerNorm)
+    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), x, batch_axes="fsdp")
+    found = check_step(make_train_step(own_loss, mesh, "fsdp", check_vma=check_vma), state, x, jax.random.key(0))
+    assert found.verdict == ("wrong" if not wrapped and not check_vma else "right"), found
+
+
+class Foreign(nn.Module):
+    """A block of Flax's own layers, whose author knew of no mesh."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(x, mask=nn.make_causal_mask(x[..., 0]))
+        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
+
+
+FOREIGN = {"attention/(query|key|value)|up": "column", "out|down": "row"}
+
+
+def foreign_loss(params, apply_fn, x, rng):
+    del rng
+    return jnp.mean((apply_fn({"params": params}, x) - jnp.roll(x, 1, axis=1)) ** 2)
+
+
+@pytest.mark.parametrize("check_vma, where", [(True, nn.Dense), (False, lambda path, module: path == "")])
+def test_a_model_is_split_from_outside(check_vma, where):
+    mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
+    model = shard_modules(split_modules(Foreign(), FOREIGN), where, "fsdp", 16)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
+    assert state.params["up"]["kernel"].names == ("fsdp", "tp")
+    assert state.params["attention"]["out"]["kernel"].axes[0] == "tp"
+    params = jax.jit(Foreign().init)(jax.random.key(0), x)["params"]
+    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), params)
+    step = make_train_step(foreign_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True)
+    state, _ = step(state, x, jax.random.key(0))
+    assert_same_params(
+        state.opt_state, jax.jit(jax.grad(foreign_loss), static_argnums=1)(params, Foreign().apply, x, 0)
+    )
+
+
+def test_what_split_modules_refuses():
+    x, key = jnp.ones((2, 4, 8)), jax.random.key(0)
+    with pytest.raises(ValueError, match="'columns' is neither 'column' nor 'row'"):
+        split_modules(Foreign(), {"up": "columns"})
+    with pytest.raises(TypeError, match="split_modules takes a Linen module or its class, not"):
+        split_modules(jnp.sin, {"up": "column"})
+    with pytest.raises(ValueError, match="'upp' matches none of the dense layers of Foreign: 'attention/key'"):
+        jax.eval_shape(split_modules(Foreign(), {"upp": "column"}).init, key, x)
+    with pytest.raises(ValueError, match=r"'layers_0' has dot_general=.*Leave this layer out of split="):
+        model = nn.Sequential([nn.Dense(4, dot_general=partial(jax.lax.dot_general))])
+        jax.eval_shape(split_modules(model, {"layers_0": "column"}).init, key, x)

@@ -1,0 +1,412 @@
+"""Dense layers whose kernels are split over a mesh axis, by columns or by rows (Megatron-LM, arXiv:1909.08053).
+
+With n devices along "tp", and x[..., d] whole:
+  column   x[..., d]    @ W[d, f / n]  ->  y[..., f / n]   each device has its own features, of all tokens
+  row      y[..., f / n] @ W[f / n, d] ->  z[..., d]       each device has a term of the sum, which is taken over "tp"
+A row-split layer takes what column-split ones return, so that two products have one sum.
+
+With ``sequence_dim`` activations around the two are split along their tokens (arXiv:2205.05198): tokens are gathered
+before the columns, and the sum after the rows is scattered over tokens. The bytes are the same, and what lies between
+such pairs (norms, dropout, residuals, and what is kept of them for the backward pass) is an n-th.
+
+With ``ring`` the gather, or the scatter, is n - 1 steps of a ring beside n pieces of the product (collective matmul):
+while one piece is multiplied, the next one travels. Its transpose, which JAX makes, is a ring again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from jax import Array, lax
+
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.model_parallel.activations import (
+    check_differs,
+    check_tokens,
+    devices_here,
+    enter_split,
+    gather_tokens,
+    leave_split,
+    parts_of_params,
+    scatter_tokens,
+)
+
+DEFAULT_AXIS = "tp"
+Product = Callable[[Array, Array], Array]
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+
+def split_param(
+    module: nn.Module,
+    name: str,
+    init: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    dim: int,
+    axis_name: str = DEFAULT_AXIS,
+) -> Array:
+    """``module.param(name, init, shape, dtype)`` split along ``dim``: this device's part of it, inside ``shard_map``.
+
+    The values are those of the whole parameter, which has the global ``shape``; the box names the axis. For layers of
+    your own, within a compact method.
+
+    >>> class Scale(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):  # [b, t, f / n], as a ColumnDense returns it
+    ...         return x * split_param(self, "scale", nn.initializers.ones, (8,), jnp.float32, dim=0)
+    >>> Scale().init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))[1]["params"]["scale"].shape
+    (8,)
+
+    Raises:
+      ValueError: the axis is not there, or does not divide the dim; names the parameter.
+    """
+    path = "/".join((*module.path, name))
+    count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
+    if shape[dim] % count:
+        raise ValueError(
+            f"'{path}' of shape {shape} is to be split along dim {dim}, of size {shape[dim]}, which the {count} "
+            f"devices along {axis_name!r} do not divide. Choose a size that is a multiple of {count}, as "
+            f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}."
+        )
+
+    def own_part(rng: Array) -> Any:
+        value: Array = leaf_of(init(rng, shape, dtype)).value
+        value = collectives.own_shard(value, dim, (axis_name,)) if here > 1 else value
+        if axis_name not in jax.sharding.get_abstract_mesh().shape:
+            return value  # on one device
+        names = tuple(axis_name if d == dim else None for d in range(len(shape)))
+        return Sharded(value, names, model_axes=(axis_name,))
+
+    value: Array = module.param(name, own_part)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def column_products(
+    x: Array,
+    kernels: Sequence[Array],
+    axis_name: str,
+    *,
+    sequence_dim: int | None = None,
+    ring: bool = False,
+    product: Product = jnp.matmul,
+    caller: str = "column_products",
+) -> list[Array]:
+    """``product(x, kernel)`` for each device's part of several kernels; ``x`` enters, or is gathered, once for all.
+
+    Args:
+      x: [..., d], equal on all devices; with ``sequence_dim`` each device's share of the tokens.
+      kernels: this device's columns of each.
+      sequence_dim: the dim of tokens that is split over the axis; None: none is.
+      ring: gather in the steps of a ring, beside the products.
+      product: of some tokens and a kernel.
+    """
+    if sequence_dim is None:
+        entered = enter_split(x, axis_name, caller=caller)
+        return [product(entered, kernel) for kernel in kernels]
+    if not ring or devices_here(axis_name, caller) == 1:
+        entered = gather_tokens(x, sequence_dim, axis_name, caller=caller)
+        return [product(entered, kernel) for kernel in kernels]
+    return _gathered_in_a_ring(x, kernels, axis_name, sequence_dim, product)
+
+
+def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim: int, product: Product) -> list[Array]:
+    """Each device multiplies the tokens that it has, and hands them on; after n products it has seen all."""
+    n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
+    share, pieces = collectives.to_varying(x, (axis_name,)), []
+    for step in range(n):
+        arriving = collectives.rotate(share, axis_name) if step < n - 1 else share
+        pieces.append([product(share, kernel) for kernel in kernels])
+        share = arriving
+    # The last piece is that of the next device, and the first one this device's own: rolled, each lies in its place.
+    shift = (me + 1) * x.shape[dim]
+    return [jnp.roll(jnp.concatenate(of_one[::-1], axis=dim), shift, axis=dim) for of_one in zip(*pieces, strict=True)]
+
+
+def row_product(
+    x: Array,
+    kernel: Array,
+    axis_name: str,
+    *,
+    sequence_dim: int | None = None,
+    ring: bool = False,
+    product: Product = jnp.matmul,
+    caller: str = "row_product",
+) -> Array:
+    """The sum over devices of ``product(x, kernel)`` with each device's features and rows.
+
+    Args:
+      x: [..., f / n], this device's features of all tokens.
+      kernel: this device's rows.
+      sequence_dim: the dim of tokens that the result is split along; None: the result is whole, and equal everywhere.
+      ring: scatter in the steps of a ring, beside the products.
+      product: of some tokens and the kernel.
+    """
+    n = devices_here(axis_name, caller)
+    if sequence_dim is None:
+        return leave_split(product(x, kernel), axis_name, caller=caller)
+    if not ring or n == 1:
+        return scatter_tokens(product(x, kernel), sequence_dim, axis_name, caller=caller)
+    check_differs(x, axis_name, n, caller)
+    check_tokens(x, sequence_dim, axis_name, caller)
+    return _scattered_in_a_ring(x, kernel, axis_name, sequence_dim, product)
+
+
+def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, product: Product) -> Array:
+    """The sum of a share of the tokens goes from device to device, each of which adds its term, and ends where it is
+    kept."""
+    n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
+    size, total = x.shape[dim] // n, None
+    for step in range(n):
+        kept_by = (me + n - 1 - step) % n  # of the sum that this device now holds
+        term = product(lax.dynamic_slice_in_dim(x, kept_by * size, size, dim), kernel)
+        total = term if total is None else collectives.rotate(total, axis_name) + term
+    assert total is not None
+    return total
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
+    """How many of the last dims of ``x`` a layer sums over, as its field ``axis`` says."""
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    dims = tuple(dim % x.ndim for dim in given)
+    if dims != tuple(range(x.ndim - len(dims), x.ndim)):
+        raise ValueError(
+            f"{caller}: axis={axis} are not the last dims of an input of shape {x.shape}, in their order; a split "
+            "layer sums over these. Transpose the input."
+        )
+    return len(dims)
+
+
+def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
+    """[..., *inputs], [*inputs, *features] -> [..., *features], summed over ``count`` dims."""
+    dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
+    return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
+
+
+def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
+    """As ``nn.DenseGeneral`` has it: values are drawn for a matrix (a vector, of a bias), and reshaped."""
+
+    def reshaped(rng: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        flat = (math.prod(shape[:count]), math.prod(shape[count:]))
+        value: Array = leaf_of(init(rng, flat if count else flat[1:], dtype)).value
+        return value.reshape(shape)
+
+    return reshaped
+
+
+class _SplitDense(nn.Module):
+    """The fields of column- and row-split layers: as those of ``nn.DenseGeneral``, and how the layer is split."""
+
+    features: int | Sequence[int]
+    axis: int | Sequence[int] = -1
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    precision: Any = None
+    axis_name: str = DEFAULT_AXIS
+    sequence_dim: int | None = None
+    ring: bool = False
+
+    @property
+    def _outputs(self) -> tuple[int, ...]:
+        return (self.features,) if isinstance(self.features, int) else tuple(self.features)
+
+    @property
+    def _called(self) -> str:
+        return f"'{'/'.join(self.path)}'"
+
+    def _check_ring(self) -> None:
+        if self.ring and self.sequence_dim is None:
+            raise ValueError(
+                f"{self._called}: ring=True hides the gather or the scatter of tokens, and without sequence_dim= there "
+                "is none. Pass the dim along which tokens are split, as 1 of [b, t, d], or ring=False."
+            )
+
+
+class ColumnDense(_SplitDense):
+    """``nn.Dense``, or ``nn.DenseGeneral``, of which each device along ``axis_name`` computes its own features.
+
+    Parameters, ``kernel`` and ``bias``, have the global shapes and the initial values that they have in
+    ``nn.DenseGeneral``, and so of one feature dim in ``nn.Dense``. The first feature dim is split.
+
+    >>> layer = ColumnDense(32, axis_name="fsdp")
+    >>> params = init_sharded(layer, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes="dp")["params"]
+    >>> params["kernel"].names, params["kernel"].value.shape
+    ((None, 'fsdp'), (16, 32))
+    >>> apply = jax.shard_map(
+    ...     lambda p, x: layer.apply({"params": p}, x), mesh=mesh,
+    ...     in_specs=(partition_specs(params, mesh), jax.P("dp")), out_specs=jax.P("dp", "fsdp"))
+    >>> jax.jit(apply)(params, jnp.ones((8, 16))).shape
+    (8, 32)
+
+    Attributes:
+      features, use_bias, dtype, param_dtype, kernel_init, bias_init, precision: as in ``nn.DenseGeneral``.
+      axis: the dims of the input that are summed over; the last ones, in their order.
+      axis_name: the mesh axis.
+      sequence_dim: the dim of tokens along which the input is split over the axis, as 1 of [b, t, d]; None: the input
+        is whole, and equal on all devices.
+      ring: with ``sequence_dim``, gather tokens in the steps of a ring, beside the product.
+      copied: of fewer features than devices, in the first feature dim, several devices compute the same: key heads of
+        grouped-query attention. The parameters then stay whole along the axis.
+    """
+
+    copied: bool = False
+
+    def __call__(self, x: Array) -> Array:
+        """[b, t, d] -> [b, t, f / n]; all tokens, also where the input is split along them."""
+        return columns_of([self], x)[0]
+
+    @nn.compact
+    def operands(self, x: Array) -> tuple[Array, Array, Array | None]:
+        """(x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
+        count = _last_dims(self.axis, x, self._called)
+        shape = (*x.shape[x.ndim - count :], *self._outputs)
+        kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
+        bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return x, kernel, bias
+
+    def _columns(self, name: str, init: Callable[..., Any], shape: tuple[int, ...]) -> Array:
+        dim, axis = len(shape) - len(self._outputs), self.axis_name
+        copies = self._devices_per_head() if self.copied else 1
+        if copies == 1:
+            return split_param(self, name, init, shape, self.param_dtype, dim=dim, axis_name=axis)
+        whole: Array = self.param(name, init, shape, self.param_dtype)
+        if devices_here(axis, self._called) == 1:
+            return whole
+        # Devices read different heads of it, so gradients are summed: those of copies, and zeros of the other heads.
+        whole = enter_split(whole, axis, caller=self._called)
+        return lax.dynamic_slice_in_dim(whole, collectives.axis_index((axis,)) // copies, 1, dim)
+
+    def _devices_per_head(self) -> int:
+        n, heads = parts_of_params(self.axis_name, self._called), self._outputs[0]
+        if n > heads and n % heads:
+            raise ValueError(
+                f"{self._called}: {heads} heads are to be copied to the {n} devices along {self.axis_name!r}, which "
+                f"would have {heads}/{n} of a head each. Take {-(-n // heads) * heads} devices along it, or a number "
+                "that divides the heads."
+            )
+        return max(1, n // heads)
+
+
+def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
+    """What several column-split layers return of one input, which enters, or is gathered, once for all of them.
+
+    >>> class Gated(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         gate, up = columns_of([ColumnDense(8, name="gate"), ColumnDense(8, name="up")], x)
+    ...         return gate * up
+    >>> Gated().init_with_output(jax.random.key(0), jnp.ones((2, 3, 4)))[0].shape
+    (2, 3, 8)
+
+    All layers have the ``axis``, ``axis_name``, ``sequence_dim``,
+    ``ring``, ``precision`` and ``dtype`` of the first.
+    """
+    first = layers[0]
+    first._check_ring()
+    given = [layer.operands(x) for layer in layers]
+    products = column_products(
+        given[0][0],
+        [kernel for _, kernel, _ in given],
+        first.axis_name,
+        sequence_dim=first.sequence_dim,
+        ring=first.ring,
+        product=partial(_contracted, count=_last_dims(first.axis, x, first._called), precision=first.precision),
+        caller=first._called,
+    )
+    return [y if bias is None else y + bias for y, (_, _, bias) in zip(products, given, strict=True)]
+
+
+class RowDense(_SplitDense):
+    """``nn.Dense``, or ``nn.DenseGeneral``, that sums over features of which each device has its share.
+
+    The input is what a ``ColumnDense`` has returned. Parameters have the global shapes and initial values that they
+    have in ``nn.DenseGeneral``; the kernel is split along its first dim, the bias is whole.
+
+    >>> mlp = nn.Sequential([ColumnDense(64, axis_name="fsdp"), nn.gelu, RowDense(16, axis_name="fsdp")])
+    >>> params = init_sharded(mlp, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes="dp")["params"]
+    >>> params["layers_2"]["kernel"].names, params["layers_2"]["kernel"].value.shape, params["layers_2"]["bias"].shape
+    (('fsdp', None), (64, 16), (16,))
+
+    Attributes:
+      features, axis, use_bias, dtype, param_dtype, kernel_init, bias_init, precision, axis_name: see ``ColumnDense``.
+      sequence_dim: the dim of tokens along which the result is split over the axis; None: it is whole, and equal.
+      ring: with ``sequence_dim``, scatter tokens in the steps of a ring, beside the product.
+    """
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
+        self._check_ring()
+        here, count = devices_here(self.axis_name, self._called), _last_dims(self.axis, x, self._called)
+        if here > 1:
+            check_differs(x, self.axis_name, here, self._called)  # before Linen compares shapes
+        inputs = x.shape[x.ndim - count :]
+        shape = (inputs[0] * here, *inputs[1:], *self._outputs)
+        init = _flat_init(self.kernel_init, count)
+        kernel = split_param(self, "kernel", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", _flat_init(self.bias_init, 0), self._outputs, self.param_dtype)
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        y = row_product(
+            x,
+            kernel,
+            self.axis_name,
+            sequence_dim=self.sequence_dim,
+            ring=self.ring,
+            product=partial(_contracted, count=count, precision=self.precision),
+            caller=self._called,
+        )
+        if bias is None:
+            return y
+        # Each device adds it to tokens of its own, so its gradient is summed; where all have all tokens, it is equal.
+        return y + (bias if self.sequence_dim is None else enter_split(bias, self.axis_name, caller=self._called))
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with its hidden features split over an axis; one gather, and one sum.
+
+    >>> SwiGLU(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+
+    Attributes:
+      hidden: the number of hidden features.
+      activation: of the gate.
+      use_bias, dtype, param_dtype, kernel_init, axis_name, sequence_dim, ring: see ``ColumnDense`` and ``RowDense``.
+    """
+
+    hidden: int
+    activation: Callable[[Array], Array] = nn.silu
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    axis_name: str = DEFAULT_AXIS
+    sequence_dim: int | None = None
+    ring: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[b, t, d] -> [b, t, d]; with ``sequence_dim`` both are this device's tokens."""
+        fields = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
+        how = {name: getattr(self, name) for name in fields}
+        layers = [ColumnDense(self.hidden, **how, name=name) for name in ("gate", "up")]
+        gate, up = columns_of(layers, x)
+        return RowDense(x.shape[-1], **how, name="down")(self.activation(gate) * up)

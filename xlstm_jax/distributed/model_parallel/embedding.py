@@ -1,0 +1,73 @@
+"""An embedding whose table is split over a mesh axis by entries of the vocabulary.
+
+With n devices along "tp" each keeps V / n rows of the table [V, d]. A token's row lies on one of them; the others add
+zeros. The losses of a tied head, or of ``LMHead(vocab_axis=...)``, need no logits of more than a device's own entries:
+``chunked_cross_entropy(hidden, embed.table(), labels, vocab_dim=0, vocab_axis="tp")``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from jax import Array
+
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.model_parallel.activations import devices_here, leave_split, scatter_tokens
+from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_products, split_param
+
+
+class SplitEmbed(nn.Module):
+    """``nn.Embed`` with its rows split over ``axis_name``: the same parameter, initial values and result, bit for bit.
+
+    >>> layer, tokens = SplitEmbed(100, 8, axis_name="fsdp"), jnp.ones((8, 5), int)
+    >>> params = init_sharded(layer, mesh, jax.random.key(0), tokens, batch_axes="dp")["params"]
+    >>> params["embedding"].names, params["embedding"].value.shape
+    (('fsdp', None), (100, 8))
+
+    Attributes:
+      num_embeddings, features, dtype, param_dtype, embedding_init: as in ``nn.Embed``.
+      axis_name: the mesh axis.
+      sequence_dim: the dim of tokens along which the result is split over the axis, and along which ``attend`` has its
+        query split; None: these are whole, and equal on all devices. The tokens themselves are always whole.
+    """
+
+    num_embeddings: int
+    features: int
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    embedding_init: Callable[..., Any] = nn.linear.default_embed_init
+    axis_name: str = DEFAULT_AXIS
+    sequence_dim: int | None = None
+
+    def __call__(self, tokens: Array) -> Array:
+        """Integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for a token that is none."""
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"'{'/'.join(self.path)}': tokens are {tokens.dtype.name}, and must be integers.")
+        (table,) = promote_dtype(self.table(), dtype=self.dtype, inexact=False)
+        size, caller = table.shape[0], f"'{'/'.join(self.path)}'"
+        if devices_here(self.axis_name, caller) == 1:
+            return jnp.take(table, tokens, axis=0)
+        tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        own = tokens - collectives.axis_index((self.axis_name,)) * size
+        is_here = (own >= 0) & (own < size)
+        rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
+        rows = jnp.where(is_here[..., None], rows, jnp.where(known, 0, jnp.nan)[..., None].astype(rows.dtype))
+        if self.sequence_dim is None:
+            return leave_split(rows, self.axis_name, caller=caller)
+        return scatter_tokens(rows, self.sequence_dim, self.axis_name, caller=caller)
+
+    def attend(self, query: Array) -> Array:
+        """Logits for hidden [..., d]: those of this device's entries, [..., V / n]."""
+        query, table = promote_dtype(query, self.table(), dtype=self.dtype)
+        caller = f"'{'/'.join(self.path)}'"
+        return column_products(query, [table.T], self.axis_name, sequence_dim=self.sequence_dim, caller=caller)[0]
+
+    @nn.compact
+    def table(self) -> Array:
+        """This device's rows of the parameter, [V / n, d]."""
+        shape = (self.num_embeddings, self.features)
+        init = self.embedding_init
+        return split_param(self, "embedding", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)

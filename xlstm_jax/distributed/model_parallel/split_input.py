@@ -1,0 +1,70 @@
+"""Modules with whole parameters, of whose input each device along an axis has its share: tokens, or heads.
+
+A norm between layers with ``sequence_dim``, or one of queries within split heads. Each device's gradient is a term,
+from its own tokens or heads, of the gradient of the parameter, which is the sum. Dropout must drop other values on each
+device.
+"""
+
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from flax import linen as nn
+from jax import Array
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
+from xlstm_jax.wording import kind_of
+
+Target = TypeVar("Target", bound=type[nn.Module])
+
+
+def on_split_input(target: Target, axis_name: str) -> Target:
+    """A module class for inputs of which each device along the axis has its share; the parameters are whole.
+
+    The gradients of its parameters are summed over the axis, and the keys that it draws itself (``nn.Dropout``) differ
+    by device. The class keeps its name, and outside ``shard_map`` it is the plain one.
+
+    Under ``check_vma=True`` JAX sums such gradients by itself. Under ``check_vma=False`` a norm on split tokens that is
+    not wrapped has wrong gradients, which ``check_step`` finds.
+
+    >>> norm = on_split_input(nn.LayerNorm, "tp")()
+    >>> norm.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+    (2, 8)
+
+    Args:
+      target: a Linen module class, or a ``functools.partial`` of one.
+      axis_name: the mesh axis.
+    Raises:
+      TypeError: the target is no class of Linen modules.
+    """
+    if isinstance(target, partial):
+        return partial(on_split_input(target.func, axis_name), *target.args, **target.keywords)
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        raise TypeError(f"on_split_input takes a class of Linen modules, as nn.LayerNorm, not {kind_of(target)}.")
+
+    def make_rng(self: nn.Module, name: str = "params") -> Array:
+        key = target.make_rng(self, name)
+        if name == "params" or devices_here(axis_name, "on_split_input") == 1:
+            return key
+        return jax.random.fold_in(key, collectives.axis_index((axis_name,)))
+
+    # Methods run on a module of the class that is lifted, so that class draws the keys.
+    drawing: Any = type(target.__name__, (target,), {"__module__": target.__module__})
+    drawing.__init__, drawing.make_rng = target.__init__, make_rng
+    new: Any = nn.map_variables(drawing, "params", partial(_entered, axis_name), lambda params: params, mutable=True)
+    for name in ("__name__", "__qualname__", "__module__", "__init__"):
+        setattr(new, name, getattr(target, name))
+    return new
+
+
+def _entered(axis_name: str, params: PyTree) -> PyTree:
+    def enter(leaf: Any) -> Any:
+        if not leaf_of(leaf).is_differentiable:
+            return leaf
+        return rebox(leaf, enter_split(leaf_of(leaf).value, axis_name, caller="on_split_input"))
+
+    return map_leaves(enter, params)
