@@ -93,6 +93,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
+    in_modules = {"linen_module", "logical_names", "scan_layers", "shard_modules"}
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
     assert who_imports("flax.linen") == in_modules | split | {"cross_entropy", "self_test"}
 

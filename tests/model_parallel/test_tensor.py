@@ -44,6 +44,7 @@ from xlstm_jax.distributed.model_parallel import (
     split_modules,
     split_tokens,
 )
+from xlstm_jax.distributed.model_parallel.dense import column_products, row_product
 
 VOCAB, WIDTH, LENGTH = 24, 8, 8
 KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
@@ -257,6 +258,24 @@ def test_tokens_that_are_split_and_joined_have_the_gradient_of_what_lies_between
     fn = lambda x, w: jnp.sin(split_tokens(x, 1, "tp"))  # noqa: E731
     got, _ = gradients_of(fn, False, True, check_vma)
     np.testing.assert_allclose(got, jax.grad(lambda x: square(jnp.sin(x)))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_rings_are_gathers_and_scatters_of_the_same_products():
+    """With the gradients of both factors, each device's own."""
+    mesh, w = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4]), jnp.arange(24.0) / 24
+
+    def loss(x, w, ring):
+        own, how = w * (1 + jax.lax.axis_index("tp")), {"sequence_dim": 1, "ring": ring}
+        (h,) = column_products(x, [own[:12].reshape(3, 4)], "tp", **how)
+        y = row_product(jnp.tanh(h), own[12:].reshape(4, 3), "tp", **how)
+        return square(join_tokens(y, 1, "tp"))
+
+    specs = (P(None, "tp"), P()), (P(None, "tp"), P("tp"))
+    got, want = (
+        on_mesh(jax.grad(partial(loss, ring=ring), argnums=(0, 1)), mesh, False, *specs)(X, w) for ring in (True, False)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    assert np.abs(got[1]).min() > 0  # guard
 
 
 def test_guard_without_types_a_plain_sum_has_another_gradient():
@@ -478,7 +497,7 @@ def foreign_loss(params, apply_fn, x, rng):
 @pytest.mark.parametrize("check_vma, where", [(True, nn.Dense), (False, lambda path, module: path == "")])
 def test_a_model_is_split_from_outside(check_vma, where):
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
-    model = shard_modules(split_modules(Foreign(), FOREIGN), where, "fsdp", 16)
+    model = split_modules(shard_modules(Foreign(), where, "fsdp", 16), FOREIGN)
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
     assert state.params["up"]["kernel"].names == ("fsdp", "tp")
     assert state.params["attention"]["out"]["kernel"].axes[0] == "tp"

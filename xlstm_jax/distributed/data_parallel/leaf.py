@@ -27,6 +27,7 @@ from flax import struct
 from flax.core import meta
 from jax.core import Tracer
 
+from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
@@ -224,10 +225,11 @@ class Sharded(meta.Partitioned[Any]):
                 "along dim 0, or freeze this parameter in a floating dtype."
             )
         sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
-        return self.replace(names=super().remove_axis(index, params).names, true_sizes=sizes)
+        # Flax's own compares with the name that was added, which rules may have changed.
+        return self.replace(names=self.names[:index] + self.names[index + 1 :], true_sizes=sizes)
 
-    def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
-        return params.get(meta.PARTITION_NAME)
+    def _get_partition_name(self, params: dict[Any, Any]) -> AxisEntry:  # type: ignore[override]  # Flax: no None
+        return layer_name(params.get(meta.PARTITION_NAME))
 
 
 # -------------------------------------------------------------------------------------------------- leaves of others
@@ -280,7 +282,7 @@ def leaf_of(leaf: Any) -> Sharded:
     if not isinstance(leaf, meta.Partitioned):
         return Sharded(leaf, (None,) * np.ndim(leaf))
     ndim = np.ndim(leaf.value)
-    names = (tuple(leaf.names) + (None,) * ndim)[:ndim]
+    names = (mesh_names(leaf) + (None,) * ndim)[:ndim]
     if not isinstance(leaf, Sharded):
         return Sharded(leaf.value, names)
     own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in leaf.model_axes)
@@ -301,6 +303,8 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
     """
     box = leaf_of(leaf)
+    if is_logical(leaf):  # of a model that knows whole parameters alone
+        return box if box.axes else box.value
     if not box.axes or isinstance(leaf, SplitVariable):
         return leaf
     own = box.model_axes if is_ours(leaf) else box.axes

@@ -63,7 +63,8 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
             raise ValueError(
                 f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
                 f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
-                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None})."
+                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None}). Logical names need rules: "
+                "initialise under nn.logical_axis_rules."
             )
         return leaf_spec(leaf, mesh)
 

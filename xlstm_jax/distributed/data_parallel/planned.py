@@ -13,6 +13,7 @@ from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.logical_names import is_logical
 from xlstm_jax.distributed.data_parallel.policy import ShardChoice
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
@@ -73,7 +74,8 @@ class Planned(Sharded, repr=False):
         """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
         before, box = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
-        stands_for = before.stands_for if before else type(leaf) if is_box(leaf) else None
+        own = boxed if is_logical(leaf) else leaf
+        stands_for = before.stands_for if before else type(own) if is_box(own) else None
         return cls(
             box.value,
             decision.names,

@@ -82,15 +82,20 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     """
     if (n := devices_here(axis_name, caller)) == 1:
         return x
+    check_equal(x, axis_name, n, caller)
+    if collectives.is_tracked(axis_name):
+        return collectives.to_varying(x, (axis_name,))
+    return _equal(x, axis_name)
+
+
+def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
+    """Raises where the type of ``x`` says that it differs along the axis."""
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be whole and "
             f"equal on its {n} devices. Where each device has its share of the tokens, pass sequence_dim=; where it "
             "has its share of the features, as a column-split layer returns them, the next layer is a RowDense."
         )
-    if collectives.is_tracked(axis_name):
-        return collectives.to_varying(x, (axis_name,))
-    return _equal(x, axis_name)
 
 
 def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Array:

@@ -28,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import (
     check_differs,
+    check_equal,
     check_tokens,
     devices_here,
     enter_split,
@@ -125,7 +126,7 @@ def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim:
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     share, pieces = collectives.to_varying(x, (axis_name,)), []
     for step in range(n):
-        arriving = collectives.rotate(share, axis_name) if step < n - 1 else share
+        arriving = collectives.shift(share, (axis_name,)) if step < n - 1 else share
         pieces.append([product(share, kernel) for kernel in kernels])
         share = arriving
     # The last piece is that of the next device, and the first one this device's own: rolled, each lies in its place.
@@ -170,7 +171,7 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
     for step in range(n):
         kept_by = (me + n - 1 - step) % n  # of the sum that this device now holds
         term = product(lax.dynamic_slice_in_dim(x, kept_by * size, size, dim), kernel)
-        total = term if total is None else collectives.rotate(total, axis_name) + term
+        total = term if total is None else collectives.shift(total, (axis_name,)) + term
     assert total is not None
     return total
 
@@ -320,6 +321,8 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     """
     first = layers[0]
     first._check_ring()
+    if first.sequence_dim is None and (n := devices_here(first.axis_name, first._called)) > 1:
+        check_equal(x, first.axis_name, n, first._called)  # before Linen compares shapes
     given = [layer.operands(x) for layer in layers]
     products = column_products(
         given[0][0],

@@ -33,7 +33,8 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
     Between a column-split layer and the row-split one after it lies an activation of which each device has its share of
     the last dim, or of the heads: what the model computes there may not depend on how many there are. Flax's attention
-    is such a model: ``{"query|key|value": "column", "out": "row"}``. Put ``shard_modules`` around the result.
+    is such a model: ``{"query|key|value": "column", "out": "row"}``. ``shard_modules`` goes inside: around this
+    it would take layers for what they were.
 
     Args:
       model: a Linen module, or its class.
@@ -68,7 +69,8 @@ class _Splitting:
     def intercept(self, root: int, method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``; ``root`` is the number of names in the path of the model."""
         module: Any = context.module
-        if module.scope is None or context.method_name != "__call__" or type(module) not in PLAIN:
+        cls: Any = type(module)
+        if module.scope is None or context.method_name != "__call__" or cls not in PLAIN:
             return method(*args, **kwargs)
         path = "/".join(module.path[root:])
         self.dense.add(path)
@@ -78,7 +80,7 @@ class _Splitting:
         self.matched.add(pattern)
         _check_product(path, module)
         # In place: the parent has named and registered this very object already.
-        object.__setattr__(module, "__class__", _split_class(type(module), self.kinds[pattern]))
+        object.__setattr__(module, "__class__", _split_class(cls, self.kinds[pattern]))
         object.__setattr__(module, "axis_name", self.axis_name)
         return module(*args, **kwargs)
 

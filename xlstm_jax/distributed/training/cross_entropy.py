@@ -100,7 +100,7 @@ def chunked_cross_entropy(
     arrays = collectives.to_varying((hidden, kernel.astype(dtype), own_labels), sorted(axes))
     found = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
     if vocab_axis and first is not None:
-        found = _over_all_parts(*found, first, vocab_axis)
+        found = _over_all_parts(found, first, vocab_axis)
     log_normalizer, label_logit, likeliest, _ = found
     counts = labels >= 0
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
@@ -121,13 +121,12 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
     return gather_tokens(hidden, sequence_dim, vocab_axis, caller=caller)
 
 
-def _over_all_parts(
-    log_normalizer: Array, label_logit: Array, likeliest: Array, largest: Array, first: Array, axis: str
-) -> Arrays:
+def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
     """What ``_read_logits`` returns of the whole vocabulary, equal on all devices along the axis.
 
     ``first`` is the entry that this device's part begins with. Sums have the gradient of each term.
     """
+    log_normalizer, label_logit, likeliest, largest = found
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
     reference, highest = collectives.all_reduce(["max", "max"], most, (axis,))
     total = leave_split(jnp.exp(log_normalizer - reference), axis)

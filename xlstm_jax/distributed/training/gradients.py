@@ -24,6 +24,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
@@ -136,7 +137,7 @@ def local_result(
     running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with inside_loss(running):
+        with inside_loss(running), rules_of_mesh():
             found = loss_fn(put_back(live))
         mean, scale, weight = _scaled(found, axes)
         _check_not_reduced(mean, axes, "the loss")

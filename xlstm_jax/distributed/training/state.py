@@ -21,6 +21,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
+from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
@@ -193,7 +194,7 @@ def jitted_init(
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), rules_of_mesh():
             variables = model.init(rng, *inputs, **kwargs)
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}

@@ -210,12 +210,6 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return next(((size // columns, columns) for columns in wide), shape)
 
 
-def rotate(value: jax.Array, axis: str) -> jax.Array:
-    """Hands the value to the next device along the axis, the last to the first: a step of a ring."""
-    n = lax.axis_size(axis)
-    return lax.ppermute(value, axis, [(i, (i + 1) % n) for i in range(n)])
-
-
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sums over devices, in the value's own dtype; the value must vary over the tracked ones of ``axes``."""
     return lax.psum(value, tuple(axes))

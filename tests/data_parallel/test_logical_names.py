@@ -1,0 +1,82 @@
+"""Models whose parameters have logical names (MaxText, T5X, Flax's lm1b) train unedited, as on one device."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, plain
+from xlstm_jax.distributed import create_train_state, init_sharded, make_train_step, plan_sharding, unbox
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+
+KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
+# "mlp" has a rule whose axis the mesh does not have; "in" and "layers" have none.
+RULES = (("batch", "fsdp"), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", None))
+X = jax.random.normal(jax.random.key(1), (8, 8)) * (1 + jnp.arange(8))[:, None]
+
+
+def named(*names, init=None):
+    return nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        bias = named("mlp", init=nn.initializers.normal())
+        h = nn.Dense(32, kernel_init=named("embed", "mlp"), bias_init=bias)(x)
+        h = nn.with_logical_constraint(nn.gelu(h), ("batch", "mlp"))
+        return x + nn.Dense(16, kernel_init=named("mlp", "embed"))(h), None
+
+
+class Model(nn.Module):
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, kernel_init=named("in", "embed"), name="first")(x)
+        layers = {"length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
+        scanned = nn.scan(self.wrap(Block), variable_axes={"params": 0}, split_rngs={"params": True}, **layers)
+        x, _ = scanned(name="blocks")(x, None)
+        return nn.with_logical_constraint(x, ("batch", "embed"))
+
+
+def loss_fn(params, apply_fn, x, rng):
+    del rng
+    return jnp.mean((apply_fn({"params": params}, x)[:, :8] - x) ** 2)
+
+
+@cache
+def one_device():
+    params = unbox(jax.jit(Model().init)(jax.random.key(0), X)["params"])
+    return params, jax.jit(jax.grad(loss_fn), static_argnums=1)(params, Model().apply, X, None)
+
+
+@pytest.mark.parametrize("wrap, check_vma", [(fsdp, True), (plain, False)], ids=["wrapped", "plain"])
+def test_a_model_with_logical_names_trains_as_on_one_device(wrap, check_vma):
+    """Also where the rules are in force in the step: constraints of activations have nothing to do there."""
+    mesh = mesh_of(2, 4)
+    with nn.logical_axis_rules(RULES):
+        state = create_train_state(Model(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    names = jax.tree.map(lambda leaf: leaf_of(leaf).names, state.params, is_leaf=lambda leaf: hasattr(leaf, "names"))
+    assert names["blocks"]["Dense_0"]["kernel"] == (None, "fsdp", None)  # the axis of "embed", and no other
+    assert names["first"]["kernel"] == (None, "fsdp")
+    start, want = one_device()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    state, _ = step(state, X, jax.random.key(0))
+    assert_same_params(state.opt_state, want)
+    with nn.logical_axis_rules(RULES):
+        make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(0))
+
+
+def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
+    with nn.logical_axis_rules(RULES):
+        plan = plan_sharding(Model(fsdp), {"dp": 2, "fsdp": 4}, X)
+    rows = {row.path: row.names for row in plan.rows}
+    assert rows["blocks/Dense_0/kernel"] == (None, "fsdp", None) and rows["first/kernel"] == (None, "fsdp")
+    with pytest.raises(ValueError, match=r"boxed with names .* and no 'mlp'.*initialise under nn\.logical_axis_rules"):
+        init_sharded(Block(), mesh_of(2, 4), jax.random.key(0), jnp.ones((8, 16)), batch_axes=AXES)
