@@ -165,7 +165,7 @@ def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads
     assert losses[-1] < 0.8 * losses[0]  # guard: it was trained
 
 
-def test_a_checkpoint_restores_onto_other_meshes_and_onto_the_plain_model(tmp_path):
+def test_a_checkpoint_restores_onto_other_meshes(tmp_path):
     state = state_of("2x4", split=SPLIT, tx=optax.sgd(0.1))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
