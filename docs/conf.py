@@ -31,8 +31,6 @@ os.environ |= {
     "MATPLOTLIBRC": str(PICTURES),
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "COLUMNS": "92",
-    # Each program runs a few times, and takes longer to compile.
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
     "OPENBLAS_NUM_THREADS": "1",
 }
 logging.basicConfig()  # else a package of the theme does, and all that any package logs as INFO is shown
@@ -100,6 +98,8 @@ PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
 STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
 STRIDE = 8
+# Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
+OPTIMIZED = {"tutorials/generation", "tutorials/muon", "howto/profile", "howto/slow_step"}
 AT_THE_TOP = {
     "readme": "README.md",
     "contributing": "CONTRIBUTING.md",
@@ -180,6 +180,9 @@ def _executed(page, text):
     On the page of results the code is folded: one comes for the tables.
     """
     folded = "\n:tags: [hide-input]" if page == "results" else ""
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    if page not in OPTIMIZED:
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     head = "---\nfile_format: mystnb\nkernelspec: {name: python3}\nmystnb: {execution_in_temp: true}\n---\n"
     return head + PYTHON.sub("```{code-cell} python" + folded, text)
 
