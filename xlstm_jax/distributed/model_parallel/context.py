@@ -178,10 +178,9 @@ def context_attention(
       segment_ids: integers [b, t] of this device's tokens; a token sees those of its own segment only.
       scale: of the logits; None: 1 / sqrt(d).
       kernel: ``kernel(query, key, value, mask=, is_causal=, local_window_size=, scale=)``, for gather and ulysses.
-        None: ``jax.nn.dot_product_attention``, which also is the protocol: a bool ``mask`` [b or 1, 1, queries, keys]
-          or None.
-        Ulysses hands on ``is_causal`` and ``local_window_size``, with a mask of segments only; gather has all in the
-        mask.
+        None: ``jax.nn.dot_product_attention``, which also is the protocol: ``mask`` is bool [b or 1, 1, queries, keys],
+        or None. Ulysses hands on ``is_causal`` and ``local_window_size``, with a mask of segments only; gather has all
+        in the mask.
       block_size: queries and keys that the ring multiplies at a time, the nearest size that divides t.
     Returns:
       [b, t, h, d of the value], in the dtype of the query.
