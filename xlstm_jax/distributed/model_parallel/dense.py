@@ -255,8 +255,9 @@ class ColumnDense(_SplitDense):
     >>> jax.jit(apply)(params, jnp.ones((8, 16))).shape
     (8, 32)
 
+    All attributes but these are as in ``nn.DenseGeneral``.
+
     Attributes:
-      features, use_bias, dtype, param_dtype, kernel_init, bias_init, precision: as in ``nn.DenseGeneral``.
       axis: the dims of the input that are summed over; the last ones, in their order.
       axis_name: the mesh axis.
       sequence_dim: the dim of tokens along which the input is split over the axis, as 1 of [b, t, d]; None: the input
@@ -347,8 +348,9 @@ class RowDense(_SplitDense):
     >>> params["layers_2"]["kernel"].names, params["layers_2"]["kernel"].value.shape, params["layers_2"]["bias"].shape
     (('fsdp', None), (64, 16), (16,))
 
+    All attributes but these are as in ``ColumnDense``.
+
     Attributes:
-      features, axis, use_bias, dtype, param_dtype, kernel_init, bias_init, precision, axis_name: see ``ColumnDense``.
       sequence_dim: the dim of tokens along which the result is split over the axis; None: it is whole, and equal.
       ring: with ``sequence_dim``, scatter tokens in the steps of a ring, beside the product.
     """
