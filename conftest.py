@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
 import os
+import signal
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 # Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. And most of their
 # time goes into compiling programs that run once, so LLVM is told not to optimize: a third less in all.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0")
+
+# A shell ignores SIGINT in what it runs in the background, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test reads what another has compiled, nor what the user has.
 os.environ["XLSTM_JAX_CACHE_DIR"] = ""

@@ -237,7 +237,7 @@ def check_sound(record: Record, arrays: Arrays) -> None:
 class HasOptimizer(Protocol):
     """A ``TrainState``, ours or Flax's."""
 
-    tx: object
+    tx: optax.GradientTransformation
     opt_state: PyTree
 
 

@@ -153,7 +153,8 @@ class Layout:
 
 def _by_path(cells: Cells) -> dict[Path, Cell]:
     """The cells of nested dicts by their paths; a cell that stands alone has the empty path."""
-    return {path[1:]: cell for path, cell in flatten_dict({"": cells}).items()}
+    flat: dict[Path, Any] = flatten_dict({"": cells})
+    return {path[1:]: cell for path, cell in flat.items()}
 
 
 def _fitted(cell: Cell, entry: Entry) -> Cell:

@@ -5,6 +5,7 @@ from its own tokens or heads, of the gradient of the parameter, which is the sum
 device.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
 from xlstm_jax.wording import kind_of
 
-Target = TypeVar("Target", bound=type[nn.Module])
+Target = TypeVar("Target", bound=Callable[..., nn.Module])
 
 
 def on_split_input(target: Target, axis_name: str) -> Target:
@@ -42,7 +43,8 @@ def on_split_input(target: Target, axis_name: str) -> Target:
       TypeError: the target is no class of Linen modules.
     """
     if isinstance(target, partial):
-        return partial(on_split_input(target.func, axis_name), *target.args, **target.keywords)
+        again: Any = partial(on_split_input(target.func, axis_name), *target.args, **target.keywords)
+        return again
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
         raise TypeError(f"on_split_input takes a class of Linen modules, as nn.LayerNorm, not {kind_of(target)}.")
 

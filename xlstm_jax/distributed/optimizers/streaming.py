@@ -173,8 +173,8 @@ def _phases(jaxpr: core.Jaxpr, arrival: Mapping[core.Var, int]) -> tuple[dict[co
     An equation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one later
     phase needs, such as a clipped gradient: until then no memory holds the result.
     """
-    phase = dict.fromkeys(jaxpr.constvars, 0) | dict(arrival)
-    arrived = []
+    phase: dict[core.Var, int] = dict.fromkeys(jaxpr.constvars, 0) | dict(arrival)
+    arrived: list[int] = []
     for eqn in jaxpr.eqns:
         arrived.append(max((phase[x] for x in _variables(eqn.invars)), default=0))
         phase |= dict.fromkeys(eqn.outvars, arrived[-1])
