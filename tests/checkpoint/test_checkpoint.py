@@ -87,6 +87,8 @@ def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
         checkpointer.wait()
         assert checkpointer.latest_step() == 5
         assert_same(checkpointer.restore(state), state)
+        keys = jax.ShapeDtypeStruct(state["keys"].shape, state["keys"].dtype, sharding=state["keys"].sharding)
+        assert damage.same(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
     other = jax.tree.map(lambda x: x, state) | {"unplaced": jnp.arange(3.0) + 1}
     assert not damage.same(other, state)  # guard
 

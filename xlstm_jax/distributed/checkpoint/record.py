@@ -143,6 +143,9 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
     """The record of a state without checksums, which keeps nothing of its values; it names the optimizers."""
     record = {path: _description(leaf) for path, leaf in leaves.items()}
+    for path, leaf in leaves.items():
+        if is_prng_key(leaf):  # of abstract keys JAX does not say it; their dtype does
+            record[path]["impl"] = str(jax.random.key_impl(leaf))
     for begin, name in _optimizers_of(state).items():
         if (first := _first(record, begin)) is not None:
             record[first][OPTIMIZER] = name
@@ -152,8 +155,7 @@ def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
 def _description(leaf: Any) -> Entry:
     if (kind := type(leaf).__name__) in PYTHON_DTYPES:
         return {"shape": [], "dtype": kind}
-    impl = {"impl": str(jax.random.key_impl(leaf))} if is_prng_key(leaf) else {}
-    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} | impl
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
 def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
