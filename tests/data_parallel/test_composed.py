@@ -243,8 +243,10 @@ def sum_loss(params, apply_fn, batch, rng):
 def test_a_batch_that_is_split_by_another_dim_than_rows_is_refused(spec):
     state, step = state_of(fsdp(nn.Dense)(4), X), make_train_step(sum_loss, mesh_of(2, 4), AXES)
     placed = jax.device_put(X, NamedSharding(mesh_of(2, 4), spec))
-    with pytest.raises(ValueError, match=r"batch of shape \(16, 16\) is placed as .* over \('fsdp',\).*shard_batch"):
-        step(state, placed, jax.random.key(0))
+    refused = r"batch of shape \(16, 16\) is placed as .* over \('fsdp',\).*shard_batch"
+    for args, kwargs in (((placed, jax.random.key(0)), {}), ((), {"batch": placed, "rng": jax.random.key(0)})):
+        with pytest.raises(ValueError, match=refused):
+            step(state, *args, **kwargs)
     step(state, X, jax.random.key(0))  # the state is whole still
 
 

@@ -101,3 +101,9 @@ def test_axes_that_cross_hosts_are_gathered_first_under_any_name():
     assert innermost() != {"pod"}  # guard
     with pytest.raises(ValueError, match=r"inter_host_axes=\('host',\) has 'host', which is none of axis_name"):
         innermost(inter_host_axes="host")
+
+
+def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
+    how = Communication(gather_dtype="bfloat16", inter_host_axes=("host",))
+    assert Communication().or_else(how) == how
+    assert how.or_else(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)

@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests.support import AXES, Block, Model, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.modules.linen_module import watching
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
@@ -491,3 +492,16 @@ def test_a_leaf_of_integers_or_keys_beside_weights():
         rtol=0.1,
         atol=2e-3,
     )
+
+
+def test_what_watches_modules_is_told_innermost_first():
+    """Linen's stack of interceptors is a private name: this test fails where a release renames or turns it."""
+
+    class Watcher:
+        def intercept(self, method, args, kwargs, context):
+            return method(*args, **kwargs)
+
+    outer, inner = Watcher(), Watcher()
+    assert watching(Watcher) == []
+    with nn.intercept_methods(outer.intercept), nn.intercept_methods(inner.intercept):
+        assert watching(Watcher) == [inner, outer]

@@ -85,7 +85,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         by_path = dict(trees.leaves_with_path(updates))
 
         def or_zeros(path: str, grad: PyTree) -> PyTree:
-            return by_path[path] if path in by_path else rebox(grad, jnp.zeros_like(leaf_of(grad).value))
+            return by_path[path] if leaf_of(grad).trainable else rebox(grad, jnp.zeros_like(leaf_of(grad).value))
 
         return trees.map_leaves_with_path(or_zeros, grads), state
 

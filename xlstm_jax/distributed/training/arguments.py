@@ -341,7 +341,7 @@ class CheckedStep:
         return getattr(self._jitted, name)
 
     def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = dict(zip(self._arguments, args, strict=False))
+        named = dict(zip(self._arguments, args, strict=False)) | kwargs
         self._check_placed(named.get("batch"))
         try:
             return fn(*args, **kwargs)

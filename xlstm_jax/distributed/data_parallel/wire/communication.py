@@ -89,8 +89,8 @@ class Communication:
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """The same with what ``other`` says, where this says nothing."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        """The same with what ``other`` says, where this says nothing; the default of ``inter_host_axes`` is nothing."""
+        given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
         return Communication(**{**vars(other), **given})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":

@@ -503,8 +503,8 @@ _TABLE = (
          "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
          "whose leaves travel together."),
     Rule("hosts-last", _hosts_last,
-         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does: it is gathered first, "
-         "when what is sent is smallest."),
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
+         "inter_host_axes: it is gathered first, when what is sent is smallest."),
     Rule("replicated-leaf", _replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", _shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", _repeated_products, WHOLE_MATRICES),
