@@ -80,3 +80,28 @@ def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
     assert rows["blocks/Dense_0/kernel"] == (None, "fsdp", None) and rows["first/kernel"] == (None, "fsdp")
     with pytest.raises(ValueError, match=r"boxed with names .* and no 'mlp'.*initialise under nn\.logical_axis_rules"):
         init_sharded(Block(), mesh_of(2, 4), jax.random.key(0), jnp.ones((8, 16)), batch_axes=AXES)
+
+
+class WithMean(nn.Module):
+    """Keeps the mean of its input in a collection whose dims have logical names, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(16, kernel_init=named("in", "embed"))(x)
+        mean = self.variable("stats", "mean", named("embed", init=lambda key, shape: jnp.zeros(shape)), None, (16,))
+        return y - mean.value
+
+
+def test_a_collection_beside_the_parameters_is_whole():
+    def loss(params, apply_fn, x, rng, collections):
+        del rng
+        y, updated = apply_fn({"params": params, **collections}, x, mutable=list(collections))
+        return jnp.mean(y**2), updated
+
+    mesh = mesh_of(2, 4)
+    with nn.logical_axis_rules(RULES):
+        state = create_train_state(WithMean(), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    assert state.collections["stats"]["mean"].shape == (16,) and state.collections["stats"]["mean"].is_fully_replicated
+    assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: that of parameters is split
+    _, metrics = make_train_step(loss, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+    assert np.isfinite(metrics["loss"])
