@@ -41,6 +41,15 @@ def format_bytes(count: float) -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {UNITS[power]}"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether files can hold a text: half of a surrogate pair, as "\\ud83d", has no bytes in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def format_fraction(fraction: float) -> str:
     """Two digits, however small.
 

@@ -202,6 +202,8 @@ HOSTILE = {
     "a float as size": (header(shape="[1.0]"), r"1\.0 is no size"),
     "text as size": (header(shape='"1"'), "'1' is no size"),
     "text as offsets": (header(data_offsets='"04"'), "'0' is no size"),
+    "an end of another shape": (header(data_offsets="[0,8]"), "offsets of a tensor do not fit its shape"),
+    "text as end": (header(data_offsets='[0,"4"]'), "'4' is no size"),
     "infinite": (header(shape="[1e999]"), "inf is no size"),
     "huge": (header(shape="[" + "9" * 4000 + "]"), "9999"),
     "too many digits": (header(shape="[" + "9" * 5000 + "]"), "header cannot be read"),
@@ -244,6 +246,8 @@ def test_an_index_that_names_no_file_is_refused(tmp_path):
 def test_a_name_that_no_reader_takes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name of the metadata"):
         export_safetensors({"__metadata__": np.ones(2), "w": np.ones(2)}, tmp_path)
+    with pytest.raises(ValueError, match=r"the leaf 'a/\\ud83d' has a name that is not Unicode"):
+        export_safetensors({"a": {"\ud83d": np.ones(2)}}, tmp_path)
     assert not list(tmp_path.iterdir())
     params = {name: np.ones(2) for name in (".", "metadata", "\U0001f600", 'a"b\\')}
     export_safetensors(params, tmp_path)  # guard: other names are taken, by the library too

@@ -1,5 +1,6 @@
 """Who writes a directory is alone, is told when a save has failed, and finishes the last one; trouble is no damage."""
 
+import fcntl
 import os
 import resource
 import shutil
@@ -16,9 +17,11 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.checkpoint import steps
+from xlstm_jax.distributed.checkpoint import steps, writer
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.errors import read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
+from xlstm_jax.distributed.processes import together
 
 ROOT = Path(__file__).parents[2]
 SMALL, LARGE = {"w": np.arange(3)}, {"w": np.random.default_rng(0).normal(size=(100, 1000))}
@@ -179,10 +182,8 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
 
 def may_write(folder):
     """Whether another process could write the folder, as far as its lock goes."""
-    from xlstm_jax.distributed.checkpoint.writer import DirectoryLock
-
     try:
-        DirectoryLock(folder).close()
+        writer.DirectoryLock(folder).close()
     except CheckpointError:
         return False
     return True
@@ -202,6 +203,38 @@ def test_the_lock_outlives_copies_of_the_folder_and_a_look_at_it(tmp_path):
         assert not may_write(tmp_path / "run")
         assert checkpointer.save(2, SMALL)
     assert may_write(tmp_path / "run") and steps_in(tmp_path / "run") == {"1", "2"}
+
+
+class ForkedError(Exception):
+    pass
+
+
+def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_path, monkeypatch):
+    """What a child does first, done here: this process loses the lock, so a child would."""
+
+    def forked_at_once(file, _):
+        writer._leave_to_the_parent()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+        raise ForkedError
+
+    def forked_meanwhile():
+        assert not may_write(tmp_path)  # guard
+        writer._leave_to_the_parent()
+        assert may_write(tmp_path)
+        raise ForkedError
+
+    with monkeypatch.context() as taking, pytest.raises(ForkedError):
+        taking.setattr(fcntl, "flock", forked_at_once)
+        writer.DirectoryLock(tmp_path)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, SMALL)
+    checkpointer.wait()
+    real = checkpointer._backend.close
+    monkeypatch.setattr(checkpointer._backend, "close", forked_meanwhile)
+    with pytest.raises(ForkedError):
+        checkpointer.close()
+    real()
 
 
 def test_a_checkpointer_that_is_gone_is_no_second_writer(tmp_path):
@@ -318,6 +351,25 @@ def test_damage_is_none_of_the_system(error, two_steps):
             checkpointer.restore(ZEROS)
         checkpointer.save(2, SMALL)
     assert steps_in(two_steps) == {"1", "2", "2.damaged"}
+
+
+def test_an_error_of_the_system_in_one_process_wins_over_damage_in_another(monkeypatch):
+    """A storage that fails gives process 0 a short read and process 1 an error."""
+
+    def read(error, *others):
+        def work():
+            raise error
+
+        monkeypatch.setattr(together, "allgather_text", lambda text, *_: told.append(text) or [text, *others])
+        read_together(work, "step 2", "read step 2", 1)
+
+    told = []
+    with pytest.raises(OSError, match=r"step 2 could not be read: OSError"):
+        read(SHORTAGES["EIO"])
+    with pytest.raises(OSError, match=r"process 0: ValueError: DATA_LOSS.*; process 1: OSError.* no damage"):
+        read(DAMAGES["cut"], told[0])
+    with pytest.raises(CheckpointError, match="process 0: ValueError: DATA_LOSS"):  # guard
+        read(DAMAGES["cut"], "null")
 
 
 def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps):

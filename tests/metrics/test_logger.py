@@ -2,11 +2,13 @@
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -317,15 +319,40 @@ def test_files_of_a_run_are_not_overwritten(tmp_path, name):
         ("metrics.jsonl", "5\n", r"line '5', which no MetricLogger wrote there"),
         ("metrics.jsonl", "[1]\n", r"line '\[1\]', which no MetricLogger wrote there"),
         ("metrics.jsonl", '{"loss": 1}\n', r"which no MetricLogger wrote there \('step'\)"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "\\ud83d": 1}\n',
+            r"which no MetricLogger wrote .*surrogates not allowed",
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "lo\xffs": 1}\n{"step": 2}\n',
+            r"which no MetricLogger wrote .*invalid start",
+        ),
     ],
     ids=str,
 )
 def test_lines_that_no_logger_wrote_are_refused_and_left(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         open_logger(tmp_path, resume_step=5)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_text() == text
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_table_that_cannot_be_made_anew_stays_open(tmp_path, monkeypatch):
+    """As on a full disk: the row of the new name is in the record, and in the table as soon as that can be written."""
+    with open_logger(tmp_path) as logger:
+        logger.log(1, {"a": 1.0})
+        logger.log(2, {"b": 1.0})
+        with monkeypatch.context() as full, pytest.raises(OSError, match="no room"):
+            full.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+            logger.log(3, {"a": 2.0})
+        logger.flush()
+        assert (tmp_path / "metrics.csv").read_text() == "step,a\n1,1.0\n3,2.0\n"
+        logger.log(4, {"b": 2.0})
+    assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,\n2,,1.0\n3,2.0,\n4,,2.0\n"
 
 
 def test_nothing_is_written_through_a_link_that_somebody_put_there(tmp_path):
@@ -361,6 +388,7 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch, folder):
         ({"a": np.array(["x"])}, r"metrics\['a'\] is a <U1\[1\]"),
         ({"a": jax.random.key(0)}, r"metrics\['a'\] is a key<fry>\[\]"),
         (3.0, r"metrics is a float; pass a dict"),
+        ({"a": {3: 1.0}}, r"metrics has the key a/3 of type int: keys are strings"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:20],
 )
@@ -373,6 +401,7 @@ def test_values_of_another_kind_are_refused(tmp_path, metrics, message):
     [
         ({"a/b": 1.0, "a": {"b": 2.0}}, r"gives 'a/b' a second meaning: .* Rename one"),
         ({"a": np.ones(2), "a/1": 2.0}, r"gives 'a/1' a second meaning"),
+        ({"a": {"\ud83d": 1.0}}, r"metrics has the key 'a/\\ud83d', which is not Unicode .* Rename it"),
         ({"step": 1.0}, r"gives 'step' a second meaning: the step has the column 'step'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:20],
@@ -412,10 +441,10 @@ def test_a_step_on_the_device_is_refused(tmp_path):
 
 
 def test_any_text_is_a_name(tmp_path):
-    names = ["a\nb", "", "=1+1", "a,b", "\u2028", "n" * 2000]
+    names = ["a\nb", "a\rb", "", "=1+1", "a,b", "\u2028", "n" * 2000]
     for step in (1, 2):
         with open_logger(tmp_path, resume_step=step - 1) as logger:
-            logger.log(step, dict.fromkeys(names, -1.0) | {3: {4: 1}})
+            logger.log(step, dict.fromkeys(names, -1.0) | MappingProxyType({"3": MappingProxyType({"4": 1})}))
     assert [list(row) for row in json_rows(tmp_path)] == [["step", *names, "3/4"]] * 2
     assert [list(row) for row in csv_rows(tmp_path)] == [["step", *names, "3/4"]] * 2
 
@@ -445,7 +474,7 @@ def test_a_deleted_array_is_named(tmp_path):
         assert loss.is_deleted()
         with pytest.raises(ValueError, match=r"metrics\['eval/loss'\] of step 1 was deleted before its row was writt"):
             logger.log(2, {"loss": 2.0})
-        with pytest.raises(RuntimeError, match="Array has been deleted"):  # JAX's own
+        with pytest.raises(ValueError, match=r"metrics\['loss'\] is a deleted array: .* Log what the function returns"):
             logger.log(3, {"loss": loss})
     assert json_rows(tmp_path) == [{"step": 2, "loss": 2.0}]  # the row of the call that raised is held nevertheless
 

@@ -26,7 +26,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json, MakeBackend
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
-from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError, OtherVersionError, read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
@@ -204,6 +204,8 @@ class Checkpointer:
         def check() -> None:
             try:
                 there = self._read_record(newest)
+            except OtherVersionError:  # whose tree cannot be compared
+                raise
             except (ValueError, OSError):  # of a damaged step whoever restores hears
                 return
             record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
@@ -237,8 +239,8 @@ class Checkpointer:
             warning tells that a state was saved with another optimizer than the target's, of the same shapes.)
         Raises:
           CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
-            restore different steps. (All of these are raised in all processes.)
+          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or it has
+            the format of version 0.1. Or processes restore different steps. (All of these are raised in all processes.)
           OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
@@ -339,11 +341,17 @@ class Checkpointer:
         return dict(zip(likes, found, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
+        file = self.directory / str(step) / self._backend.record_file
         try:
-            return record.from_json(self._backend.read_record(step), step)
+            content = self._backend.read_record(step)
+            if not record.is_of_version_0_1(content):
+                return record.from_json(content, step)
         except ValueError as error:
-            file = self.directory / str(step) / self._backend.record_file
             raise ValueError(f"{file} cannot be read: {error}") from None
+        raise OtherVersionError(
+            f"{file} was written in the format of version 0.1, which this version does not read. Carry the parameters "
+            "over by export_safetensors of the version that wrote it, or take another directory."
+        )
 
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
         """What is stored for each leaf; an array without values is not stored."""

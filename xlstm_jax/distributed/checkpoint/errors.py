@@ -34,6 +34,10 @@ class CheckpointError(RuntimeError):
     """
 
 
+class OtherVersionError(ValueError):
+    """A step is sound, and this version does not read what wrote it."""
+
+
 class _SystemError(Exception):
     """An error of the system, in this process."""
 
@@ -56,19 +60,23 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
     """``work``, which reads files, in all processes, as ``what`` says: if it fails in one, all raise.
 
     Raises:
-      OSError: an error of the system; names ``where``. CheckpointError: damage. (Of both, that of the first process.)
+      OSError: an error of the system in one process, whatever the others report; names ``where``.
+      OtherVersionError: else, the step is of another version. CheckpointError: else, damage.
       TimeoutError: a process has not done its work within ``timeout_s`` of this one; says which.
     """
 
     def read() -> Result:
         try:
             return work()
+        except OtherVersionError:
+            raise
         except Exception as error:
             kind = _SystemError if is_of_the_system(error) else CheckpointError
             raise kind(cause_of(error)) from error
 
     try:
-        return fail_together(read, (CheckpointError, _SystemError), what, timeout_s)
+        # In rising order: a storage that fails may look like damage in one process and like itself in another.
+        return fail_together(read, (CheckpointError, OtherVersionError, _SystemError), what, timeout_s)
     except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "

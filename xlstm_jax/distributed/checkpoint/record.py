@@ -186,6 +186,12 @@ def from_json(content: Json, step: int) -> Record:
     return record
 
 
+def is_of_version_0_1(content: Json) -> bool:
+    """Whether a record is sound and in the format of version 0.1, which has no number of the step."""
+    is_so = isinstance(content, dict) and content.keys() == {"leaves", "digest"}
+    return is_so and content["digest"] == _digest(content["leaves"])
+
+
 def saved_as(content: Json) -> int | None:
     """The step that a record was saved as; None where it does not say so, with the digest of that."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:

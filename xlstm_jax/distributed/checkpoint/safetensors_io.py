@@ -44,7 +44,7 @@ from xlstm_jax.distributed.checkpoint.record import (
 from xlstm_jax.distributed.data_parallel.leaf import unpacked
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.processes.together import fail_together
-from xlstm_jax.wording import listed
+from xlstm_jax.wording import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
@@ -81,7 +81,7 @@ def export_safetensors(
     Raises:
       FileExistsError: there is such a model already.
       TypeError: a leaf has a dtype that the format does not know; names it.
-      ValueError: a leaf is called ``__metadata__``.
+      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair).
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -96,6 +96,8 @@ def export_safetensors(
             raise ValueError(
                 f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
             )
+        if not is_unicode(name):
+            raise ValueError(f"the leaf {name!r} has a name that is not Unicode (half of a pair); rename it.")
         if str(dtype := _dtype_or_type(leaf)) not in CODES:
             raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
@@ -320,13 +322,16 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
 
 
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
-    begin, _ = entry["data_offsets"]  # the end follows from the shape
-    for size in (begin, *entry["shape"]):
+    begin, end = entry["data_offsets"]
+    for size in (begin, end, *entry["shape"]):
         if type(size) is not int or not 0 <= size < 2**63:
             raise ValueError(f"{size!r} is no size")
     if len(entry["shape"]) > MAX_DIMS:
         raise ValueError(f"a tensor has {len(entry['shape'])} dims")
-    return _StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
+    tensor = _StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
+    if end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
+        raise ValueError("the offsets of a tensor do not fit its shape")
+    return tensor
 
 
 def _check_fits(tensors: Mapping[str, _StoredTensor], likes: Leaves, path: object) -> None:

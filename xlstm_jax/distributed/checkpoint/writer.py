@@ -140,14 +140,11 @@ class Writer:
         if self.hangs:
             return
         with ExitStack() as at_last:
-            at_last.callback(self.unlock)
+            if self._lock is not None:
+                at_last.callback(self._lock.close)
             at_last.callback(self._backend.close)
             if self._key in _writers and _writers[self._key][1] is self:
                 del _writers[self._key]
-
-    def unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
 
     @contextmanager
     def _failing_as(self, step: int) -> Iterator[None]:
@@ -188,6 +185,7 @@ class DirectoryLock:
 
         self._path = os.path.join(directory, LOCK_FILE)
         self._file: int | None = _opened(self._path)
+        _open_locks.add(self)  # before it locks: another thread may fork a child right after
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -218,6 +216,10 @@ class DirectoryLock:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+        _open_locks.discard(self)
+
+
+_open_locks: set[DirectoryLock] = set()
 
 
 def _opened(path: str) -> int:
@@ -241,8 +243,8 @@ _lost: list[str] = []  # at the exit
 
 def _leave_to_the_parent() -> None:
     """A child made by ``fork`` has the locks' open files too. One that outlives its parent must not keep them."""
-    for _, writer in _writers.values():
-        writer.unlock()
+    for lock in list(_open_locks):
+        lock.close()
     _writers.clear()
 
 

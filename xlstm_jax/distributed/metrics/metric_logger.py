@@ -23,7 +23,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -32,11 +32,10 @@ from typing import Any, Self, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.wording import shortened
+from xlstm_jax.wording import is_unicode, shortened
 
 CSV_NAME = "metrics.csv"
 JSONL_NAME = "metrics.jsonl"
@@ -97,13 +96,13 @@ class MetricLogger:
         Args:
           step: larger than at the call before, and than ``resume_step``.
           metrics: scalars or 1-D arrays (JAX, NumPy or Python numbers; a bool counts as 0 or 1) by name, in nested
-            dicts of any depth. Keys are joined with "/"; the values of a 1-D array are a list in JSON, and ``name/0``,
-            ``name/1`` in CSV and TensorBoard.
+            mappings of any depth. Keys are strings, joined with "/"; the values of a 1-D array are a list in JSON, and
+            ``name/0``, ``name/1`` in CSV and TensorBoard.
         Raises:
-          TypeError: something that is not such a number; says where.
-          ValueError: a step that does not increase; a name that is taken; an array of which this process cannot read
-            all; or the logger is closed. A call that is refused changes nothing. Where an array of the previous row was
-            deleted, that row is lost, and this one is held.
+          TypeError: something that is not such a number, or a key that is no string; says where.
+          ValueError: a step that does not increase; a name that is taken, or has half of a surrogate pair; an array
+            that was deleted, or of which this process cannot read all; or the logger is closed. A call that is refused
+            changes nothing. Where an array of the previous row was deleted, that row is lost, and this one is held.
         """
         if self._closed:
             raise ValueError(f"log({step!r}, ...) on a closed MetricLogger. Log inside the with block, before close().")
@@ -180,8 +179,7 @@ def _flattened(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}; pass a dict, as {{'loss': loss}}.")
     held, taken = {}, {STEP}
-    for path, value in flatten_dict(dict(metrics)).items():
-        name = "/".join(map(str, path))
+    for name, value in _named(metrics):
         held[name] = _held(name, value)
         columns = {name, *_columns(name, held[name])}
         if columns & taken:
@@ -191,6 +189,25 @@ def _flattened(metrics: Mapping[str, PyTree]) -> dict[str, Held]:
             )
         taken |= columns
     return held
+
+
+def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their joined names."""
+    for key, value in metrics.items():
+        if not isinstance(key, str):
+            raise TypeError(
+                f"metrics has the key {prefix}{key!r} of type {type(key).__name__}: keys are strings. Use str(key)."
+            )
+        name = prefix + key
+        if not is_unicode(name):
+            raise ValueError(
+                f"metrics has the key {name!r}, which is not Unicode (half of a surrogate pair), so no file takes it. "
+                "Rename it."
+            )
+        if isinstance(value, Mapping):
+            yield from _named(value, f"{name}/")
+        else:
+            yield name, value
 
 
 def _held(name: str, value: Any) -> Held:
@@ -209,6 +226,11 @@ def _held(name: str, value: Any) -> Held:
         )
     if not isinstance(value, jax.Array):
         return _numbers(np.asarray(value))
+    if value.is_deleted():
+        raise ValueError(
+            f"metrics[{name!r}] is a deleted array: it was donated to a jitted function, most likely. Log what the "
+            "function returns instead."
+        )
     if not (value.is_fully_addressable or (value.is_fully_replicated and value.sharding.addressable_devices)):
         raise ValueError(
             f"metrics[{name!r}], {value.dtype} of shape {value.shape}, lies with {value.sharding} partly on other "
@@ -267,7 +289,7 @@ class _RunFiles:
         kept = [_json_line(step, row) for step, row in rows.items() if resume_step is not None and step <= resume_step]
         folder.mkdir(parents=True, exist_ok=True)
         self._record = _replaced(self._record_path, "".join(kept))
-        self._table = self._new_table()
+        self._table, self._columns = self._new_table()
         # Event files of one second would have one name and overwrite each other but for the suffix. The purge hides
         # the rows that are dropped here and trained again.
         purge, suffix = None if resume_step is None else resume_step + 1, f".{time.time_ns()}"
@@ -279,11 +301,12 @@ class _RunFiles:
         self._record.flush()
         cells = _by_column(row)
         if cells.keys() <= self._columns.keys():
-            self._to_table(self._table).writerow({STEP: step} | cells)
+            csv.DictWriter(self._table, self._columns, lineterminator="\n").writerow({STEP: step} | cells)
             self._table.flush()
         else:
-            self._table.close()
-            self._table = self._new_table()  # of the record, which has this row already
+            old = self._table  # which stays open and in use if the new one cannot be written
+            self._table, self._columns = self._new_table()  # of the record, which has this row already
+            old.close()
         for name, value in cells.items() if self._events else ():
             self._events.add_scalar(name, value, step)
 
@@ -296,17 +319,17 @@ class _RunFiles:
             for file in filter(None, (self._record, self._table, self._events)):
                 stack.callback(file.close)
 
-    def _new_table(self) -> TextIO:
-        """The table of all rows in the record; its columns stand in the order in which they came up."""
+    def _new_table(self) -> tuple[TextIO, dict[str, None]]:
+        """The table of all rows in the record, and its columns in the order in which they came up."""
         rows = [{STEP: step} | _by_column(row) for step, row in _read_rows(self._record_path).items()]
-        self._columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
+        columns = dict.fromkeys([STEP, *(name for row in rows for name in row)])
         text = io.StringIO()
-        self._to_table(text).writeheader()
-        self._to_table(text).writerows(rows)
-        return _replaced(self._table_path, text.getvalue())
-
-    def _to_table(self, file: TextIO) -> "csv.DictWriter[str]":
-        return csv.DictWriter(file, self._columns, lineterminator="\n")
+        # Python 3.11 and 3.12 leave a carriage return without the quotes that its readers need.
+        has_returns = any("\r" in name for name in columns)
+        header = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if has_returns else csv.QUOTE_MINIMAL)
+        header.writerow(columns)
+        csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+        return _replaced(self._table_path, text.getvalue()), columns
 
 
 def _event_writer(demanded: bool) -> Any:
@@ -365,18 +388,19 @@ def _replaced(path: Path, text: str) -> TextIO:
 
 def _read_rows(path: Path) -> dict[int, Row]:
     """Rows by step, in the order of the file, of the lines that were written to their end."""
-    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+    data = path.read_bytes() if path.exists() else b""
     rows: dict[int, Row] = {}
-    for line in text.split("\n")[:-1]:
+    for line in data.split(b"\n")[:-1]:  # a kill may cut the last line within a character
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             step = operator.index(row.pop(STEP))
             if step <= next(reversed(rows), -math.inf):
                 raise ValueError(f"step {step} after step {next(reversed(rows))}")
+            "".join(row).encode()  # JSON may hold half of a surrogate pair, and the table cannot
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} has the line {shortened(line, LINE_SHOWN)!r}, which no MetricLogger wrote there ({error}). "
-                "Mend or remove the line, or choose another folder."
+                f"{path} has the line {shortened(line.decode(errors='replace'), LINE_SHOWN)!r}, which no MetricLogger "
+                f"wrote there ({error}). Mend or remove the line, or choose another folder."
             ) from error
         rows[step] = row
     return rows

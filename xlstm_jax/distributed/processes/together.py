@@ -27,7 +27,8 @@ def fail_together(
     """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
 
     All processes must call it. The error says in which processes ``work`` raised, and what. Of several kinds of
-    ``failure`` it is the one that was raised; the first, where something else was.
+    ``failure`` it is the one that was raised; the first, where something else was. Where processes raised different
+    kinds, the last of these in ``failure`` wins, whichever process raised it.
 
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this one; says which, and ``what``.
@@ -47,8 +48,7 @@ def fail_together(
     if not failed:
         return results[0]
     texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for (_, text), same in failed]
-    (kind, _), _ = failed[0]
-    raise kinds[kind]("; ".join(texts)) from caught
+    raise kinds[max(kind for (kind, _), _ in failed)]("; ".join(texts)) from caught
 
 
 def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
