@@ -10,7 +10,14 @@ import pytest
 from flax import linen as nn
 
 from tests.support import AXES, assert_same_params, fsdp, mesh_of, plain
-from xlstm_jax.distributed import create_train_state, init_sharded, make_train_step, plan_sharding, unbox
+from xlstm_jax.distributed import (
+    create_train_state,
+    init_sharded,
+    make_train_step,
+    partition_specs,
+    plan_sharding,
+    unbox,
+)
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
 KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
@@ -105,3 +112,10 @@ def test_a_collection_beside_the_parameters_is_whole():
     assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: that of parameters is split
     _, metrics = make_train_step(loss, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
     assert np.isfinite(metrics["loss"])
+
+
+def test_specs_read_logical_names_as_axes_of_the_mesh_that_they_get():
+    """Also where no mesh is set, as beside a plain init of the model."""
+    with nn.logical_axis_rules((("a", "fsdp"), ("b", "other"))):
+        params = nn.Dense(8, kernel_init=named("a", "b")).init(jax.random.key(0), jnp.ones((2, 8)))
+        assert partition_specs(params, mesh_of(2, 4))["params"]["kernel"] == jax.P("fsdp")

@@ -35,6 +35,7 @@ from xlstm_jax.distributed.model_parallel import (
     SplitAttention,
     SplitEmbed,
     SwiGLU,
+    columns_of,
     enter_split,
     gather_tokens,
     join_tokens,
@@ -42,6 +43,7 @@ from xlstm_jax.distributed.model_parallel import (
     on_split_input,
     scatter_tokens,
     split_modules,
+    split_param,
     split_tokens,
 )
 from xlstm_jax.distributed.model_parallel.dense import column_products, row_product
@@ -189,6 +191,49 @@ def test_what_is_split_over_which_axis():
     assert {leaf.shape for leaf in jax.tree.leaves(unbox(params["norm"]))} == {(WIDTH,)}
 
 
+class Scaled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * split_param(self, "scale", nn.initializers.normal(), (3, 8), jnp.float32, dim=-1)
+
+
+def test_names_of_the_initialiser_stay_beside_the_axis_of_the_layer():
+    """As in Flax's own layers: names of mesh axes, and logical ones."""
+    mesh, _ = on("2x4")
+    init = nn.initializers.lecun_normal()
+    logical = nn.with_logical_partitioning(init, ("embed", "mlp"))
+    rules = (("embed", "fsdp"), ("mlp", "tp"))
+    heads = nn.with_partitioning(init, ("fsdp", None, None))
+    cases = [
+        (ColumnDense(8, kernel_init=named("fsdp", None)), ("fsdp", "tp")),
+        (RowDense(8, kernel_init=named(None, "fsdp")), ("tp", "fsdp")),
+        (ColumnDense(8, kernel_init=logical), ("fsdp", "tp")),
+        (ColumnDense((4, 2), kernel_init=heads), ("fsdp", "tp")),
+        (ColumnDense((2, 2), copied=True, kernel_init=nn.with_partitioning(init, ("fsdp", "tp", None))), ("fsdp",)),
+    ]
+    x = jnp.ones((8, 8))
+    with nn.logical_axis_rules(rules):
+        for layer, names in cases:
+            params = init_sharded(layer, mesh, jax.random.key(0), x, batch_axes="fsdp")["params"]
+            assert partition_specs(params, mesh)["kernel"] == P(*names)
+            plain_params = unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
+            assert_same_params(params, plain_params, 1e-6)
+    params = init_sharded(Scaled(), mesh, jax.random.key(0), jnp.ones((2, 3, 8)), batch_axes="fsdp")["params"]
+    assert params["scale"].names == (None, "tp")
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_a_model_whose_split_layers_have_names_of_their_own_trains_as_on_one_device(check_vma):
+    mesh, x = on("2x4")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
+    model = nn.Sequential([ColumnDense(8, kernel_init=named("fsdp", None)), nn.gelu, RowDense(8)])
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
+    assert state.params["layers_0"]["kernel"].names == ("fsdp", "tp")
+    step = make_train_step(foreign_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True)
+    params = unbox(state.params)
+    want = jax.jit(jax.grad(foreign_loss), static_argnums=1)(params, model.apply, x, 0)
+    assert_same_params(step(state, x, jax.random.key(0))[0].opt_state, want)
+
+
 FLAX = {
     "dense": (ColumnDense(12), nn.Dense(12), 1),
     "rows": (RowDense(12), nn.Dense(12), 1),
@@ -258,6 +303,12 @@ def test_tokens_that_are_split_and_joined_have_the_gradient_of_what_lies_between
     fn = lambda x, w: jnp.sin(split_tokens(x, 1, "tp"))  # noqa: E731
     got, _ = gradients_of(fn, False, True, check_vma)
     np.testing.assert_allclose(got, jax.grad(lambda x: square(jnp.sin(x)))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_token_numbers_without_features_are_split_and_joined():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    double = lambda tokens: join_tokens(2 * split_tokens(tokens, 1, "tp"), 1, "tp")  # noqa: E731
+    np.testing.assert_array_equal(on_mesh(double, mesh, True, P(), P())(TOKENS), 2 * TOKENS)
 
 
 def test_rings_are_gathers_and_scatters_of_the_same_products():
@@ -334,6 +385,13 @@ def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():
     assert np.isnan(got[-1]).all() and not np.isnan(got[:5]).any()
 
 
+def test_tokens_may_be_narrower_than_the_vocabulary_is_large():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    table, tokens = jnp.arange(512.0).reshape(256, 2), jnp.array([0, 128, 255], jnp.uint8)
+    got = on_mesh(SplitEmbed(256, 2).apply, mesh, True, (P("tp"), P()), P())({"params": {"embedding": table}}, tokens)
+    np.testing.assert_array_equal(got, table[tokens])
+
+
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_losses_of_a_split_vocabulary_and_what_is_predicted_are_those_of_the_whole(check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
@@ -367,6 +425,16 @@ def shown(layer, x, sizes, **specs):
         params,
         jax.ShapeDtypeStruct(x, specs.get("dtype", jnp.float32)),
     )
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return columns_of([ColumnDense(8, name="a"), ColumnDense(8, dtype="bfloat16", name="b")], x)
+
+
+def named(*names):
+    return nn.with_partitioning(nn.initializers.lecun_normal(), names)
 
 
 TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
@@ -407,6 +475,26 @@ REFUSED = {
     "the length": (RowDense(8, sequence_dim=1), (2, 6, 8), TP4, r"dim 1 of .* has 6 tokens, .* 4 devices .* Pad .* 8"),
     "a dim": (ColumnDense(8, sequence_dim=2), (2, 8, 8), TP4, r"sequence_dim=2 is no dim of tokens .* from 0 to 1"),
     "whole tokens": (ColumnDense(8, sequence_dim=1), (2, 8, 8), TP4, r"is equal along 'tp' .* all tokens, .* 4 times"),
+    "a ring's dim": (
+        ColumnDense(8, **RING | {"sequence_dim": 2}),
+        (2, 8, 8),
+        TP4,
+        r"sequence_dim=2 is no dim of tokens",
+    ),
+    "whole tokens in a ring": (
+        ColumnDense(8, **RING),
+        (2, 8, 8),
+        TP4,
+        r"is equal along 'tp' .* all tokens, .* 4 times",
+    ),
+    "layers that differ": (Pair(), (2, 8), TP4, r"'a' has dtype=None, and 'b' has 'bfloat16'. Layers of one input"),
+    "a dim that is taken": (
+        ColumnDense(8, kernel_init=named(None, "fsdp")),
+        (2, 8),
+        TP4,
+        r"'kernel' is split along dim 1 over 'tp' .* are \(None, 'fsdp'\)",
+    ),
+    "an axis that is taken": (ColumnDense(8, kernel_init=named("tp", None)), (2, 8), TP4, r"are \('tp', None\)"),
     "whole features": (RowDense(8), (2, 8), TP4, r"is equal along 'tp' .* count 4 times"),
     "split features": (nn.Sequential([ColumnDense(8), ColumnDense(8)]), (2, 4), TP4, r"differs along 'tp' .* RowDense"),
 }
@@ -425,6 +513,14 @@ def test_other_things_that_are_refused():
         on_split_input(nn.LayerNorm(), "tp")
     with pytest.raises(TypeError, match="tokens are float32, and must be integers"):
         SplitEmbed(4, 2).init(jax.random.key(0), jnp.ones(3))
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    for spec, dim, text in (
+        (P("tp"), 1, r"split_tokens: an input of shape \(1, 8, 3\) differs along 'tp' by its type"),
+        (P(), 3, r"split_tokens: an array of shape \(4, 8, 3\) has the dims 0 to 2, and no dim=3"),
+    ):
+        split = jax.shard_map(partial(split_tokens, dim=dim, axis_name="tp"), mesh=mesh, in_specs=spec, out_specs=spec)
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(split, X)
     with pytest.raises(ValueError, match="chunked_cross_entropy: sequence_dim=1 is the dim of tokens that vocab_axis="):
         chunked_cross_entropy(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.ones((2, 3), int), sequence_dim=1)
     mesh, _ = on("4x2")
@@ -482,11 +578,13 @@ class Foreign(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(x, mask=nn.make_causal_mask(x[..., 0]))
+        attention = nn.MultiHeadDotProductAttention(4, qkv_features=32, normalize_qk=True, name="attention")
+        x = x + attention(x, mask=nn.make_causal_mask(x[..., 0]))
         return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
 
 
-FOREIGN = {"attention/(query|key|value)|up": "column", "out|down": "row"}
+DENSE = {"attention/(query|key|value)|up": "column", "out|down": "row"}
+FOREIGN = DENSE | {"(query|key)_ln": "inside"}
 
 
 def foreign_loss(params, apply_fn, x, rng):
@@ -497,12 +595,14 @@ def foreign_loss(params, apply_fn, x, rng):
 @pytest.mark.parametrize("check_vma, where", [(True, nn.Dense), (False, lambda path, module: path == "")])
 def test_a_model_is_split_from_outside(check_vma, where):
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
-    model = split_modules(shard_modules(Foreign(), where, "fsdp", 16), FOREIGN)
+    # With types JAX sums the gradients of the norms within heads itself.
+    split = DENSE if check_vma else FOREIGN
+    model = split_modules(shard_modules(Foreign(), where, "fsdp", 16), split)
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
     assert state.params["up"]["kernel"].names == ("fsdp", "tp")
     assert state.params["attention"]["out"]["kernel"].axes[0] == "tp"
     params = jax.jit(Foreign().init)(jax.random.key(0), x)["params"]
-    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), params)
+    assert_same_params(state.params, params, 1e-6)
     step = make_train_step(foreign_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True)
     state, _ = step(state, x, jax.random.key(0))
     assert_same_params(
@@ -510,14 +610,74 @@ def test_a_model_is_split_from_outside(check_vma, where):
     )
 
 
+class TwoMethods(nn.Module):
+    def setup(self):
+        self.up, self.norm, self.down = nn.Dense(16), nn.LayerNorm(), nn.Dense(8)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+    def encode(self, x):
+        return self.up(x)
+
+    def decode(self, x):
+        return self.down(nn.gelu(x) * self.norm(jnp.ones((8,))).mean())
+
+
+class Around(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner.decode(self.inner.encode(x))
+
+
+def shapes_on_mesh(model, x, check_vma):
+    mesh = on("4x2")[0]
+    params = jax.eval_shape(partial(init_sharded, model, mesh, jax.random.key(0), batch_axes="fsdp"), x)
+    specs = partition_specs(params, mesh), P("fsdp")
+    apply = jax.shard_map(model.apply, mesh=mesh, in_specs=specs, out_specs=P("fsdp"), check_vma=check_vma)
+    return jax.eval_shape(apply, params, x).shape
+
+
+def test_a_model_of_several_methods_is_split_and_what_stands_between_is_said_without_types():
+    x, split = jnp.ones((8, 4, 8)), {"up": "column", "down": "row"}
+    model = split_modules(TwoMethods(), split)
+    for each in (model, Around(model)):
+        assert shapes_on_mesh(each, x, check_vma=True) == x.shape
+    with pytest.raises(ValueError, match=r"'norm' \(LayerNorm\) has whole parameters, and runs after 'up' is split by"):
+        shapes_on_mesh(model, x, check_vma=False)
+    assert shapes_on_mesh(split_modules(TwoMethods(), split | {"norm": "whole"}), x, check_vma=False) == x.shape
+
+
+def test_a_wrapped_norm_on_split_tokens_can_be_chosen_to_be_sharded():
+    mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
+    plain_model = Normed(on_split_input(nn.LayerNorm, "tp"))
+    state = create_train_state(
+        shard_modules(plain_model, nn.LayerNorm, "fsdp", 4),
+        KEPT,
+        mesh,
+        jax.random.key(0),
+        x,
+        batch_axes="fsdp",
+        whole_ok=True,
+    )
+    assert state.params["norm"]["scale"].names == ("fsdp",)
+    step = make_train_step(own_loss, mesh, "fsdp", check_vma=False, whole_ok=True)
+    want = jax.jit(jax.grad(own_loss), static_argnums=1)(unbox(state.params), plain_model.apply, x, 0)
+    assert_same_params(step(state, x, jax.random.key(0))[0].opt_state, want)
+
+
 def test_what_split_modules_refuses():
     x, key = jnp.ones((2, 4, 8)), jax.random.key(0)
-    with pytest.raises(ValueError, match="'columns' is neither 'column' nor 'row'"):
+    with pytest.raises(ValueError, match="'columns' is none of 'column', 'row', 'inside' and 'whole'"):
         split_modules(Foreign(), {"up": "columns"})
     with pytest.raises(TypeError, match="split_modules takes a Linen module or its class, not"):
         split_modules(jnp.sin, {"up": "column"})
     with pytest.raises(ValueError, match="'upp' matches none of the dense layers of Foreign: 'attention/key'"):
         jax.eval_shape(split_modules(Foreign(), {"upp": "column"}).init, key, x)
+    with pytest.raises(ValueError, match="'norm' matches none of the modules of Foreign: 'attention', 'attention/key'"):
+        jax.eval_shape(split_modules(Foreign(), DENSE | {"norm": "inside"}).init, key, x)
     with pytest.raises(ValueError, match=r"'layers_0' has dot_general=.*Leave this layer out of split="):
         model = nn.Sequential([nn.Dense(4, dot_general=partial(jax.lax.dot_general))])
         jax.eval_shape(split_modules(model, {"layers_0": "column"}).init, key, x)

@@ -68,7 +68,9 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
             )
         return leaf_spec(leaf, mesh)
 
-    return map_leaves_with_path(spec, tree)
+    # Logical names are read as axes of the mesh that is set.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return map_leaves_with_path(spec, tree)
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

@@ -175,7 +175,7 @@ def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_t
     """
     if devices_here(axis_name, caller) == 1:
         return x
-    _check_own_tokens(x, dim, axis_name, caller)
+    check_own_tokens(x, dim, axis_name, caller)
     return collectives.all_gather(x, dim, (axis_name,))
 
 
@@ -204,11 +204,13 @@ def split_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "split_tok
     [0.0, 2.0, 4.0, 6.0]
 
     Raises:
-      ValueError: the axis is not bound, or does not divide ``dim``.
+      ValueError: the axis is not bound, or does not divide ``dim``; or the type of ``x`` says that it differs.
     """
-    if devices_here(axis_name, caller) == 1:
+    if (n := devices_here(axis_name, caller)) == 1:
         return x
-    check_tokens(x, dim, axis_name, caller)
+    check_equal(x, axis_name, n, caller)
+    _check_any_dim(x, dim, caller)
+    _check_divides(x, dim, axis_name, caller)
     return _own_tokens(x, dim, axis_name)
 
 
@@ -224,12 +226,18 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     """
     if devices_here(axis_name, caller) == 1:
         return x
-    _check_own_tokens(x, dim, axis_name, caller)
+    _check_any_dim(x, dim, caller)
+    _check_differs_in_tokens(x, dim, axis_name, caller)
     return _all_tokens(x, dim, axis_name)
 
 
-def _check_own_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
+def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
+    """Raises where ``dim`` is no dim of tokens, or the type of ``x`` says that all devices have the same tokens."""
     _check_dim(x, dim, caller)
+    _check_differs_in_tokens(x, dim, axis_name, caller)
+
+
+def _check_differs_in_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
     if collectives.is_tracked(axis_name) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
@@ -246,9 +254,18 @@ def _check_dim(x: Array, dim: int, caller: str) -> None:
         )
 
 
+def _check_any_dim(x: Array, dim: int, caller: str) -> None:
+    if not 0 <= dim < x.ndim:
+        raise ValueError(f"{caller}: an array of shape {x.shape} has the dims 0 to {x.ndim - 1}, and no dim={dim}.")
+
+
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
-    """Raises where the devices along the axis do not divide the tokens."""
+    """Raises where ``dim`` is no dim of tokens, or the devices along the axis do not divide them."""
     _check_dim(x, dim, caller)
+    _check_divides(x, dim, axis_name, caller)
+
+
+def _check_divides(x: Array, dim: int, axis_name: str, caller: str) -> None:
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:
         raise ValueError(

@@ -13,6 +13,7 @@ With ``ring`` the gather, or the scatter, is n - 1 steps of a ring beside n piec
 while one piece is multiplied, the next one travels. Its transpose, which JAX makes, is a ring again.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +25,13 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.model_parallel.activations import (
     check_differs,
     check_equal,
+    check_own_tokens,
     check_tokens,
     devices_here,
     enter_split,
@@ -56,8 +59,8 @@ def split_param(
 ) -> Array:
     """``module.param(name, init, shape, dtype)`` split along ``dim``: this device's part of it, inside ``shard_map``.
 
-    The values are those of the whole parameter, which has the global ``shape``; the box names the axis. For layers of
-    your own, within a compact method.
+    The values are those of the whole parameter, which has the global ``shape``; the box names the axis, beside the axes
+    that ``init`` names for other dims. For layers of your own, within a compact method.
 
     >>> class Scale(nn.Module):
     ...     @nn.compact
@@ -67,9 +70,10 @@ def split_param(
     (8,)
 
     Raises:
-      ValueError: the axis is not there, or does not divide the dim; names the parameter.
+      ValueError: the axis is not there, or does not divide the dim, or ``init`` names that dim or that axis otherwise;
+        names the parameter.
     """
-    path = "/".join((*module.path, name))
+    path, dim = "/".join((*module.path, name)), dim % len(shape)
     count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
     if shape[dim] % count:
         raise ValueError(
@@ -79,11 +83,18 @@ def split_param(
         )
 
     def own_part(rng: Array) -> Any:
-        value: Array = leaf_of(init(rng, shape, dtype)).value
-        value = collectives.own_shard(value, dim, (axis_name,)) if here > 1 else value
+        leaf = init(rng, shape, dtype)
+        box = leaf_of(leaf)
+        value = collectives.own_shard(box.value, dim, (axis_name,)) if here > 1 else box.value
         if axis_name not in jax.sharding.get_abstract_mesh().shape:
-            return value  # on one device
-        names = tuple(axis_name if d == dim else None for d in range(len(shape)))
+            return rebox(leaf, value)  # on one device
+        names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
+        if box.names[dim] not in (None, axis_name) or (axis_name in box.axes and box.names[dim] is None):
+            raise ValueError(
+                f"'{path}' is split along dim {dim} over {axis_name!r} by its layer, and the names of its initialiser "
+                f"are {box.names}. Other dims may have other axes: leave dim {dim} and {axis_name!r} to the layer, in "
+                "nn.with_partitioning or in the rules of logical names."
+            )
         return Sharded(value, names, model_axes=(axis_name,))
 
     value: Array = module.param(name, own_part)
@@ -118,6 +129,7 @@ def column_products(
     if not ring or devices_here(axis_name, caller) == 1:
         entered = gather_tokens(x, sequence_dim, axis_name, caller=caller)
         return [product(entered, kernel) for kernel in kernels]
+    check_own_tokens(x, sequence_dim, axis_name, caller)
     return _gathered_in_a_ring(x, kernels, axis_name, sequence_dim, product)
 
 
@@ -198,14 +210,28 @@ def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
 
 
 def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
-    """As ``nn.DenseGeneral`` has it: values are drawn for a matrix (a vector, of a bias), and reshaped."""
+    """As ``nn.DenseGeneral`` has it: values are drawn for a matrix (a vector, of a bias), and reshaped in their box."""
 
-    def reshaped(rng: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def reshaped(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         flat = (math.prod(shape[:count]), math.prod(shape[count:]))
-        value: Array = leaf_of(init(rng, flat if count else flat[1:], dtype)).value
-        return value.reshape(shape)
+        leaf = init(rng, flat if count else flat[1:], dtype)
+        return rebox(leaf, leaf_of(leaf).value.reshape(shape))
 
     return reshaped
+
+
+def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
+    """The initialiser of a parameter that is whole along the axis, also where its names would split it there."""
+
+    def without(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+        leaf = init(rng, shape, dtype)
+        box = leaf_of(leaf)
+        if axis_name not in box.axes:
+            return leaf
+        kept = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
+        return Sharded(box.value, tuple(map(axes_entry, kept))) if any(kept) else box.value
+
+    return without
 
 
 class _SplitDense(nn.Module):
@@ -288,7 +314,7 @@ class ColumnDense(_SplitDense):
         copies = self._devices_per_head() if self.copied else 1
         if copies == 1:
             return split_param(self, name, init, shape, self.param_dtype, dim=dim, axis_name=axis)
-        whole: Array = self.param(name, init, shape, self.param_dtype)
+        whole: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
         if devices_here(axis, self._called) == 1:
             return whole
         # Devices read different heads of it, so gradients are summed: those of copies, and zeros of the other heads.
@@ -306,6 +332,9 @@ class ColumnDense(_SplitDense):
         return max(1, n // heads)
 
 
+_OF_ONE_INPUT = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtype")
+
+
 def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     """What several column-split layers return of one input, which enters, or is gathered, once for all of them.
 
@@ -317,10 +346,16 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     >>> Gated().init_with_output(jax.random.key(0), jnp.ones((2, 3, 4)))[0].shape
     (2, 3, 8)
 
-    All layers have the ``axis``, ``axis_name``, ``sequence_dim``,
-    ``ring``, ``precision`` and ``dtype`` of the first.
+    Raises:
+      ValueError: the layers differ in ``axis``, ``axis_name``, ``sequence_dim``, ``ring``, ``precision`` or ``dtype``.
     """
     first = layers[0]
+    for layer, name in itertools.product(layers[1:], _OF_ONE_INPUT):
+        if (found := getattr(layer, name)) != (want := getattr(first, name)):
+            raise ValueError(
+                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of one "
+                "input enter it once: give them the same, or call each by itself."
+            )
     first._check_ring()
     if first.sequence_dim is None and (n := devices_here(first.axis_name, first._called)) > 1:
         check_equal(x, first.axis_name, n, first._called)  # before Linen compares shapes
@@ -368,7 +403,8 @@ class RowDense(_SplitDense):
         kernel = split_param(self, "kernel", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)
         bias = None
         if self.use_bias:
-            bias = self.param("bias", _flat_init(self.bias_init, 0), self._outputs, self.param_dtype)
+            bias_init = _whole_along(self.axis_name, _flat_init(self.bias_init, 0))
+            bias = self.param("bias", bias_init, self._outputs, self.param_dtype)
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         y = row_product(
             x,

@@ -49,6 +49,8 @@ class SplitEmbed(nn.Module):
         size, caller = table.shape[0], f"'{'/'.join(self.path)}'"
         if devices_here(self.axis_name, caller) == 1:
             return jnp.take(table, tokens, axis=0)
+        # Tokens may be narrower than what is added and compared: of uint8, 256 entries are 0.
+        tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
         tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
         known = (tokens >= 0) & (tokens < self.num_embeddings)
         own = tokens - collectives.axis_index((self.axis_name,)) * size

@@ -15,12 +15,14 @@ from jax import Array
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=Callable[..., nn.Module])
+_MARK = "_on_split_input"
 
 
 def on_split_input(target: Target, axis_name: str) -> Target:
@@ -57,10 +59,18 @@ def on_split_input(target: Target, axis_name: str) -> Target:
     # Methods run on a module of the class that is lifted, so that class draws the keys.
     drawing: Any = type(target.__name__, (target,), {"__module__": target.__module__})
     drawing.__init__, drawing.make_rng = target.__init__, make_rng
-    new: Any = nn.map_variables(drawing, "params", partial(_entered, axis_name), lambda params: params, mutable=True)
+    setattr(drawing, _MARK, axis_name)
+    new: Any = nn.map_variables(
+        drawing, "params", MapOfLeaves(_entered, axis_name), lambda params: params, mutable=True
+    )
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
         setattr(new, name, getattr(target, name))
     return new
+
+
+def is_on_split_input(cls: type[nn.Module]) -> bool:
+    """Whether ``on_split_input`` has made a class, or the class that it lifts."""
+    return hasattr(cls, _MARK)
 
 
 def _entered(axis_name: str, params: PyTree) -> PyTree:

@@ -2,24 +2,31 @@
 
 The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls
 where a module is entered. A chosen ``nn.Dense`` or ``nn.DenseGeneral`` then becomes a subclass that multiplies as a
-``ColumnDense`` or a ``RowDense`` does, under the same name and with the same parameters.
+``ColumnDense`` or a ``RowDense`` does, under the same name and with the same parameters. A module between the two
+becomes what ``on_split_input`` makes of it.
 """
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from flax import linen as nn
 
-from xlstm_jax.distributed.data_parallel.modules.linen_module import methods_to_lift, taken_apart
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.modules.linen_module import methods_to_lift, taken_apart, watching
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.model_parallel.activations import devices_here
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, ColumnDense, RowDense
+from xlstm_jax.distributed.model_parallel.split_input import is_on_split_input, on_split_input
 from xlstm_jax.wording import kind_of, listed
 
 Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
 
-KINDS = {"column": ColumnDense, "row": RowDense}
+KINDS = {"column": ColumnDense, "row": RowDense}  # of dense layers
+BETWEEN = ("inside", "whole")  # of any other modules
 PLAIN = (nn.Dense, nn.DenseGeneral)
 
 
@@ -33,22 +40,28 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
     Between a column-split layer and the row-split one after it lies an activation of which each device has its share of
     the last dim, or of the heads: what the model computes there may not depend on how many there are. Flax's attention
-    is such a model: ``{"query|key|value": "column", "out": "row"}``. ``shard_modules`` goes inside: around this
-    it would take layers for what they were.
+    is such a model: ``{"query|key|value": "column", "out": "row"}``. A module there that has parameters, or drops
+    values, is "inside", as norms of queries and keys: ``"query_ln|key_ln": "inside"``. Its gradients are then summed
+    over the axis, and each device drops other values. Parameters that a module reads there itself, as an
+    ``self.param("scale", ...)``, are out of reach: they have wrong gradients under ``check_vma=False``.
+
+    ``shard_modules`` goes inside: around this it would take layers for what they were.
 
     Args:
       model: a Linen module, or its class.
       split: for a pattern (``re``) of the last names of a layer's path, as "attention/(query|key|value)", "column" or
-        "row". Of several that match the first counts.
+        "row"; or "inside", of another module between the two; or "whole", of a module that runs between the two, and
+        whose input and output are whole. Of several that match the first counts.
       axis_name: the mesh axis.
     Raises:
-      ValueError: another word than these; in ``init``, a pattern that matches no dense layer, which lists these, or a
-        layer whose product is not Flax's own.
+      ValueError: another word than these; in ``init``, a pattern that matches no dense layer (no module), which lists
+        them, or a layer whose product is not Flax's own; under ``check_vma=False``, a module with parameters that runs
+        between a column-split and a row-split layer, and is neither "inside" nor "whole".
       TypeError: the model is no Linen module.
     """
     splitting = _Splitting({re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}, axis_name)
-    if wrong := [kind for kind in split.values() if kind not in KINDS]:
-        raise ValueError(f"split_modules: {wrong[0]!r} is neither 'column' nor 'row'.")
+    if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
+        raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'inside' and 'whole'.")
     if isinstance(model, nn.Module):
         cls, fields = taken_apart(model, "split_modules({}, split)")
         return _subclass(cls, splitting)(**fields)
@@ -59,40 +72,90 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
 @dataclass(frozen=True)
 class _Splitting:
-    """The arguments of one ``split_modules``; and the paths of dense layers, and patterns that matched, in ``init``."""
+    """The arguments of one ``split_modules``; and the paths of modules, and patterns that matched, in ``init``."""
 
     kinds: Mapping[re.Pattern[str], str]
     axis_name: str
     dense: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
     matched: set[re.Pattern[str]] = field(default_factory=set)
 
-    def intercept(self, root: int, method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``; ``root`` is the number of names in the path of the model."""
-        module: Any = context.module
-        cls: Any = type(module)
-        if module.scope is None or context.method_name != "__call__" or cls not in PLAIN:
-            return method(*args, **kwargs)
-        path = "/".join(module.path[root:])
-        self.dense.add(path)
-        pattern = next((pattern for pattern in self.kinds if pattern.search(path)), None)
+    def kind_of(self, path: str, is_dense: bool) -> str | None:
+        """What a module is to become: any kind of a dense layer, one of ``BETWEEN`` of another module."""
+        (self.dense if is_dense else self.others).add(path)
+        kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
+        pattern = next((pattern for pattern in kinds if pattern.search(path)), None)
         if pattern is None:
-            return method(*args, **kwargs)
+            return None
         self.matched.add(pattern)
-        _check_product(path, module)
-        # In place: the parent has named and registered this very object already.
-        object.__setattr__(module, "__class__", _split_class(cls, self.kinds[pattern]))
-        object.__setattr__(module, "axis_name", self.axis_name)
-        return module(*args, **kwargs)
+        return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
         """Raises where a pattern has matched nothing."""
-        for pattern in self.kinds:
+        for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
+                found = self.dense | self.others if kind in BETWEEN else self.dense
+                what = "modules" if kind in BETWEEN else "dense layers"
                 raise ValueError(
-                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the dense layers of "
-                    f"{type(model).__name__}: {listed(sorted(self.dense), 12) or 'it has none'}. Patterns are of the "
+                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of "
+                    f"{type(model).__name__}: {listed(sorted(found), 12) or 'it has none'}. Patterns are of the "
                     "last names of these paths."
                 )
+
+
+class _Run:
+    """One call of a method of the model; ``root`` is the number of names in the path of the model."""
+
+    def __init__(self, splitting: _Splitting, root: int) -> None:
+        self.splitting, self.root = splitting, root
+        self._column: str | None = None  # a column-split layer that has run, and no row-split one since
+
+    def intercept(self, method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """For ``nn.intercept_methods``."""
+        module: Any = context.module
+        cls: Any = type(module)
+        if module.scope is None or context.method_name != "__call__" or not module.path[self.root :]:
+            return method(*args, **kwargs)
+        path = "/".join(module.path[self.root :])
+        if isinstance(module, ColumnDense | RowDense):
+            self._column = path if isinstance(module, ColumnDense) else None
+            return method(*args, **kwargs)
+        kind = None if is_on_split_input(cls) else self.splitting.kind_of(path, cls in PLAIN)
+        if is_on_split_input(cls) or kind == "whole":
+            with self._apart():
+                return method(*args, **kwargs)
+        if kind is None:
+            self._check_between(path, module)
+            return method(*args, **kwargs)
+        # In place: the parent has named and registered this very object already.
+        if kind == "inside":
+            object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
+        else:
+            _check_product(path, module)
+            object.__setattr__(module, "__class__", _split_class(cls, kind))
+            object.__setattr__(module, "axis_name", self.splitting.axis_name)
+        return module(*args, **kwargs)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """While a module runs of which it is known how its parameters get their gradients."""
+        before, self._column = self._column, None
+        try:
+            yield
+        finally:
+            self._column = before
+
+    def _check_between(self, path: str, module: nn.Module) -> None:
+        axis = self.splitting.axis_name
+        is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
+        # With types JAX sums the gradients itself.
+        if is_split and not collectives.is_tracked(axis) and _has_params(module):
+            raise ValueError(
+                f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
+                f"'{self._column}' is split by columns, before a layer is split by rows. Where its input is each "
+                f"device's share, add it to split= as 'inside': under check_vma=False nothing else sums its gradients "
+                f"over {axis!r}. Where its input and output are whole, add it as 'whole'."
+            )
 
 
 def _check_product(path: str, module: Any) -> None:
@@ -103,6 +166,15 @@ def _check_product(path: str, module: Any) -> None:
                 f"split_modules: '{path}' has {name}={getattr(module, name)!r}, and a split layer has the product of "
                 "Flax. Leave this layer out of split=."
             )
+
+
+def _has_params(module: nn.Module) -> bool:
+    """Whether a module has parameters with gradients that are not those of a module within."""
+    own = module.variables.get("params", {}).values()
+    return any(leaf_of(leaf).is_differentiable for leaf in own if not isinstance(leaf, Mapping))
+
+
+_inside_class = functools.cache(on_split_input)
 
 
 @functools.cache
@@ -122,11 +194,12 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None:
+        if self.scope is None or any(run.splitting is splitting for run in watching(_Run)):
             return plain(self, *args, **kwargs)
-        with nn.intercept_methods(functools.partial(splitting.intercept, len(self.path))):
+        with nn.intercept_methods(_Run(splitting, len(self.path)).intercept):
             result = plain(self, *args, **kwargs)
-        if self.is_initializing():
+        # A model around this may call another method next, with the other layers.
+        if self.is_initializing() and (not self.path or plain.__name__ == "__call__"):
             splitting.check_matched(self)
         return result
 

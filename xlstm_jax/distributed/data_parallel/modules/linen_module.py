@@ -139,9 +139,13 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
     return new
 
 
+class MapOfLeaves(functools.partial[PyTree]):
+    """For ``nn.map_variables``: a function that takes each leaf as it is stored, also where it is a shard."""
+
+
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
-    gather, shard = functools.partial(_gathered, policy), functools.partial(shard_here, policy)
+    gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
@@ -163,13 +167,12 @@ def unit_path() -> tuple[str, ...] | None:
 def inside_map_variables() -> bool:
     """Whether this code runs within an ``nn.map_variables`` of the model itself.
 
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it.
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. The library's own take shards.
     """
     for frame in running_functions():
-        if frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars:
-            mapped = frame.f_locals["map_in_fn"]
-            if not (isinstance(mapped, functools.partial) and mapped.func is _gathered):
-                return True
+        maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
+        if maps and not isinstance(frame.f_locals["map_in_fn"], MapOfLeaves):
+            return True
     return False
 
 
