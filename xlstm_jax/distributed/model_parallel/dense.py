@@ -7,7 +7,8 @@ A row-split layer takes what column-split ones return, so that two products have
 
 With ``sequence_dim`` activations around the two are split along their tokens (arXiv:2205.05198): tokens are gathered
 before the columns, and the sum after the rows is scattered over tokens. The bytes are the same, and what lies between
-such pairs (norms, dropout, residuals, and what is kept of them for the backward pass) is an n-th.
+such pairs (norms, dropout, residuals, and what is kept of them for the backward pass) is an n-th. The gathered tokens
+that the columns multiply are kept whole, as without ``sequence_dim``; an ``nn.remat`` around gathers them again.
 
 With ``ring`` the gather, or the scatter, is n - 1 steps of a ring beside n pieces of the product (collective matmul):
 while one piece is multiplied, the next one travels. Its transpose, which JAX makes, is a ring again.
