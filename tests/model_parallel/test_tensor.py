@@ -650,6 +650,22 @@ def test_a_model_of_several_methods_is_split_and_what_stands_between_is_said_wit
     assert shapes_on_mesh(split_modules(TwoMethods(), split | {"norm": "whole"}), x, check_vma=False) == x.shape
 
 
+def test_dropout_between_split_layers_differs_by_device_where_it_is_inside():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    layers = [nn.Dense(64, bias_init=nn.initializers.ones), nn.Dropout(0.5, deterministic=False)]
+    key, x = {"dropout": jax.random.key(0)}, jnp.zeros((8, 4))
+
+    def masks(split):
+        model = split_modules(nn.Sequential(layers), {"layers_0": "column"} | split)
+        params = {"params": {"layers_0": {"kernel": jnp.zeros((4, 64)), "bias": jnp.ones(64)}}}
+        specs = {"params": {"layers_0": {"kernel": P(None, "tp"), "bias": P("tp")}}}
+        apply = on_mesh(lambda p, x: model.apply(p, x, rngs=key), mesh, False, (specs, P()), P(None, "tp"))
+        return {mask.tobytes() for mask in np.split(np.asarray(apply(params, x)), 4, axis=1)}
+
+    assert len(masks({"layers_1": "inside"})) == 4
+    assert len(masks({})) == 1  # guard
+
+
 def test_a_wrapped_norm_on_split_tokens_can_be_chosen_to_be_sharded():
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
     plain_model = Normed(on_split_input(nn.LayerNorm, "tp"))
