@@ -239,15 +239,29 @@ def test_a_batch_is_laid_out_and_back():
     there = to_zigzag(batch, 3)
     assert there["tokens"][0].tolist() == [*range(4), *range(20, 24), *range(4, 8), *range(16, 20), *range(8, 16)]
     jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 3), batch)
+    last = to_zigzag(batch["tokens"], 3, dim=-1)
+    np.testing.assert_array_equal(last, there["tokens"])
+    np.testing.assert_array_equal(from_zigzag(last, 3, dim=-1), batch["tokens"])
+
+
+def test_of_one_device_a_zigzag_sequence_may_be_odd():
+    odd, window = QUERY[:, :7], np.int64(3)
+    np.testing.assert_array_equal(to_zigzag(odd, 1), odd)
+    assert context_positions(7, "cp", "zigzag").tolist() == list(range(7))
+    got, want = (context_attention(odd, odd, odd, impl="ring", layout=how, window=window) for how in context.LAYOUTS)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("layout", context.LAYOUTS)
 def test_positions_are_those_of_the_layout(layout, mesh):
     positions = jnp.arange(16)[None]
     want = to_zigzag(positions, 4) if layout == "zigzag" else positions
-    got = jax.shard_map(lambda: context_positions(4, "cp", layout), mesh=mesh, in_specs=(), out_specs=P("cp"))()
+    places = {"mesh": mesh, "in_specs": (), "out_specs": P("cp")}
+    got = jax.shard_map(lambda: context_positions(4, "cp", layout), **places)()
     np.testing.assert_array_equal(got, want[0])
     np.testing.assert_array_equal(context_positions(16, "cp", layout), positions[0])  # whole, outside of shard_map
+    program = jax.make_jaxpr(jax.shard_map(lambda: context_positions(4, "cp", layout), **places))()
+    assert all(x.aval.size <= 4 for _, eqn in equations(program) for x in eqn.invars)  # no table of all tokens
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -262,6 +276,7 @@ REFUSED = {
     r"kernel= with impl='ring'": {"impl": "ring", "kernel": jax.nn.dot_product_attention},
     r"window=\(-1, 0\): how many tokens": {"window": (-1, 0)},
     r"segment_ids of shape \(4,\) do not fit a query of shape \(1, 4, 8, 4\)": {"segment_ids": jnp.zeros(4, int)},
+    r"context_attention: block_size=0 must be": {"impl": "ring", "block_size": 0},
     r"layout='zigzag' with 3 tokens on each device": {"layout": "zigzag", "tokens": 3, "key_tokens": 3},
     r"context_attention: 'sp' is not a bound mesh axis; the axes bound here": {"axis": "sp"},
 }

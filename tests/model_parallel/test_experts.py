@@ -16,6 +16,7 @@ from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
     create_train_state,
+    make_eval_step,
     make_train_step,
     partition_specs,
     shard_module_params,
@@ -23,7 +24,9 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
+from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import experts as experts_file
+from xlstm_jax.distributed.model_parallel.activations import join_tokens, split_tokens
 from xlstm_jax.distributed.model_parallel.experts import (
     Experts,
     Routing,
@@ -67,7 +70,8 @@ def of_one_device(**options):
 def step_on(shape, axes, check_vma, tx=KEEP, **options):
     """State and metrics after a step on a mesh, and the state before, without its boxes."""
     mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
-    model = Experts(MLP(), COUNT, block_size=4, **options)
+    said = {} if check_vma or "ep" in axes else {"batch_axes": axes}
+    model = Experts(MLP(), COUNT, block_size=4, **said, **options)
     model = shard_modules(model, Experts, "fsdp", 8) if "fsdp" in shape else model
     state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     before = jax.tree.map(np.asarray, unbox(state.params))
@@ -128,7 +132,7 @@ def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
 def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
-    model = Experts(MLP(), COUNT, **options)
+    model = Experts(MLP(), COUNT, batch_axes=axes, **options)
     state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     specs = partition_specs(state.params, mesh)
 
@@ -183,6 +187,63 @@ def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monke
         rtol=1e-3,
         atol=1e-4 * np.abs(got["Dense_0"]["kernel"]).max(),
     )
+
+
+def on_rows(params, apply_fn, x):
+    return {"values": jnp.mean((apply_fn({"params": params}, x) - x) ** 2, (1, 2))}
+
+
+def evaluated(axes, **options):
+    """What ``make_eval_step`` finds without types on the mesh fsdp=2, ep=2; and the parameters."""
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "ep": 2}, devices=jax.devices()[:4])
+    model, metric = Experts(MLP(), COUNT, 2, capacity_factor=0.8, **options), WeightedMean()
+    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    local = make_eval_step(on_rows, mesh, axes, metric=metric, check_vma=False)(state, X, metric.empty(axes, mesh))
+    return make_log_step(metric, mesh, axes)(local)[0], unbox(state.params)
+
+
+@pytest.mark.parametrize("axes, said", [(("fsdp", "ep"), {}), ("fsdp", {"batch_axes": "fsdp"})], ids=str)
+def test_without_types_an_evaluation_has_the_groups_of_training(axes, said):
+    got, params = evaluated(axes, **said)
+    model = Experts(MLP(), COUNT, 2, axis=None, capacity_factor=0.8, row_groups=4)
+    want = on_rows(jax.tree.map(np.asarray, params), jax.jit(model.apply), X)["values"].mean()
+    np.testing.assert_allclose(got, want, rtol=FLOAT32_ROUNDING)
+
+
+def test_without_types_it_must_be_said_whether_tokens_are_the_same():
+    with pytest.raises(ValueError, match=r"tokens differ along 'ep', and the step's batch is split over \('fsdp',\)"):
+        evaluated("fsdp")
+    with pytest.raises(ValueError, match=r"batch_axes='dp'\): the step's batch is split over \('dp', 'ep'\)"):
+        step_on({"dp": 1, "ep": 2}, ("dp", "ep"), False, top_k=2, batch_axes="dp")
+    model, mesh = Experts(MLP(), COUNT, 2), DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
+    params = unbox(jax.eval_shape(model.init, jax.random.key(0), X))
+    local = jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("ep")), out_specs=P("ep"), check_vma=False)
+    with pytest.raises(ValueError, match=r"Experts\(axis='ep'\): under check_vma=False .*no step says"):
+        jax.eval_shape(local, params, X)
+
+
+def test_tokens_of_sequence_parallelism_are_refused_without_types():
+    """The router's gradient would lack the tokens of the other devices."""
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "tp": 2}, devices=jax.devices()[:4])
+
+    class Model(nn.Module):
+        said: tuple[str, ...] | None
+
+        @nn.compact
+        def __call__(self, x):
+            own = split_tokens(x, 1, "tp")
+            return join_tokens(Experts(MLP(), COUNT, 2, axis="tp", batch_axes=self.said)(own), 1, "tp")
+
+    error = lambda params, apply_fn, x, rng: jnp.mean(apply_fn({"params": params}, x) ** 2)  # noqa: E731
+    for said, match in {
+        None: r"Experts\(axis='tp'\): under check_vma=False",
+        ("fsdp", "tp"): "the step's batch",
+    }.items():
+        model = Model(said)
+        state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes="fsdp", whole_ok=True)
+        step = make_train_step(error, mesh, "fsdp", check_vma=False, whole_ok=True)
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(step, state, X, jax.random.key(2))
 
 
 # ------------------------------------------------------------------------------------------------------ the router
@@ -261,6 +322,60 @@ def test_what_is_over_the_capacity_is_dropped_last_choices_first():
     assert halves.ravel().tolist() == [11.0, 0.0, 3.0, 40.0]  # C = 1 in each group of two rows
 
 
+def of_length_one(factor, rows):
+    """An expert with no finite derivative at zeros."""
+    return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
+
+
+def test_rows_that_are_not_an_experts_leave_no_nan_in_gradients():
+    factors, rows = jnp.array([[2.0], [3.0]]), jax.random.normal(jax.random.key(0), (3, DIM))
+    routing = Routing(jnp.array([[1], [1], [1]]), jnp.ones((3, 1)), jnp.zeros((3, 2)))
+
+    def sums(factors, rows):
+        grouped = apply_by_group(of_length_one, factors, rows, jnp.array([1, 1]), 4)  # a row behind them, and a block
+        slots, _ = mix_experts_with_capacity(of_length_one, factors, rows, routing, capacity_factor=1.0)
+        return grouped.sum() + slots.sum()
+
+    grads = jax.jit(jax.grad(sums, (0, 1)))(factors, rows)
+    assert all(np.isfinite(x).all() and np.any(x) for x in grads)
+
+
+def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
+    routing = Routing(jnp.array([[0, 1], [1, 1], [2, 0], [-1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
+    factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
+    for mixed in (
+        mix_experts(doubled, factors, rows, routing),
+        mix_experts_with_capacity(doubled, factors, rows, routing, capacity_factor=9.0)[0],
+    ):
+        np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
+
+
+def test_padding_takes_no_place_of_a_capacity():
+    """C = 2 rows of each expert: the first two rows are padding, and would have both places of expert 0."""
+    routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
+    mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
+    out, dropped = mixed(capacity_factor=1.0, row_weights=jnp.array([0, 0, 1, 2]))
+    assert out.ravel().tolist() == [0, 0, 3, 4] and dropped == 0
+    out, dropped = mixed(capacity_factor=0.5, row_weights=jnp.array([0, 0, 1, 2]))
+    assert out.ravel().tolist() == [0, 0, 3, 0] and dropped == 0.5
+
+
+def test_the_share_that_was_dropped_of_tokens_that_are_the_same_is_equal_on_their_devices():
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 4}, devices=jax.devices()[:4])
+    model = Experts(MLP(), COUNT, 2, capacity_factor=0.5)
+    variables = unbox(jax.jit(model.init)(jax.random.key(0), X))
+    weights = (jnp.arange(ROWS) % 7 > jnp.arange(ROWS) // 16).reshape(X.shape[:2])
+
+    def dropped(model, variables, x):
+        return model.apply(variables, x, weights, mutable=["intermediates"])[1]["intermediates"]["dropped"][0]
+
+    specs = {"params": {"experts": P("ep"), "router": P()}}
+    split = jax.shard_map(partial(dropped, model), mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    want = dropped(model.clone(axis=None, row_groups=4), variables, X)
+    np.testing.assert_allclose(jax.jit(split)(variables, X), want, rtol=FLOAT32_ROUNDING)
+    assert 0.1 < want < 1
+
+
 def test_the_share_that_was_dropped_is_told():
     model = Experts(MLP(), COUNT, 2, axis=None, capacity_factor=0.25)
     variables = jax.jit(model.init)(jax.random.key(0), X)
@@ -274,7 +389,7 @@ def test_tokens_travel_and_parameters_do_not():
     params = jnp.ones((8, 1))
 
     def local(params, rows, logits):
-        return mix_experts(doubled, params, rows, route_tokens(logits, 2), ("ep",))
+        return mix_experts(doubled, params, rows, route_tokens(logits, 2), "ep")
 
     split = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     found = [eqn for _, eqn in equations(jax.make_jaxpr(split)(params, X[:, 0], jnp.zeros((32, 8))))]
@@ -305,6 +420,7 @@ def test_what_does_not_fit_is_refused():
     refused("top_k=9 of 8 experts", top_k=9)
     refused("capacity_factor=0.0 leaves no row", capacity_factor=0.0)
     refused("row_groups=3 does not divide the 64 rows", capacity_factor=1.0, row_groups=3)
+    refused("apply_by_group: block_size=0 must be", block_size=0)
     refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, (), X[:3])
     refused(r"a device has parameters of 8 experts, where 2 are needed, 8 over \('ep',\)", {"ep": 4})
     refused("Experts: 'ep' is not a bound mesh axis; the axes bound here", {"dp": 2}, ("dp",))

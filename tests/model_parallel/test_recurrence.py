@@ -115,6 +115,12 @@ def test_a_scan_is_a_logarithm_of_exchanges():
     assert found.count("ppermute") == 2 * (3 + 1)  # decays and states; by 1, 2, 4, and to the next device
 
 
+def test_a_wide_decay_leaves_the_dtype_of_the_state():
+    local = lambda decay, state: recurrence_over_axis(decay[-1], state[-1].astype(jnp.bfloat16))  # noqa: E731
+    split = jax.shard_map(local, mesh=mesh_of_sequence(2), in_specs=P("cp"), out_specs=P("cp"))
+    assert jax.eval_shape(split, DECAY, UPDATE).dtype == jax.eval_shape(local, DECAY, UPDATE).dtype == jnp.bfloat16
+
+
 def test_outside_of_shard_map_the_sequence_is_whole():
     got, want = (jax.jit(fn)(DECAY, UPDATE, INITIAL) for fn in (split_states, one_after_the_other))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -65,6 +65,8 @@ class _How:
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
     """[length]: the position of each token in the zigzag layout; device i has chunks i and 2n - 1 - i of 2n."""
+    if devices == 1:
+        return np.arange(length)
     if length % (2 * devices):
         raise ValueError(
             f"{length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} devices, "
@@ -102,7 +104,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def _reordered(values: Any, order: np.ndarray, dim: int) -> Any:
-    return values[(slice(None),) * dim + (order,)]
+    return values[(slice(None),) * (dim % values.ndim) + (order,)]
 
 
 def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
@@ -121,16 +123,25 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS
       int32 [length].
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
+    layout = _layout_here(layout, axes)
     _check_layout(layout)
     if layout == "zigzag":
         _check_even(length, axes)
     return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
 
 
+def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
+    """Chunks 0 and 1 of one device lie as in any sequence, whose length may be odd."""
+    return LAYOUTS[0] if layout == "zigzag" and collectives.axis_size(axes) == 1 else layout
+
+
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
-    table = jnp.asarray(how.positions(length), jnp.int32)
-    return table[(collectives.axis_index(how.axes) - back) % how.devices]
+    device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
+    if how.layout == "contiguous":
+        return device * length + places
+    half = length // 2
+    return places + jnp.where(places < half, device, 2 * how.devices - 2 - device) * half
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
@@ -188,8 +199,15 @@ def context_attention(
       ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
-    window = (window, window) if isinstance(window, int) else window
-    how = _How(axes, layout, causal, window, 1 / math.sqrt(query.shape[-1]) if scale is None else scale, block_size)
+    window = (int(window),) * 2 if isinstance(window, int | np.integer) else window
+    how = _How(
+        axes,
+        _layout_here(layout, axes),
+        causal,
+        window,
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        block_size,
+    )
     _check(query, key, value, segment_ids, how, impl, kernel)
     # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
     over = frozenset(axes).union(*map(collectives.varying_axes, (query, key, value)))
@@ -458,6 +476,8 @@ def _check(
         )
     if how.window is not None and min(how.window) < 0:
         raise ValueError(f"window={how.window}: how many tokens a token sees to its left and right, 0 or more each.")
+    if how.block_size < 1:
+        raise ValueError(f"context_attention: block_size={how.block_size} must be a positive number of tokens.")
     if impl == "ulysses" and (heads := query.shape[2]) % how.devices:
         raise ValueError(
             f"impl='ulysses': the {heads} query heads do not divide over the {how.devices} devices along {how.axes}. "

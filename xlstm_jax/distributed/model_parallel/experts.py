@@ -7,9 +7,9 @@ p:
   compute    each expert on its rows, grouped
   combine    -- all-to-all, unsorted -->  Y[n, k, d] -- weighted sum -->  Y[n, d]
 
-Without a capacity no token is dropped: a device receives as many rows as are sent, at most p n min(k, E / p), computes
-those that are there, and the result is that of one device. With a capacity an expert takes C rows of each group of
-rows, and the result is that of one device that cuts its rows into the same groups.
+Without a capacity no token is dropped: a device receives p n min(k, E / p) rows, the most that can be sent to it, of
+which it computes those that are there, and the result is that of one device. With a capacity an expert takes C rows of
+each group of rows, and the result is that of one device that cuts its rows into the same groups.
 
 The axis of experts may be one of those that split the batch: each device has its own tokens, and the gradient of an
 expert, a sum over the tokens of all, is divided as any other (``sync_gradients``). Or it is an axis of its own, along
@@ -126,10 +126,11 @@ def _mean(values: Array, weights: Array) -> Array:
 
 
 def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, block_size: int = BLOCK_SIZE) -> Array:
-    """Each expert on its own rows, which lie one group after the other; no row is computed twice, and few in vain.
+    """Each expert on its own rows, which lie one group after the other.
 
     An expert takes ``block_size`` rows at a time, in a loop that ends with its rows: rows behind all groups cost
-    nothing. The backward pass computes each expert again, as within ``nn.remat``. One device; no collective.
+    nothing. Its last block may reach into the next groups: up to ``block_size`` - 1 rows of each expert are computed in
+    vain. The backward pass computes each expert again, as within ``nn.remat``. One device; no collective.
 
     >>> double_or_triple, rows = jnp.array([2.0, 3.0]), jnp.ones((4, 1))
     >>> apply_by_group(lambda factor, rows: factor * rows, double_or_triple, rows, jnp.array([1, 2])).ravel().tolist()
@@ -140,9 +141,12 @@ def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, bl
       params: stacked, with a leading dim of experts.
       rows: [r, d], sorted by expert.
       sizes: integers [experts], the rows of each; their sum is at most r.
+      block_size: at least 1.
     Returns:
       [r, e]; rows behind all groups are 0.
     """
+    if block_size < 1:
+        raise ValueError(f"apply_by_group: block_size={block_size} must be a positive number of rows.")
     axes = frozenset().union(*(collectives.varying_axes(x) for x in jax.tree.leaves((params, rows, sizes))))
     params, rows, sizes = collectives.to_varying((params, rows, sizes.astype(jnp.int32)), sorted(axes))
     return _by_group(params, rows, sizes, expert, min(block_size, max(len(rows), 1)))
@@ -183,9 +187,10 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
             d_rows, d_params = sums
             at = start + i * block
             own = at + jnp.arange(block) < start + size
-            coming = lax.dynamic_slice_in_dim(d_out, at, block)
-            coming = jnp.where(own.reshape(-1, *(1,) * (coming.ndim - 1)), coming, 0)
-            _, backward = jax.vjp(expert, of_one, lax.dynamic_slice_in_dim(padded, at, block))
+            coming = _where_rows(own, lax.dynamic_slice_in_dim(d_out, at, block), 0)
+            # A derivative at rows that are not the expert's may be infinite (a norm, of zeros), and 0 times it is NaN.
+            taken = lax.dynamic_slice_in_dim(padded, at, block)
+            _, backward = jax.vjp(expert, of_one, _where_rows(own, taken, taken[:1]))
             of_params, of_rows = backward(coming)
             d_params = jax.tree.map(lambda total, x: total + x.astype(total.dtype), d_params, of_params)
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
@@ -213,7 +218,11 @@ def _with_block(rows: Array, block: int) -> Array:
 
 def _up_to(sizes: Array, rows: Array) -> Array:
     """Rows behind all groups as zeros."""
-    return jnp.where((jnp.arange(len(rows)) < sizes.sum()).reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0)
+    return _where_rows(jnp.arange(len(rows)) < sizes.sum(), rows, 0)
+
+
+def _where_rows(condition: Array, rows: Array, other: Array | float) -> Array:
+    return jnp.where(condition.reshape(-1, *(1,) * (rows.ndim - 1)), rows, other)
 
 
 # ------------------------------------------------------------------------------------------------------- there and back
@@ -224,7 +233,7 @@ def mix_experts(
     params: PyTree,
     rows: Array,
     routing: Routing,
-    axes: tuple[str, ...] = (),
+    axes: AxisNames | tuple[()] = (),
     *,
     block_size: int = BLOCK_SIZE,
 ) -> Array:
@@ -240,12 +249,17 @@ def mix_experts(
       expert, block_size: as for ``apply_by_group``.
       params: stacked, of the experts of this device: E / p of them over p devices.
       rows: [n, d].
-      routing: of ``rows``, over all E experts.
+      routing: of ``rows``, over all E experts: the k choices of a token are distinct, from 0 to E - 1. The result of a
+        token with other choices is NaN.
       axes: those that experts are split over, outermost first; () where each device has them all.
     Returns:
       [n, e], in the dtype of the experts' results.
+    Raises:
+      ValueError: the devices do not divide the experts.
     """
+    axes = as_axis_names(axes) if axes else ()
     experts, k = routing.logits.shape[1], routing.experts.shape[1]
+    _check_experts_divide(experts, axes, "mix_experts")
     chosen = routing.experts.ravel()
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
@@ -256,12 +270,25 @@ def mix_experts(
         results = _exchanged(own_experts, sent, sizes, axes, most)
     else:
         results = own_experts(sent, sizes)
-    return _combined(results[jnp.argsort(order)].reshape(*routing.weights.shape, -1), routing.weights)
+    return _combined(results[jnp.argsort(order)].reshape(*routing.weights.shape, -1), routing)
 
 
-def _combined(results: Array, weights: Array) -> Array:
-    """[n, k, e], [n, k] -> [n, e]."""
-    return jnp.einsum("nke,nk->ne", results, weights.astype(results.dtype))
+def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> None:
+    if experts % (devices := collectives.axis_size(axes)):
+        raise ValueError(
+            f"{caller}: {experts} experts do not divide over the {devices} devices along {axes}. Take a multiple of "
+            f"{devices} experts, or {math.gcd(experts, devices)} devices for them."
+        )
+
+
+def _combined(results: Array, routing: Routing) -> Array:
+    """[n, k, e] -> [n, e]; NaN for a token whose choices are no experts, or twice the same."""
+    chosen, weights = routing.experts, routing.weights.astype(results.dtype)
+    others = ~jnp.eye(chosen.shape[1], dtype=bool)
+    twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
+    none = ((chosen < 0) | (chosen >= routing.logits.shape[1])).any(1)
+    # Rows of such choices would be cut, or read from another expert's.
+    return _where_rows(~(twice | none), jnp.einsum("nke,nk->ne", results, weights), jnp.nan)
 
 
 def _exchanged(
@@ -269,8 +296,8 @@ def _exchanged(
 ) -> Array:
     """``own_experts(rows, sizes)`` of rows sorted by expert, each computed by the device that has its expert.
 
-    All devices send parts of the same size, ``most`` rows, as no more can come to one device: a token goes to an expert
-    once. With the rows travels how many of them are whose.
+    All devices send parts of the same size, ``most`` rows, as no more can go from one device to another: a token goes
+    to an expert once. Three all-to-alls: of the rows, of how many of them are whose, and of the results.
     """
     devices = collectives.axis_size(axes)
     sent = sizes.reshape(devices, -1)  # [p, E / p]
@@ -293,10 +320,11 @@ def mix_experts_with_capacity(
     params: PyTree,
     rows: Array,
     routing: Routing,
-    axes: tuple[str, ...] = (),
+    axes: AxisNames | tuple[()] = (),
     *,
     capacity_factor: float,
     row_groups: int = 1,
+    row_weights: Array | None = None,
 ) -> tuple[Array, Array]:
     """As ``mix_experts``, where an expert takes C = ceil(capacity_factor k n / E) rows of each group of n, and no more.
 
@@ -313,10 +341,18 @@ def mix_experts_with_capacity(
     >>> result.ravel().tolist(), float(dropped)
     ([1.0, 1.0, 0.0, 0.0], 0.5)
 
+    Args:
+      expert, params, rows, routing, axes: as for ``mix_experts``.
+      capacity_factor, row_groups: see above.
+      row_weights: [n]; rows of weight 0 (padding) take no place of others, and their result is 0.
     Returns:
-      [n, e], and the share of this device's choices that were dropped.
+      [n, e], and the share of this device's choices that were dropped, padding aside.
+    Raises:
+      ValueError: as of ``mix_experts``; or the groups do not divide the rows, or the capacity is no row.
     """
+    axes = as_axis_names(axes) if axes else ()
     experts, k = routing.logits.shape[1], routing.experts.shape[1]
+    _check_experts_divide(experts, axes, "mix_experts_with_capacity")
     if len(rows) % row_groups:
         raise ValueError(
             f"row_groups={row_groups} does not divide the {len(rows)} rows of this device. Capacities are counted in "
@@ -327,31 +363,38 @@ def mix_experts_with_capacity(
         raise ValueError(
             f"capacity_factor={capacity_factor!r} leaves no row to an expert; it must be positive, 1.25, say."
         )
+    counts = jnp.ones(len(rows), bool) if row_weights is None else row_weights != 0
     grouped = rows.reshape(row_groups, -1, rows.shape[1])
-    chosen = routing.experts.reshape(row_groups, -1, k)
-    sources, filled, places = jax.vmap(partial(_slots, experts=experts, capacity=capacity))(chosen)
-    sent = jnp.where(filled[..., None], jax.vmap(lambda rows, sources: rows[sources])(grouped, sources), 0)
+    # Padding chooses an expert behind all.
+    chosen = jnp.where(counts[:, None], routing.experts, experts).reshape(row_groups, -1, k)
+    sources, places = jax.vmap(partial(_slots, experts=experts, capacity=capacity))(chosen)
+    sent = jax.vmap(lambda rows, sources: rows[sources])(grouped, sources)
     # [groups, E, C, d] -> [E, groups C, d]
     sent = jnp.moveaxis(sent, 0, 1).reshape(experts, row_groups * capacity, -1)
     results = _exchanged_slots(jax.vmap(expert), params, sent, axes)
     results = jnp.moveaxis(results.reshape(experts, row_groups, capacity, -1), 1, 0)
-    taken = places < capacity
+    taken = (places < capacity) & (chosen < experts)
     place = jnp.minimum(places, capacity - 1)
     back = jax.vmap(lambda results, chosen, place: results[chosen, place])(results, chosen, place)
     back = jnp.where(taken[..., None], back, 0).reshape(*routing.weights.shape, -1)
-    return _combined(back, routing.weights), 1 - taken.mean(dtype=jnp.float32)
+    choices = k * counts.sum(dtype=jnp.float32)
+    return _combined(back, routing), (choices - taken.sum(dtype=jnp.float32)) / jnp.maximum(choices, 1)
 
 
-def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array, Array]:
-    """Of one group: the row in each slot [E, C], whether there is one, and the place of each choice [n, k]."""
+def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
+    """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none.
+
+    Nothing is read from a slot without a row. It has the first row that counts, as the derivative of an expert at zeros
+    may be infinite (a norm), and 0 times it is NaN.
+    """
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
     order = jnp.argsort(by_rank, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[by_rank].add(1)
     starts, slot = _starts(sizes), jnp.arange(capacity)
-    sources = order[jnp.minimum(starts[:, None] + slot, n * k - 1)] % n
+    sources = order[jnp.where(slot < sizes[:, None], starts[:, None] + slot, 0)] % n
     places = jnp.argsort(order) - starts[by_rank]
-    return sources, slot < sizes[:, None], places.reshape(k, n).T
+    return sources, places.reshape(k, n).T
 
 
 def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[str, ...]) -> Array:
@@ -434,7 +477,8 @@ class Experts(nn.Module):
         do.
       normalize: divide the weights of each token's experts by their sum.
       batch_axes: all axes along which tokens differ. None: what types say (``check_vma=True``), else the axes of the
-        running loss (``value_and_grad`` and the ready steps), else all axes that are bound.
+        batch of ``value_and_grad`` and the ready steps. Under ``check_vma=False`` it must be said where ``axis`` is not
+        among those, and in a step of your own.
       block_size: rows that an expert computes at a time, without a capacity.
     """
 
@@ -451,30 +495,47 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, row_weights: Array | None = None) -> Array:
-        """[..., d] -> [..., e]; ``row_weights`` [...] are 0 for tokens that do not count in the router's losses."""
+        """[..., d] -> [..., e]; ``row_weights`` [...] are 0 for tokens that neither count in the router's losses nor
+        take places of a capacity."""
         rows = x.reshape(-1, x.shape[-1])
         axes = () if self.axis is None else collectives.bound_or_none(as_axis_names(self.axis), caller="Experts")
         shared_axes = self._shared_axes(rows, axes)
         self._check_divides(rows, axes, shared_axes)
         logits = nn.Dense(self.num_experts, use_bias=False, dtype=jnp.float32, name="router")(rows)
         routing = route_tokens(logits, self.top_k, normalize=self.normalize)
-        self._sow_losses(routing, row_weights)
+        weights = None if row_weights is None else row_weights.ravel()
+        self._sow_losses(routing, weights)
         params = self._params(axes, rows)
-        out = self._mixed(params, rows, routing, axes, shared_axes)
+        out = self._mixed(params, rows, routing, weights, axes, shared_axes)
         if self.shared is not None:
             out = out + self.shared(rows)
         return out.reshape(*x.shape[:-1], -1)
 
     def _mixed(
-        self, params: PyTree, rows: Array, routing: Routing, axes: tuple[str, ...], shared_axes: tuple[str, ...]
+        self,
+        params: PyTree,
+        rows: Array,
+        routing: Routing,
+        weights: Array | None,
+        axes: tuple[str, ...],
+        shared_axes: tuple[str, ...],
     ) -> Array:
         if not shared_axes:
-            return self._of_own_tokens(params, rows, routing, axes)
+            return self._of_own_tokens(params, rows, routing, weights, axes, ())
         part = jax.tree.map(lambda x: _own_rows(x, shared_axes), (rows, routing.weights, routing.logits))
-        chosen = collectives.own_shard(routing.experts, 0, shared_axes)
-        return _all_rows(self._of_own_tokens(params, part[0], Routing(chosen, *part[1:]), axes), shared_axes)
+        chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
+        own = self._of_own_tokens(params, part[0], Routing(chosen, *part[1:]), weights, axes, shared_axes)
+        return _all_rows(own, shared_axes)
 
-    def _of_own_tokens(self, params: PyTree, rows: Array, routing: Routing, axes: tuple[str, ...]) -> Array:
+    def _of_own_tokens(
+        self,
+        params: PyTree,
+        rows: Array,
+        routing: Routing,
+        weights: Array | None,
+        axes: tuple[str, ...],
+        shared_axes: tuple[str, ...],
+    ) -> Array:
         module = self.module.clone(parent=None, name=None)
 
         def expert(params: PyTree, rows: Array) -> Array:
@@ -483,17 +544,19 @@ class Experts(nn.Module):
 
         if self.capacity_factor is None:
             return mix_experts(expert, params, rows, routing, axes, block_size=self.block_size)
-        out, dropped = mix_experts_with_capacity(
-            expert, params, rows, routing, axes, capacity_factor=self.capacity_factor, row_groups=self.row_groups
-        )
+        mixed = partial(mix_experts_with_capacity, expert, params, rows, routing, axes, row_weights=weights)
+        out, dropped = mixed(capacity_factor=self.capacity_factor, row_groups=self.row_groups)
         if not self.is_initializing():
-            self.sow("intermediates", "dropped", dropped)
+            # Of tokens that are the same the whole share is told, and not that of this device's part.
+            counted = jnp.float32(len(rows)) if weights is None else jnp.sum(weights != 0, dtype=jnp.float32)
+            sums = collectives.to_varying([dropped * counted, counted], shared_axes)
+            dropped, counted = collectives.psum(sums, [shared_axes, shared_axes])
+            self.sow("intermediates", "dropped", dropped / jnp.maximum(counted, 1))
         return out
 
-    def _sow_losses(self, routing: Routing, row_weights: Array | None) -> None:
+    def _sow_losses(self, routing: Routing, weights: Array | None) -> None:
         if self.is_initializing():
             return
-        weights = None if row_weights is None else row_weights.ravel()
         bound = collectives.spread_axes(collectives.manual_axes())
         balance = load_balancing_loss(routing, self._token_axes(routing.logits, bound), weights)
         self.sow("losses", "load_balance", balance)
@@ -503,7 +566,7 @@ class Experts(nn.Module):
         """Those of ``among`` along which tokens differ."""
         tracked, varying = [axis for axis in among if collectives.is_tracked(axis)], collectives.varying_axes(rows)
         if self.batch_axes is None:
-            said = tuple(varying) if tracked else running_loss().axes or among
+            said = tuple(varying) if tracked else running_loss().batch_axes or among
         else:
             said = as_axis_names(self.batch_axes)
         differ = tuple(axis for axis in among if axis in said)
@@ -519,15 +582,34 @@ class Experts(nn.Module):
     def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of ``axes`` along which tokens are the same: their devices share the tokens among them."""
         spread = collectives.spread_axes(axes)
+        for axis in spread:
+            if not collectives.is_tracked(axis):
+                self._check_said(axis)
         differ = self._token_axes(rows, spread)
         return tuple(axis for axis in spread if axis not in differ)
 
-    def _check_divides(self, rows: Array, axes: tuple[str, ...], shared_axes: tuple[str, ...]) -> None:
-        if self.num_experts % (devices := collectives.axis_size(axes)):
+    def _check_said(self, axis: str) -> None:
+        """Raises where nothing says whether tokens differ along the axis, which has no types, or two things differ."""
+        of_step = running_loss().batch_axes
+        if running_loss().is_reference:  # whose tokens count as different along all axes: no more than more work
+            return
+        if self.batch_axes is None and axis not in of_step:
+            known = f"the step's batch is split over {of_step}" if of_step else "no step says what splits the batch"
             raise ValueError(
-                f"Experts: {self.num_experts} experts do not divide over the {devices} devices along {axes}. Take a "
-                f"multiple of {devices} experts, or {math.gcd(self.num_experts, devices)} devices for them."
+                f"Experts(axis={self.axis!r}): under check_vma=False types do not tell whether tokens differ along "
+                f"{axis!r}, and {known}. Where they are the same, pass batch_axes= with the axes of the batch, without "
+                f"{axis!r}; where they differ, name {axis!r} in it, and average gradients over it."
             )
+        differ = self.batch_axes is None or axis in as_axis_names(self.batch_axes)
+        if of_step and differ != (axis in of_step):
+            raise ValueError(
+                f"Experts(batch_axes={self.batch_axes!r}): the step's batch is split over {of_step}, and the gradients "
+                f"of the router would be wrong along {axis!r}. Name the axes of the step's batch. Tokens that sequence "
+                "parallelism has split are joined before (join_tokens), or need check_vma=True."
+            )
+
+    def _check_divides(self, rows: Array, axes: tuple[str, ...], shared_axes: tuple[str, ...]) -> None:
+        _check_experts_divide(self.num_experts, axes, "Experts")
         if len(rows) % (devices := collectives.axis_size(shared_axes)):
             raise ValueError(
                 f"Experts: the {len(rows)} tokens of a device do not divide over the {devices} devices along "

@@ -50,7 +50,7 @@ def recurrence_over_axis(
       initial: the state before the first token of all, of the shape of ``state`` and equal on all devices; None: zeros.
       reverse: the recurrence runs from the last token to the first; the state is that which comes from behind.
     Returns:
-      Of the shape of ``state``.
+      Of the shape and dtype of ``state``.
     Raises:
       ValueError: the axis is not bound and others are; decay or initial do not fit the state.
     """
@@ -64,7 +64,8 @@ def recurrence_over_axis(
             "and initial have its shape."
         )
     first = jnp.ones_like(decay), initial
-    return scan_over_axis(_linear, (decay, state), axis, first=first, reverse=reverse)[1]
+    # A wider decay makes the states between devices wider.
+    return scan_over_axis(_linear, (decay, state), axis, first=first, reverse=reverse)[1].astype(state.dtype)
 
 
 def _linear(before: PyTree, after: PyTree) -> PyTree:

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -144,7 +145,8 @@ class _Evaluation:
     def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
         """What runs inside ``shard_map``."""
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
-        with explained(), rules_of_mesh():
+        # Without types a layer asks here which axes split the batch, as it asks in training.
+        with explained(), inside_loss(RunningLoss(evaluated_axes=self.axes)), rules_of_mesh():
             observed = self.eval_fn(variables["params"], apply_fn, batch, *collections)
         if not isinstance(observed, Mapping):
             raise TypeError(

@@ -134,7 +134,7 @@ def local_result(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
             "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
         )
-    running = RunningLoss(axes, frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
+    running = RunningLoss(axes, model_axes=frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), rules_of_mesh():

@@ -21,15 +21,25 @@ from flax.core.tracers import current_trace
 class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
+    An evaluation has ``evaluated_axes`` in their place, those of its batch: no gradient of it is averaged. The loss
+    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has.
+
     ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
     which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
     ``gathered_in_branches``. ``gathers`` has what each shard was gathered to, with how, and in which trace.
     """
 
     axes: tuple[str, ...] = ()
+    evaluated_axes: tuple[str, ...] = ()
     model_axes: frozenset[str] = frozenset()
     gathered_in_branches: list[str] = field(default_factory=list)
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    is_reference: bool = False
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes along which the batch differs, of a loss or of an evaluation; () where neither runs."""
+        return self.axes or self.evaluated_axes
 
     def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
         """``gather()`` of the leaf at ``path``, or what it returned for the same shard before.

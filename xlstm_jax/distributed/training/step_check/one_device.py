@@ -28,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.accumulation import Accumulation, rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.collections import readable
@@ -182,7 +183,8 @@ class OneDevice:
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        loss = self.loss(params, self._apply_fn, batch, rng, *kept)
+        with inside_loss(RunningLoss(is_reference=True)):
+            loss = self.loss(params, self._apply_fn, batch, rng, *kept)
         if kept:
             kept = ({**kept[0], **readable(dict(loss.collections))},)
         wide = wide_dtype(jnp.result_type(loss.total))
