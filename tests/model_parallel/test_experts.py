@@ -29,14 +29,11 @@ from xlstm_jax.distributed.model_parallel import experts as experts_file
 from xlstm_jax.distributed.model_parallel.activations import join_tokens, split_tokens
 from xlstm_jax.distributed.model_parallel.experts import (
     Experts,
-    Routing,
     apply_by_group,
-    load_balancing_loss,
     mix_experts,
     mix_experts_with_capacity,
-    route_tokens,
-    router_z_loss,
 )
+from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
 from xlstm_jax.distributed.optimizers import matrix_dimensions, muon
 
 DIM, COUNT, ROWS = 6, 8, 64
@@ -341,13 +338,23 @@ def test_rows_that_are_not_an_experts_leave_no_nan_in_gradients():
 
 
 def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
-    routing = Routing(jnp.array([[0, 1], [1, 1], [2, 0], [-1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
+    routing = Routing(jnp.array([[1, 0], [1, 1], [2, 0], [-1, -2]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
     for mixed in (
         mix_experts(doubled, factors, rows, routing),
         mix_experts_with_capacity(doubled, factors, rows, routing, capacity_factor=9.0)[0],
     ):
         np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
+    # Choices of other tokens do not push a token's own out of what is sent.
+    mesh, twice = (
+        DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]),
+        jnp.array([[0, 0], [0, 1]]),
+    )
+    local = partial(mix_experts, doubled, axes="ep")
+    specs = P("ep"), P(), Routing(P(), P(), P())
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+    mixed = jax.jit(split)(factors, rows[:2], Routing(twice, jnp.ones((2, 2)), jnp.zeros((2, 2))))
+    np.testing.assert_array_equal(mixed.ravel(), [np.nan, 11, np.nan, 11])
 
 
 def test_padding_takes_no_place_of_a_capacity():

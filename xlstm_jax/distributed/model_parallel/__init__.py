@@ -9,6 +9,7 @@ activations  how activations enter split layers, leave them, and are split betwe
 context      attention over a sequence that is split: keys are gathered, exchanged for heads, or sent round
 recurrence   the state that a recurrence brings to each device of such a sequence
 experts      a mixture of experts, each device having some: tokens travel to them and back
+router       which experts each token goes to, and the losses that keep the choices even
 
 Life of a column-split kernel W[d, f] on the axes "fsdp" and "tp" (f_tp: dim f is split over "tp"):
   init      W[d, f]            -- on one device or many --   the same values, in a box that names "tp"
@@ -36,15 +37,12 @@ from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, Sw
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.experts import (
     Experts,
-    Routing,
     apply_by_group,
-    load_balancing_loss,
     mix_experts,
     mix_experts_with_capacity,
-    route_tokens,
-    router_z_loss,
 )
 from xlstm_jax.distributed.model_parallel.recurrence import recurrence_over_axis, scan_over_axis
+from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
 from xlstm_jax.distributed.model_parallel.split_input import on_split_input
 from xlstm_jax.distributed.model_parallel.splitting import split_modules
 

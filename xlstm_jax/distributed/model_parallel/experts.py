@@ -19,7 +19,7 @@ which tokens are the same: each device then takes its part of them, and gathers 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,93 +33,12 @@ from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
 
 Array = jax.Array
 Expert = Callable[[PyTree, Array], Array]  # (the parameters of one expert, rows [m, d]) -> rows [m, e]
 
 BLOCK_SIZE = 128  # rows that an expert computes at a time
-
-
-# --------------------------------------------------------------------------------------------------------- the router
-
-
-class Routing(NamedTuple):
-    """Where tokens go: ``experts`` int32 [n, k] and ``weights`` [n, k], by the ``logits`` [n, E].
-
-    >>> Routing(experts=jnp.array([[1]]), weights=jnp.ones((1, 1)), logits=jnp.zeros((1, 2))).experts.shape
-    (1, 1)
-    """
-
-    experts: Array
-    weights: Array
-    logits: Array
-
-
-def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
-    """The ``top_k`` likeliest experts of each token, weighted by their probabilities.
-
-    >>> route_tokens(jnp.log(jnp.array([[0.5, 0.1, 0.4]])), top_k=2).experts
-    Array([[0, 2]], dtype=int32)
-
-    Args:
-      logits: [n, E]; softmax and weights are float32.
-      top_k: 1 to E. Of experts that are equally likely the first is taken.
-      normalize: divide the weights of a token by their sum (Mixtral), which is 1 for all k = E.
-    Raises:
-      ValueError: ``top_k`` is not between 1 and E.
-    """
-    if not 1 <= top_k <= logits.shape[-1]:
-        raise ValueError(
-            f"top_k={top_k} of {logits.shape[-1]} experts: a token goes to one expert at least, and to all at most."
-        )
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    weights, experts = lax.top_k(jax.nn.softmax(logits), top_k)
-    return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
-
-
-def load_balancing_loss(
-    routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
-) -> Array:
-    """E times the sum over experts of (share of the choices) x (mean probability): 1 where all get the same, E at most.
-
-    Shares are those of the whole batch. The mean over the devices of what this returns is the loss of the whole batch,
-    and the mean of its gradients the gradient: add it to the loss of the device as any mean over its tokens.
-
-    >>> routing = route_tokens(jnp.zeros((4, 8)), top_k=1)  # all to the first of 8 experts, all equally likely
-    >>> float(load_balancing_loss(routing))
-    1.0
-
-    Args:
-      routing: of this device's tokens.
-      batch_axes: all axes along which tokens differ; () outside of ``shard_map``.
-      row_weights: [n], 0 for padding; means are weighted. In a loss of (sum, weight) add it times the device's weight.
-    """
-    n, experts = routing.logits.shape
-    weights = jnp.ones(n, routing.logits.dtype) if row_weights is None else row_weights.astype(routing.logits.dtype)
-    chosen = jnp.zeros(experts, weights.dtype).at[routing.experts].add(weights[:, None])
-    axes = as_axis_names(batch_axes) if batch_axes else ()
-    # Sums over devices of both, and no mean of the devices' shares: they may hold different weights. Types must not
-    # tell that a total is equal on all devices, as it would then count once.
-    sums = collectives.to_varying([chosen, weights.sum() * routing.experts.shape[1]], axes)
-    chosen, total = collectives.psum(sums, [axes, axes])
-    share = lax.stop_gradient(chosen / jnp.where(total > 0, total, 1))
-    return experts * jnp.sum(share * _mean(jax.nn.softmax(routing.logits), weights))
-
-
-def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
-    """The mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
-
-    >>> routing = route_tokens(jnp.full((4, 8), 3.0) - jnp.log(8), top_k=1)
-    >>> round(float(router_z_loss(routing)), 4)
-    9.0
-    """
-    weights = jnp.ones(len(routing.logits), routing.logits.dtype) if row_weights is None else row_weights
-    return _mean(jax.nn.logsumexp(routing.logits, axis=-1) ** 2, weights.astype(routing.logits.dtype))
-
-
-def _mean(values: Array, weights: Array) -> Array:
-    total = weights.sum()
-    return jnp.tensordot(weights, values, 1) / jnp.where(total > 0, total, 1)
 
 
 # -------------------------------------------------------------------------------------------- experts on their own rows
@@ -260,7 +179,8 @@ def mix_experts(
     axes = as_axis_names(axes) if axes else ()
     experts, k = routing.logits.shape[1], routing.experts.shape[1]
     _check_experts_divide(experts, axes, "mix_experts")
-    chosen = routing.experts.ravel()
+    # Other choices are sorted behind all experts, where they take no rows of other tokens.
+    chosen = jnp.where(_fits(routing)[:, None], routing.experts, experts).ravel()
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
     own_experts = partial(apply_by_group, expert, params, block_size=block_size)
@@ -281,14 +201,17 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
         )
 
 
-def _combined(results: Array, routing: Routing) -> Array:
-    """[n, k, e] -> [n, e]; NaN for a token whose choices are no experts, or twice the same."""
-    chosen, weights = routing.experts, routing.weights.astype(results.dtype)
-    others = ~jnp.eye(chosen.shape[1], dtype=bool)
+def _fits(routing: Routing) -> Array:
+    """[n]: whether the choices of a token are distinct, and experts."""
+    chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
     twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
-    none = ((chosen < 0) | (chosen >= routing.logits.shape[1])).any(1)
-    # Rows of such choices would be cut, or read from another expert's.
-    return _where_rows(~(twice | none), jnp.einsum("nke,nk->ne", results, weights), jnp.nan)
+    return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
+
+
+def _combined(results: Array, routing: Routing) -> Array:
+    """[n, k, e] -> [n, e]; NaN for a token whose choices do not fit."""
+    sums = jnp.einsum("nke,nk->ne", results, routing.weights.astype(results.dtype))
+    return _where_rows(_fits(routing), sums, jnp.nan)
 
 
 def _exchanged(
@@ -365,8 +288,8 @@ def mix_experts_with_capacity(
         )
     counts = jnp.ones(len(rows), bool) if row_weights is None else row_weights != 0
     grouped = rows.reshape(row_groups, -1, rows.shape[1])
-    # Padding chooses an expert behind all.
-    chosen = jnp.where(counts[:, None], routing.experts, experts).reshape(row_groups, -1, k)
+    # Padding, and choices that do not fit, are sorted behind all experts.
+    chosen = jnp.where((counts & _fits(routing))[:, None], routing.experts, experts).reshape(row_groups, -1, k)
     sources, places = jax.vmap(partial(_slots, experts=experts, capacity=capacity))(chosen)
     sent = jax.vmap(lambda rows, sources: rows[sources])(grouped, sources)
     # [groups, E, C, d] -> [E, groups C, d]
