@@ -199,12 +199,12 @@ def context_attention(
       ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
-    window = (int(window),) * 2 if isinstance(window, int | np.integer) else window
+    seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
     how = _How(
         axes,
         _layout_here(layout, axes),
         causal,
-        window,
+        seen,
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         block_size,
     )
