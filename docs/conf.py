@@ -6,7 +6,6 @@ public name becomes a link to a page made of its docstring; and the files at the
 """
 
 import hashlib
-import importlib
 import logging
 import os
 import re
@@ -37,6 +36,14 @@ logging.basicConfig()  # else a package of the theme does, and all that any pack
 sys.path.insert(0, str(DOCS))
 
 import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
+from implied_pages import (  # noqa: E402
+    AT_THE_TOP,
+    groups_of_api,
+    groups_of_index,
+    public_names,
+    with_keywords,
+    write_pages,
+)
 
 import xlstm_jax  # noqa: E402
 
@@ -64,6 +71,9 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
+html_favicon = "_static/favicon.svg"
+html_show_copyright = False
 html_css_files = ["site.css"]
 html_show_sphinx = html_show_sourcelink = html_copy_source = False
 pygments_dark_style = "github-dark"
@@ -90,8 +100,6 @@ napoleon_use_ivar = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-FACE = re.compile(r"^## `([\w.]+)`", re.MULTILINE)
-ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 CODE = re.compile(r"(?<!`)``([^`]+)``(?!`)")  # of a docstring
 INLINE = re.compile(r"(?<![`\[])`([\w.]+)`(?!`)")  # of a page, but for the text of a link
 PYTHON = re.compile(r"^```python$", re.MULTILINE)
@@ -100,19 +108,6 @@ STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in pro
 STRIDE = 8
 # Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
 OPTIMIZED = {"tutorials/generation", "tutorials/muon", "howto/profile", "howto/slow_step"}
-AT_THE_TOP = {
-    "readme": "README.md",
-    "contributing": "CONTRIBUTING.md",
-    "changelog": "CHANGELOG.md",
-    "benchmarks": "benchmarks/README.md",
-}
-
-
-@cache
-def public_names():
-    """(module, name, what it does) of each row of api.md."""
-    _, *parts = FACE.split((DOCS / "api.md").read_text())
-    return [(face, *row) for face, rows in zip(parts[::2], parts[1::2], strict=True) for row in ROW.findall(rows)]
 
 
 @cache
@@ -133,29 +128,6 @@ def spread_pages(app, env, names):
     names[:] = [name for first in range(STRIDE) for name in names[first::STRIDE]]
 
 
-def write_reference(app):
-    """A page for each public name; those that are there already and say the same stay as they are."""
-    folder = Path(app.srcdir) / "reference"
-    folder.mkdir(exist_ok=True)
-    wanted = {f"{name}.md": _reference(face, name, what) for face, name, what in public_names()}
-    for page in folder.glob("*.md"):
-        if page.name not in wanted:
-            page.unlink()
-    for name, text in wanted.items():
-        page = folder / name
-        if not page.exists() or page.read_text() != text:
-            page.write_text(text)
-
-
-def _reference(face, name, what):
-    value = getattr(importlib.import_module(face), name)
-    if not callable(value):
-        body = f".. py:data:: {name}\n\n   {what}"
-    else:
-        body = f".. autoclass:: {name}\n   :members:" if isinstance(value, type) else f".. autofunction:: {name}"
-    return f"# {name}\n\n```{{eval-rst}}\n.. currentmodule:: {face}\n\n{body}\n```\n"
-
-
 def read_for_the_site(app, page, source):
     """What only the site has, added to a page that is read."""
     del app
@@ -165,13 +137,14 @@ def read_for_the_site(app, page, source):
         text = re.sub(rf"\]\((\.\./)*{re.escape(file)}", f"]({top}{name}.md", text)
     names = [name for _, name, _ in public_names()]
     if page == "api":
-        pages = "\n".join(f"reference/{name}" for name in names)
-        text = ROW.sub(r"| [`\1`](reference/\1.md) | \2 |", text) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
-    elif not page.startswith("reference/"):
+        text = groups_of_api(text)
+    elif page == "index":
+        text = groups_of_index(text)
+    elif not page.startswith(("reference/", "contents/")):
         text = _with_links(text, {name: f"{top}reference/{name}.md" for name in names} | outside())
         if page not in AT_THE_TOP and PYTHON.search(text):
             text = _executed(page, text)
-    source[0] = text
+    source[0] = with_keywords(page, text)
 
 
 def _executed(page, text):
@@ -237,7 +210,7 @@ def read_docstring(app, what, name, value, options, lines):
 def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", make_the_cache)
-    app.connect("builder-inited", write_reference)
+    app.connect("builder-inited", write_pages)
     app.connect("env-before-read-docs", spread_pages)
     app.connect("source-read", read_for_the_site)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon reads it

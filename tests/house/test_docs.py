@@ -1,13 +1,20 @@
 """Every example on a page runs as a reader would run it; what a page names exists; what is public is on a page."""
 
 import importlib
+import json
 import re
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
 
 import xlstm_jax.distributed
 import xlstm_jax.distributed.forecast
@@ -33,7 +40,7 @@ PUBLIC = [
     for name in re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
 ]
 OF_THE_SITE = {"index.md", "readme.md", "contributing.md", "changelog.md", "benchmarks.md"}  # see docs/conf.py
-WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if not {"_build", "reference"} & set(page.parts)]
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if not {"_build", "reference", "contents"} & set(page.parts)]
 DOCS = [page for page in WRITTEN if page.name not in OF_THE_SITE]
 ABOVE = [*ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md"]
 PAGES = sorted([*ABOVE, *DOCS])
@@ -177,3 +184,67 @@ def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
     assert f"Of the {len(CASES)} optax configurations {right} are right on shards" in optimizers_page
     for page in (optimizers_page, (ROOT / "README.md").read_text()):
         assert set(re.findall(r"(\d+) optax configurations", page)) == {str(len(CASES))}
+
+
+def test_the_four_lines_of_the_first_screen_train_as_the_plain_script():
+    """README and the site's first page show the same change. Both of its sides run, with the names that it uses."""
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/index.md")]
+    diff, again = (re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1] for text in pages)
+    assert diff == again
+    names = {name: getattr(xlstm_jax.distributed, name) for name in xlstm_jax.distributed.__all__}
+    names |= {"nn": nn, "jax": jax, "TrainState": TrainState, "model": nn.Dense(512), "tx": optax.adam(1e-2)}
+    names |= {"key": jax.random.key(0), "x": jax.random.normal(jax.random.key(1), (16, 512))}
+    names["params"] = names["model"].init(names["key"], names["x"])["params"]
+
+    def loss_fn(params, apply_fn, batch, rng=None):
+        return jnp.mean((apply_fn({"params": params}, batch) - 1) ** 2)
+
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    losses = {}
+    for sign in "-+":
+        side = names | {"loss_fn": loss_fn, "train_step": train_step}
+        exec("\n".join(line[1:] for line in diff.splitlines() if line.startswith(sign)), side)
+        state, losses[sign] = side["state"], []
+        for _ in range(3):
+            state, metrics = side["step"](state, names["x"], *([names["key"]] if sign == "+" else []))
+            losses[sign].append(float(metrics["loss"]))
+    assert state.params["kernel"].names.count(None) == 1  # guard: the kernel is split
+    np.testing.assert_allclose(losses["+"], losses["-"], rtol=1e-5)
+
+
+INDEX = ROOT / "docs" / "_build" / "html" / "searchindex.js"
+
+
+@pytest.mark.skipif(not INDEX.exists(), reason="make docs has not built the site")
+@pytest.mark.parametrize(
+    "asked, page",
+    [
+        ("NaN", "howto/find_a_nan"),
+        ("out of memory", "howto/out_of_memory"),
+        ("OOM", "howto/out_of_memory"),
+        ("bfloat16", "howto/choose_dtypes"),
+        ("contrastive", "howto/contrastive"),
+        ("EMA", "howto/average_weights"),
+        ("resume", "howto/stop_and_resume"),
+        ("multi-host", "tutorials/machines"),
+        ("slow", "howto/slow_step"),
+        ("weight decay", "howto/weight_decay"),
+    ],
+)
+def test_a_search_finds_the_page_that_answers_first(asked, page):
+    """Sphinx's search gives a page 100 for a main entry of the index that is the query, and less for anything else."""
+    index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\);?\s*", INDEX.read_text(), re.DOTALL)[1])
+    found = index["indexentries"][asked.lower()]
+    assert [index["docnames"][number] for number, _, main in found if main] == [page]
+
+
+def test_keywords_lead_to_pages_and_no_word_to_two():
+    sys.path.insert(0, str(ROOT / "docs"))
+    from implied_pages import KEYWORDS  # docs/ is no package
+
+    assert {page for page in KEYWORDS if not (ROOT / "docs" / f"{page}.md").exists()} == set()
+    words = [word.lower() for words in KEYWORDS.values() for word in words]
+    assert len(words) == len(set(words))

@@ -1,0 +1,169 @@
+"""Pages that other pages imply: one for each public name, for each group of names, and for each group of pages.
+
+``index.md`` has all pages in groups, and ``api.md`` all public names. The site's sidebar has the groups, and what is in
+a group stands on the group's page. Pages are found by the words that people search for, too: ``KEYWORDS``.
+"""
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parent
+AT_THE_TOP = {
+    "readme": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+    "benchmarks": "benchmarks/README.md",
+}
+HEADING = re.compile(r"^##(#?) (.+)$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+# A group of pages in index.md: its caption and its entries.
+GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What people search for, and the page that answers. Sphinx puts a page that has the word searched for as its main entry
+# in the index first.
+KEYWORDS = {
+    "howto/find_a_nan": ("NaN", "inf", "not finite", "debug_nans"),
+    "howto/out_of_memory": ("out of memory", "OOM", "RESOURCE_EXHAUSTED"),
+    "howto/choose_dtypes": ("bfloat16", "float16", "mixed precision", "dtype"),
+    "howto/contrastive": ("contrastive", "CLIP", "SigLIP", "Barlow Twins", "global batch"),
+    "howto/average_weights": ("EMA", "exponential moving average"),
+    "howto/stop_and_resume": ("resume", "restart", "Ctrl-C", "SIGTERM", "preemption"),
+    "tutorials/machines": ("multi-host", "multihost", "Slurm", "several hosts"),
+    "howto/slow_step": ("slow", "performance"),
+    "howto/weight_decay": ("weight decay", "mask"),
+    "howto/compilation_cache": ("compilation cache", "compile time", "recompile"),
+    "howto/notebooks": ("notebook", "Jupyter", "Colab"),
+    "howto/own_step": ("own step", "custom step", "training loop"),
+    "howto/data": ("data loader", "dataset", "grain"),
+    "howto/log": ("wandb", "TensorBoard", "logging"),
+    "howto/profile": ("MFU", "profiler"),
+    "howto/export": ("safetensors", "export"),
+    "howto/freeze": ("freeze", "fine-tuning"),
+    "howto/mesh": ("mesh", "HSDP"),
+    "howto/test_a_step": ("test", "debug"),
+    "howto/evaluate_elsewhere": ("another mesh",),
+    "tutorials/diffusion": ("diffusion", "DDPM", "DDIM"),
+    "tutorials/decoder": ("GPT", "language model"),
+    "tutorials/vision": ("ViT", "image"),
+    "tutorials/moe": ("MoE", "mixture of experts"),
+    "tutorials/lora": ("LoRA",),
+    "tensor_parallel": ("tensor parallel", "Megatron"),
+    "context_parallel": ("long context", "ring attention", "sequence parallel"),
+}
+
+
+class Names(NamedTuple):
+    """A group of public names: what stands under one heading of api.md."""
+
+    title: str
+    module: str  # that has the names
+    what: str  # they are for
+    rows: list[tuple[str, str]]  # (name, what it does)
+
+    @property
+    def page(self):
+        return f"names_{slug(self.title)}"
+
+
+@cache
+def groups_of_names():
+    """The groups of api.md. A heading of the second level is a module, one of the third a group of its names."""
+    _, *parts = HEADING.split((DOCS / "api.md").read_text())
+    found, module = [], ""
+    for level, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        module = module if level else title.strip("`")
+        if rows := ROW.findall(body):
+            what = " ".join(body.split("\n| name")[0].split())
+            found.append(Names(title.strip("`"), module, what, rows))
+    return found
+
+
+@cache
+def public_names():
+    """(module, name, what it does) of each row of api.md."""
+    return [(group.module, *row) for group in groups_of_names() for row in group.rows]
+
+
+def slug(title):
+    return re.sub(r"\W+", "_", title.lower()).strip("_")
+
+
+def write_pages(app):
+    """Writes the pages that other pages imply: one for each public name, for each group of names, and of pages.
+
+    Those that are there already and say the same stay as they are.
+    """
+    reference = {name: _reference(face, name, what) for face, name, what in public_names()}
+    groups = {group.page: _group_of_names(group) for group in groups_of_names()}
+    groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
+    for folder, wanted in ((DOCS / "reference", reference), (DOCS / "contents", groups)):
+        folder.mkdir(exist_ok=True)
+        for page in folder.glob("*.md"):
+            if page.stem not in wanted:
+                page.unlink()
+        for name, text in wanted.items():
+            page = folder / f"{name}.md"
+            if not page.exists() or page.read_text() != text:
+                page.write_text(text)
+
+
+def groups_of_pages():
+    """(caption, entries) of each group of index.md."""
+    return [(caption, body.split("\n")[:-1]) for caption, body in GROUP.findall((DOCS / "index.md").read_text())]
+
+
+def _group_of_pages(caption, entries):
+    """A table of the pages with the question that each answers, which stands in italics under its title."""
+    rows = []
+    for entry in entries:
+        page = re.sub(r".*<(.*)>", r"\1", entry)
+        text = (DOCS.parent / AT_THE_TOP[page] if page in AT_THE_TOP else DOCS / f"{page}.md").read_text()
+        asked = re.search(r"^\*([^*]+)\*$", text, re.MULTILINE)
+        title = entry.split(" <")[0] if "<" in entry else re.search(r"^# (.*)", text, re.MULTILINE)[1]
+        rows.append(f"| [{title}](../{page}.md) | {' '.join(asked[1].split()) if asked else ''} |")
+    pages = "\n".join(re.sub(r"^(.*<)?", lambda start: f"{start[0]}../", entry, count=1) for entry in entries)
+    table = "\n".join(["| page | the question that it answers |", "| --- | --- |", *rows])
+    return f"# {caption}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+
+
+def _group_of_names(group):
+    table = "\n".join(f"| [`{name}`](../reference/{name}.md) | {what} |" for name, what in group.rows)
+    names = "\n".join(f"../reference/{name}" for name, _ in group.rows)
+    what = re.sub(r"\]\((?!http)", "](../", group.what)
+    table = re.sub(r"\]\((?!http|\.\./)", "](../", table)
+    head = f"# {group.title}\n\n{what} Import them from `{group.module}`.\n\n| name | what it does |\n| --- | --- |\n"
+    return f"{head}{table}\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
+
+
+def _reference(face, name, what):
+    value = getattr(importlib.import_module(face), name)
+    if not callable(value):
+        body = f".. py:data:: {name}\n\n   {what}"
+    else:
+        body = f".. autoclass:: {name}\n   :members:" if isinstance(value, type) else f".. autofunction:: {name}"
+    return f"# {name}\n\n```{{eval-rst}}\n.. currentmodule:: {face}\n\n{body}\n```\n"
+
+
+def groups_of_index(text):
+    """Of the first page of the site its opening, and the groups of pages as contents."""
+    entries = "\n".join(f"contents/{slug(caption)}" for caption, _ in groups_of_pages())
+    return GROUP.sub("", text).rstrip() + f"\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+
+
+def groups_of_api(text):
+    """Of the page of public names its opening, and a table of the groups."""
+    groups = groups_of_names()
+    table = "\n".join(f"| [{group.title}](contents/{group.page}.md) | {group.what} |" for group in groups)
+    pages = "\n".join(f"contents/{group.page}" for group in groups)
+    head = text.split("\n## ")[0]
+    return f"{head}\n| group | what it is for |\n| --- | --- |\n{table}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+
+
+def with_keywords(page, text):
+    """The page with its keywords as main entries of the index, below its title."""
+    if page not in KEYWORDS:
+        return text
+    entries = ", ".join(f"! {word}" for word in KEYWORDS[page])
+    return re.sub(r"^(# .*\n)", rf"\1\n```{{eval-rst}}\n.. index:: {entries}\n```\n", text, count=1, flags=re.MULTILINE)
