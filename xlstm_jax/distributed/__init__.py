@@ -3,7 +3,7 @@
   devices          DeviceMeshManager, initialize_distributed, simulate_cpu_devices, assert_same_everywhere, shard_batch,
                    abstract_batch
   wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, freeze_params, remat_policy,
-                   BLOCK_INPUT, compiler_options
+                   BLOCK_INPUT, typed_kernel, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
   training         TrainState, init_sharded, create_train_state, abstract_train_state, make_train_step, make_eval_step,
                    check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
@@ -40,6 +40,7 @@ from xlstm_jax.distributed.data_parallel import (
     shard_params,
     shardings,
     sync_gradients,
+    typed_kernel,
     unbox,
 )
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
@@ -90,6 +91,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "freeze_params",
     "remat_policy",
     "BLOCK_INPUT",
+    "typed_kernel",
     "compiler_options",
     # trees of shards
     "shard_params",

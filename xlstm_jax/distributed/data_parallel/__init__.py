@@ -33,6 +33,7 @@ from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy
 from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_params, unstack_params
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
+from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 
@@ -58,6 +59,7 @@ __all__ = [
     "split_array_over_mesh",
     "stack_params",
     "sync_gradients",
+    "typed_kernel",
     "unbox",
     "unstack_params",
 ]

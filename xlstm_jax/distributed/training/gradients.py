@@ -11,6 +11,7 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple
@@ -36,6 +37,7 @@ from xlstm_jax.wording import one_line
 
 # JAX's words
 NO_TYPE = " requires varying manual axes to match"
+KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
 CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
 
@@ -179,6 +181,12 @@ def _with_cure(error: Exception) -> Exception | None:
             "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
             "(nn.RNN within a wrapped model does so by itself.)"
         )
+    if KERNEL in text:
+        return ValueError(
+            f"{_module_of(error)} calls a Pallas kernel, whose result has no type under check_vma=True. Wrap the "
+            "function that runs the kernel: typed_kernel(kernel)(...), from xlstm_jax.distributed. Values and "
+            "gradients are the same."
+        )
     if not isinstance(error, ValueError) or NO_TYPE not in text:
         return None
     primitive = text.partition(NO_TYPE)[0].removeprefix("Primitive ")
@@ -188,6 +196,15 @@ def _with_cure(error: Exception) -> Exception | None:
         "check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further axis, the "
         "gradients are the same. Or take gelu(approximate=True), or bfloat16 for that function."
     )
+
+
+def _module_of(error: Exception) -> str:
+    """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
+    running: Iterator[Any] = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [module for module in running if getattr(module, "scope", None) is not None]
+    if not modules:
+        return "this loss"
+    return f"module '{'/'.join(modules[-1].path) or type(modules[-1]).__name__}'"
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:

@@ -1,0 +1,223 @@
+"""Kernels of other packages under types: exact, and lowered for TPUs, in whole steps with gradients."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from tests.support import AXES, mesh_of, on_mesh
+from xlstm_jax.distributed import (
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+    shard_modules,
+    typed_kernel,
+)
+
+P = jax.P
+TOKENS, HEADS, WIDTH = 128, 2, 128
+
+
+def plain_attention(q, k, v):
+    """Causal, of [rows, heads, tokens, width], in float32."""
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
+
+
+def splash_attention(q, k, v, interpret=False):
+    mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))] * HEADS)
+    kernel = splash.make_splash_mha_single_device(mask, interpret=interpret)
+    return jax.vmap(kernel)(q, k, v)
+
+
+KERNELS = {"flash": partial(flash_attention, causal=True), "splash": splash_attention}
+# Interpreted, each in its own way: the context in which a program runs, and the kernel.
+INTERPRETED = {
+    "flash": (pltpu.force_tpu_interpret_mode, KERNELS["flash"]),
+    "splash": (nullcontext, partial(splash_attention, interpret=True)),
+}
+
+
+class Layer(nn.Module):
+    attention: Callable
+
+    @nn.compact
+    def __call__(self, x, _):
+        qkv = nn.DenseGeneral((3, HEADS, WIDTH), name="qkv")(x)
+        q, k, v = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))
+        mixed = self.attention(q / WIDTH, k, v).swapaxes(1, 2)
+        return x + nn.DenseGeneral(x.shape[-1], axis=(-2, -1), name="out")(mixed), None
+
+
+class Model(nn.Module):
+    attention: Callable
+    in_scan: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.in_scan:  # interpreted kernels call back to the host, which Flax's scan does not take
+            return Layer(self.attention, name="layers")(x, None)[0]
+        layer = nn.remat(Layer, prevent_cse=False)
+        stack = nn.scan(layer, length=2, variable_axes={"params": 0}, split_rngs={"params": True})
+        return stack(self.attention, name="layers")(x, None)[0]
+
+
+def loss_fn(params, apply_fn, x, rng):
+    return jnp.mean((apply_fn({"params": params}, x) - 1) ** 2)
+
+
+def wrapped(attention, **options):
+    return shard_modules(Model(attention, **options), nn.DenseGeneral, "fsdp", 2**8)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (8, TOKENS, 16))
+
+
+@pytest.fixture(scope="module")
+def expected(x):
+    """Loss and gradients of the plain formula on one device."""
+    model = Model(plain_attention)
+    params = model.init(jax.random.key(1), x)["params"]
+    return jax.value_and_grad(loss_fn)(params, model.apply, x, None)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_step_with_a_kernel_is_that_of_the_plain_formula(kernel, check_vma, x, expected):
+    """In interpret mode. The kernels sum blocks of the softmax in float32, as the formula does, in another order."""
+    loss, grads = expected
+    context, attention = INTERPRETED[kernel]
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma)
+    with context():
+        model = wrapped(typed_kernel(attention))
+        state = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), jax.random.key(1), x, batch_axes=AXES)
+        before = jax.tree.map(np.asarray, state.params)
+        after, metrics = step(state, x, jax.random.key(2))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    found = jax.tree.map(lambda a, b: a - np.asarray(b), before, after.params)
+    for leaf, want in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(leaf, want, atol=1e-5 * np.abs(want).max() + 1e-7)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_whole_step_lowers_for_tpus(kernel):
+    x = jax.ShapeDtypeStruct((8, TOKENS, 16), jnp.float32)
+
+    def lowered(attention):
+        args = (wrapped(attention, in_scan=True), optax.adamw(1e-3), mesh_of(2, 4), jax.random.key(0), x)
+        state = abstract_train_state(*args, batch_axes=AXES)
+        step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
+        return step.trace(state, x, jax.random.key(1)).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert lowered(typed_kernel(KERNELS[kernel])).count("tpu_custom_call") >= 3  # forward, and two of the gradient
+    with pytest.raises(ValueError, match=r"module 'layers' calls a Pallas kernel.* typed_kernel\(kernel\)"):
+        lowered(KERNELS[kernel])  # guard
+
+
+def test_kernels_of_experts_and_of_decoding_lower_for_tpus():
+    """A ragged product with its gradient; paged attention, which has none."""
+
+    def grouped(rows, weights, sizes):
+        return typed_kernel(gmm)(rows, weights, sizes).astype(jnp.float32).sum()
+
+    rows, weights = jnp.zeros((2048, 256), jnp.bfloat16), jnp.zeros((4, 256, 256), jnp.bfloat16)
+    specs = (P("fsdp"), P(), P())
+    over = on_mesh(jax.grad(grouped, argnums=(0, 1)), mesh_of(1, 8), True, specs, (P("fsdp"), P()))
+    text = jax.jit(over).trace(rows, weights, jnp.full(4, 64)).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 2 and "all_reduce" in text  # the weights' gradient, over devices
+
+    def decode(q, pages, lengths, indices):
+        return typed_kernel(partial(paged_attention, pages_per_compute_block=4))(q, pages, pages, lengths, indices)
+
+    q, pages = jnp.zeros((16, 8, 128), jnp.bfloat16), jnp.zeros((8, 64, 16, 128), jnp.bfloat16)
+    over = on_mesh(decode, mesh_of(1, 8), True, (P("fsdp"), P(), P("fsdp"), P("fsdp")), P("fsdp"))
+    args = (q, pages, jnp.full(16, 16), jnp.zeros((16, 4), jnp.int32))
+    assert "tpu_custom_call" in jax.jit(over).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def scaled(x, weight, flag=2.0):
+    """``flag * x * weight`` by a Pallas kernel with a gradient rule of its own; ``x`` [n, 8], ``weight`` [8]."""
+
+    def kernel(a, b, out):
+        out[...] = flag * a[...] * b[...]
+
+    def run(a, b):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(a.shape, a.dtype), interpret=True)(a, b)
+
+    product = jax.custom_vjp(lambda x, w: run(x, jnp.broadcast_to(w, x.shape)))
+    product.defvjp(
+        lambda x, w: (product(x, w), (x, w)),
+        lambda kept, g: (run(g, jnp.broadcast_to(kept[1], g.shape)), run(g, kept[0]).sum(0)),
+    )
+    return product(x, weight)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_weight_that_all_devices_hold_gets_the_sum_of_its_gradients(check_vma):
+    """As JAX gives it to the plain formula; without types each device has its own part."""
+    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
+
+    def gradient(fn):
+        def total(x, weight):
+            own = jax.grad(lambda weight: (fn(x, weight) ** 2).sum())(weight)
+            return own if check_vma else jax.lax.psum(own, "fsdp")
+
+        return on_mesh(total, mesh_of(1, 8), check_vma, (P("fsdp"), P()), P())(x, weight)
+
+    np.testing.assert_allclose(gradient(typed_kernel(scaled)), gradient(lambda x, w: 2 * x * w), rtol=1e-6)
+
+
+def test_it_is_right_in_vmap_scan_and_remat_with_a_flag():
+    x, weight = jax.random.normal(jax.random.key(0), (16, 3, 8)), jnp.arange(8.0)
+
+    def loss(fn, x, weight):
+        many = jax.vmap(fn, in_axes=(1, None), out_axes=1)
+        body = jax.checkpoint(lambda x, _: (jnp.sin(many(x, weight)), None))
+        return jax.lax.scan(body, x, None, length=2)[0].sum()
+
+    def gradients(fn):
+        return on_mesh(
+            jax.grad(partial(loss, fn), argnums=(0, 1)), mesh_of(1, 8), True, (P("fsdp"), P()), (P("fsdp"), P())
+        )(x, weight)
+
+    found = gradients(lambda x, w: typed_kernel(scaled)(x, w, flag=0.5))
+    for a, b in zip(found, gradients(lambda x, w: 0.5 * x * w), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_that_depends_on_more_than_the_arguments_is_refused():
+    x = jnp.ones((8, 8))
+
+    def by_index(x):
+        return x * jax.lax.axis_index("fsdp")
+
+    with pytest.raises(ValueError, match=r"typed_kernel: by_index contains axis_index"):
+        on_mesh(typed_kernel(by_index), mesh_of(1, 8), True, P("fsdp"), P("fsdp"))(x)
+
+    def closed(x, y):
+        return typed_kernel(lambda x: x * y)(x)
+
+    with pytest.raises(ValueError, match=r"closes over an array that varies over \['dp'\]"):
+        on_mesh(closed, mesh_of(2, 4), True, (P("fsdp"), P("dp")), P(AXES))(jnp.ones((32, 8)), jnp.ones((16, 8)))
+
+
+def test_without_types_it_is_the_function_itself():
+    seen = []
+    typed_kernel(lambda x: seen.append(type(x)) or x)(np.ones(3))
+    assert seen == [np.ndarray]

@@ -1,0 +1,179 @@
+"""Kernels of other packages inside a step with types.
+
+Under ``check_vma=True`` each value has a type: the mesh axes over which it varies. JAX computes the type of each
+result, but not of a Pallas kernel's, whose author has to write it; the kernels that people use do not. So a kernel is
+traced here as if there were no types, and its program becomes one operation of the step:
+
+    typed_kernel(fn)(*args)
+      forward     cast each array to vary over the axes of all  ->  one operation: fn, traced without types  ->  cast
+      backward    cotangents                                    ->  one operation: fn's own gradient         ->  cast
+
+The first cast is JAX's own. Its transpose sums the gradient of an argument over the axes over which only other
+arguments vary, so a kernel may mix activations with a weight that all devices hold. The operation is opaque to the
+transformations around it (remat, scan, jit), which would otherwise compute the types of the kernel's inner operations.
+
+JAX has no public name for the switch between both kinds of tracing, so this file alone knows the private one; JAX 0.10
+and 0.12 have the same.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax._src.config import _check_vma
+from jax.core import eval_jaxpr
+from jax.extend import core
+from jax.interpreters import batching, mlir
+
+from xlstm_jax.distributed.data_parallel.remat import split_arrays
+from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, varying_axes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Operations by which a kernel's result differs between devices though its arguments do not, or sends.
+_OF_THE_MESH = {"axis_index", "psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
+
+
+def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
+    """A kernel (Pallas, cuDNN, any function without types of its own) for use where ``check_vma=True``.
+
+    >>> from jax.experimental import pallas as pl
+    >>> def kernel(x):
+    ...     def double(x, out):
+    ...         out[...] = 2 * x[...]
+    ...     return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    >>> over_devices = lambda fn: jax.shard_map(fn, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
+    >>> over_devices(typed_kernel(kernel))(jnp.arange(8.0))
+    Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
+
+    Results and gradients vary over the axes over which any argument varies. Without types (``check_vma=False``, or
+    outside of ``shard_map``) it is ``fn`` itself. It works under ``jax.grad`` (by the kernel's own gradient),
+    ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
+
+    Args:
+      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays. It is
+        a function of its arguments: arrays that it closes over get no gradient.
+    Returns:
+      A function with the same arguments and results.
+    Raises:
+      ValueError: at the call: ``fn`` asks for the device's index or communicates, so its result varies over axes that
+        its arguments do not show.
+      NotImplementedError: of JAX: a derivative of the gradient, or one in forward mode.
+    """
+
+    name = getattr(fn, "__name__", repr(fn))
+
+    @functools.wraps(fn)
+    def typed(*args: P.args, **kwargs: P.kwargs) -> R:
+        arrays, put_back = split_arrays((args, kwargs))
+        axes = tuple(sorted(frozenset().union(*map(varying_axes, arrays.values()))))
+        if not axes:
+            return fn(*args, **kwargs)
+        arrays = {i: to_varying(value, axes) for i, value in arrays.items()}
+        trained = {i: value for i, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.inexact)}
+        rest = {i: value for i, value in arrays.items() if i not in trained}
+
+        def of_arrays(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> Any:
+            again, by_name = put_back(trained | rest)
+            return cast(Callable[..., Any], fn)(*again, **by_name)
+
+        def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
+            return _call(
+                lambda trained, rest: jax.vjp(lambda x: of_arrays(x, rest), trained), (trained, rest), axes, name
+            )
+
+        def backward(kept: Any, cotangent: Any) -> tuple[Any, None]:
+            (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
+            return grads, None
+
+        one = jax.custom_vjp(lambda trained, rest: _call(of_arrays, (trained, rest), axes, name))
+        one.defvjp(forward, backward)
+        return one(trained, rest)
+
+    return typed
+
+
+def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -> Any:
+    """``fn(*args)``, traced without types into one operation; its results vary over ``axes``."""
+    leaves, treedef = jax.tree.flatten(args)
+    found = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        values, structure = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, leaves)))
+        found.append(structure)
+        return values
+
+    with _check_vma(False):
+        jaxpr = jax.make_jaxpr(flat)(*map(_shape, leaves))
+    if uses := _OF_THE_MESH & {name.removesuffix("_invariant") for name in _operations(jaxpr.jaxpr)}:
+        raise ValueError(
+            f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
+            "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
+            "before or after the kernel."
+        )
+    # What the kernel closes over (a mask that was made beside it) is an operand too: it may be traced itself.
+    if wider := frozenset().union(*map(varying_axes, jaxpr.consts)) - set(axes):
+        raise ValueError(
+            f"typed_kernel: {name} closes over an array that varies over {sorted(wider)}, its arguments do not. Pass "
+            "this array as an argument."
+        )
+    outs = _KERNEL.bind(*jaxpr.consts, *leaves, jaxpr=jaxpr.jaxpr)
+    return jax.tree.unflatten(found[-1], to_varying(outs, axes))
+
+
+def _operations(jaxpr: core.Jaxpr) -> set[str]:
+    """The names of its operations and of those in their inner programs."""
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for inner in core.jaxprs_in_params(eqn.params):
+            names |= _operations(inner)
+    return names
+
+
+class _Kernel(core.Primitive):
+    """Its operands: what the jaxpr closes over, then its arguments."""
+
+    multiple_results = True
+
+    def is_high(self, *_: Any, **__: Any) -> bool:
+        """Never: it is lowered as it is, also where its program has references."""
+        return False
+
+
+_KERNEL = _Kernel("typed_kernel")
+
+
+def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
+    count = len(jaxpr.constvars)
+    return eval_jaxpr(jaxpr, operands[:count], *operands[count:])
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr) -> Any:
+    untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
+    with _check_vma(False):
+        results = mlir.lower_fun(functools.partial(_run, jaxpr), multiple_results=True)(untyped, *operands)
+    if untyped.tokens_out is not None:  # of an interpreted kernel, which calls back to the host
+        ctx.set_tokens_out(untyped.tokens_out)
+    return results
+
+
+def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr) -> Any:
+    over = jax.vmap(functools.partial(_run, jaxpr), in_axes=tuple(dims))
+    with _check_vma(False):
+        closed = jax.make_jaxpr(over)(*map(_shape, operands))
+    outs = _KERNEL.bind(*closed.consts, *operands, jaxpr=closed.jaxpr)
+    return outs, [0] * len(outs)
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+_KERNEL.def_impl(lambda *operands, jaxpr: _run(jaxpr, *operands))
+_KERNEL.def_effectful_abstract_eval(lambda *_, jaxpr: ([var.aval for var in jaxpr.outvars], jaxpr.effects))
+mlir.register_lowering(_KERNEL, _lowered)
+batching.primitive_batchers[_KERNEL] = _batched
