@@ -14,8 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = sorted((DOCS / "examples").glob("*.py"))
 
 
-def writer():
-    spec = importlib.util.spec_from_file_location("write_examples", DOCS / "write_examples.py")
+def writer(name="write_examples"):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,3 +42,26 @@ def test_the_whole_loop_runs_stops_and_continues(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "SIGTERM: saved step 50\ncontinues after step 50\n" in done.stdout
     assert "same bits: True\nsame rows: True\n" in done.stdout
+
+
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+
+
+def test_the_notebooks_are_what_the_script_makes_of_the_pages():
+    written = writer("write_notebooks").notebooks()
+    assert sorted(written) == NOTEBOOKS and len(NOTEBOOKS) == 5
+    for file, text in written.items():
+        assert file.read_text() == text, "run: python docs/write_notebooks.py"
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=[] if f.stem == "plain_script" else pytest.mark.slow, id=f.stem) for f in NOTEBOOKS]
+)
+def test_a_notebook_runs_and_shows_tables(file, tmp_path):
+    """In a kernel of its own, from a folder without the library, as a user opens it."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(file, 4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs and not [output for output in outputs if output.output_type == "error"]
