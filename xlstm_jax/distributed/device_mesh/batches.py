@@ -1,6 +1,5 @@
 """Batches over a mesh: one global array from the rows that each process has read; or its shape alone."""
 
-import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -14,7 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.policy import padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 
@@ -23,7 +23,13 @@ BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the 
 
 
 def shard_batch(
-    batch: PyTree, mesh: Mesh, batch_axes: AxisNames, *, pad: bool | int = False, timeout_s: float = BATCH_TIMEOUT_S
+    batch: PyTree,
+    mesh: Mesh,
+    batch_axes: AxisNames | None = None,
+    *,
+    batch_spec: PyTree | None = None,
+    pad: bool | int = False,
+    timeout_s: float = BATCH_TIMEOUT_S,
 ) -> PyTree:
     """The global batch from the rows that each process hands in; call it in all processes, in the same order.
 
@@ -35,16 +41,21 @@ def shard_batch(
     Args:
       batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.
       mesh: the mesh.
-      batch_axes: the axes that the batch is split over, outermost first.
+      batch_axes: the axes that the rows are split over, outermost first.
+      batch_spec: in place of ``batch_axes``, a ``PartitionSpec`` of all dims, as ``P(("dp", "fsdp"), "cp")`` of tokens
+        [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in all leaves. Each
+        process hands in whole rows, and its devices keep their parts of them.
       pad: True appends rows of zeros until this process's devices divide the rows; a number appends them up to that
         many rows, so that processes may hand in different numbers of rows, down to none (the end of an epoch).
       timeout_s: how long to wait for the other processes where batches are compared.
     Returns:
-      The batch of global arrays [all rows, ...], split over ``batch_axes``. With ``pad``, ``(batch, weight)``, where
-      ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for one that was appended.
+      The batch of global arrays [all rows, ...], split over ``batch_axes`` or as ``batch_spec`` says. With ``pad``,
+      ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for one that
+      was appended.
     Raises:
-      ValueError: devices do not divide the rows, or leaves differ in them, on this process; or processes differ in
-        shapes, dtypes, scalars, or rows that must be the same, and all of them raise.
+      ValueError: devices do not divide the rows or another dim, or leaves differ in their rows, on this process; a
+        leaf has not the dims of its spec, or the mesh not its axes; or processes differ in shapes, dtypes, scalars, or
+        rows that must be the same, and all of them raise.
       TimeoutError: this process brings a new shape, others do not.
       TypeError: a leaf is a global array already, or has a dtype that devices do not have; a list of numbers, which JAX
         takes for scalars; a dataclass that JAX does not know; or ``mesh`` is none.
@@ -57,33 +68,34 @@ def shard_batch(
     ((16, 3), Array(14., dtype=float32))
     """
     check_mesh(mesh, devices=True)
-    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    layout = batch_layout(mesh, batch_axes, batch_spec)
+    axes = layout.row_axes
     shards_of = _shards_of_processes(mesh, axes)
     here = len(shards_of.get(jax.process_index(), ()))
     if not here:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}.")
     rows = _common_rows(batch)
     padded = _padded_rows(rows, here, pad, axes)
-    all_rows = padded // here * _num_shards(mesh, axes)
+    all_rows = padded // here * num_shards(mesh, axes)
 
-    def to_global(path: str, leaf: PyTree) -> jax.Array:
-        del path
+    def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
         if padded > len(leaf):
             leaf = np.pad(np.asarray(leaf), [(0, padded - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
-        sharding, shape = NamedSharding(mesh, PartitionSpec(axes)), (all_rows, *np.shape(leaf)[1:])
-        return jax.make_array_from_process_local_data(sharding, leaf, shape)
+        # In a dim that is as long here as in all, JAX takes each device's part of what this process has.
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), leaf, (all_rows, *np.shape(leaf)[1:]))
 
+    specs = layout.specs(batch)
     if len(shards_of) > 1:
-        _agree_on_batch(batch, padded, mesh, axes, timeout_s)
-    sharded = map_leaves_with_path(to_global, batch)
+        _agree_on_batch(batch, padded, mesh, layout, timeout_s)
+    sharded = jax.tree.map(to_global, batch, specs)
     if pad is False:
         return sharded
     if padded > rows:
         new = [(weakref.ref(leaf), rows, padded) for _, leaf in leaves_with_path(sharded) if leaf.ndim]
         _padded[:] = [known for known in _padded if known[0]() is not None] + new
-    return sharded, to_global("", (np.arange(padded) < rows).astype(np.float32))
+    return sharded, to_global((np.arange(padded) < rows).astype(np.float32), PartitionSpec(axes))
 
 
 # What shard_batch has padded and somebody still holds: the leaf, its rows, and their number with padding.
@@ -100,47 +112,48 @@ def any_padded() -> bool:
     return any(ref() is not None for ref, *_ in _padded)
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, batch_axes: AxisNames) -> PyTree:
+def abstract_batch(
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    batch_axes: AxisNames | None = None,
+    *,
+    batch_spec: PyTree | None = None,
+) -> PyTree:
     """What ``shard_batch`` would return, as ``ShapeDtypeStruct``: a batch to plan, forecast or compile a step with.
 
     Args:
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
       mesh: a mesh, which need not have devices.
-      batch_axes: the axes that the batch is split over, outermost first.
+      batch_axes, batch_spec: as for ``shard_batch``.
     Raises:
-      ValueError: the axes do not divide a leaf's rows; names the leaf and both numbers.
+      ValueError: the axes do not divide a leaf's rows or another dim; names the leaf and both numbers.
       TypeError: as ``shard_batch``, for what is no array.
 
     >>> batch = abstract_batch({"x": np.ones((16, 3))}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3))
     ((16, 3), (2, 3))
     """
-    axes, mesh = mesh_axes(mesh, batch_axes, "batch_axes"), auto_mesh(mesh)
-    shards = _num_shards(mesh, axes)
+    layout = batch_layout(mesh, batch_axes, batch_spec)
+    axes, mesh, shards = layout.row_axes, auto_mesh(mesh), num_shards(mesh, layout.row_axes)
     _check_containers(batch)
 
-    def abstract(path: str, leaf: PyTree) -> jax.ShapeDtypeStruct:
+    def abstract(path: str, leaf: PyTree, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape, rows = np.shape(leaf), np.shape(leaf)[:1]
         if rows and rows[0] % shards:
             raise ValueError(
                 f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {shards} devices over {axes} do not "
                 f"divide. Take {padded_size(rows[0], shards)} rows."
             )
-        spec = PartitionSpec(axes) if rows else PartitionSpec()
         dtype = jax.eval_shape(lambda x: x, leaf).dtype  # as a step gets it: float32 of a Python number
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    return map_leaves_with_path(abstract, batch)
-
-
-def _num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return map_leaves_with_path(abstract, batch, layout.specs(batch))
 
 
 @cache
 def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
     """Which shards of a batch over ``axes`` the devices of each process hold: as many each, all shared or none."""
-    shards = _num_shards(mesh, axes)
+    shards = num_shards(mesh, axes)
     held: dict[int, frozenset[int]] = {}
     shard_of: Mapping[Device, Any] = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
     for device, (shard,) in shard_of.items():
@@ -228,24 +241,24 @@ def _dtype(leaf: PyTree) -> Any:
 _batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
-def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, axes: tuple[str, ...], timeout_s: float) -> None:
+def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
     """Compares shapes between processes if they have changed, and values between those that hold the same rows."""
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
-    leaves = leaves_with_path(batch)
+    leaves, axes, split = leaves_with_path(batch), layout.row_axes, str(layout)
     shapes = {path: f"{_dtype(leaf)} {['rows', *np.shape(leaf)[1:]] if np.ndim(leaf) else []}" for path, leaf in leaves}
-    (count, last), layout = _batches_seen.get(mesh, (0, None)), (axes, rows, shapes)
+    (count, last), of_this = _batches_seen.get(mesh, (0, None)), (split, rows, shapes)
     number = count + 1
-    if last == layout:
-        _batches_seen[mesh] = number, layout
+    if last == of_this:
+        _batches_seen[mesh] = number, of_this
         return
     _batches_seen[mesh] = number, None  # if the comparison raises, the next batch is compared again
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
     entries = {"rows for each process": str(rows)} | shapes | scalars
-    entries |= {"mesh": f"{dict(mesh.shape)}, split over {axes}", "number of the batch": str(number)}
+    entries |= {"mesh": f"{dict(mesh.shape)}, split over {split}", "number of the batch": str(number)}
     held, me = _shards_of_processes(mesh, axes), jax.process_index()
     compare(entries, "batch of a new shape", me, sorted(held), timeout_s)
     sharing = sorted(process for process, shards in held.items() if shards == held[me])
     if len(sharing) > 1:
         compare(entries_of(batch), f"batch of processes with the same shards over {axes}", me, sharing, timeout_s)
-    _batches_seen[mesh] = number, layout
+    _batches_seen[mesh] = number, of_this

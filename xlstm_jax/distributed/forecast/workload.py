@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
@@ -52,6 +53,7 @@ class Workload:
       offload: as for ``create_train_state``.
       num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
       trainable, frozen_dtype: as for ``create_train_state``.
+      batch_spec: as for ``make_train_step``; by default rows are split over all axes of the mesh.
 
     >>> def loss_fn(params, apply_fn, batch, rng):
     ...     return jnp.mean(apply_fn({"params": params}, batch) ** 2)
@@ -71,6 +73,7 @@ class Workload:
     trainable: Trainable | None = None
     frozen_dtype: DTypeLike | None = None
     offload: Offload = NO_OFFLOAD
+    batch_spec: PyTree | None = None
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -116,19 +119,22 @@ class Workload:
 
         Args:
           mesh: axes and sizes of a mesh without devices, outermost first, or a mesh of devices at hand. The batch is
-            split over all its axes.
+            split over all its axes, or as ``batch_spec`` says.
           num_minibatches: see ``make_train_step``.
         Raises:
-          ValueError: the axes do not divide the batch, or an axis that a wrapper names is missing.
+          ValueError: the axes do not divide the batch, or an axis that a wrapper or ``batch_spec`` names is missing.
         """
         made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
-        axes = made.axis_names
+        layout = batch_layout(made, None if self.batch_spec else made.axis_names, self.batch_spec)
+        split: dict[str, Any] = {"batch_spec": layout.spec}
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.
-        where: dict[str, Any] = {"batch_axes": axes, "whole_ok": True, "offload": self.offload, **self.freezing}
+        where: dict[str, Any] = {"batch_axes": layout.axes, "whole_ok": True, "offload": self.offload, **self.freezing}
         state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
-        step = make_train_step(self.loss_fn, made, axes, num_minibatches, self.weighted, whole_ok=True)
-        return step, (state, abstract_batch(self.batch, made, axes), rng)
+        step = make_train_step(
+            self.loss_fn, made, num_minibatches=num_minibatches, weighted=self.weighted, whole_ok=True, **split
+        )
+        return step, (state, abstract_batch(self.batch, made, **split), rng)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -28,8 +28,10 @@ import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 Array = jax.Array
 Kernel = Callable[..., Array]
@@ -57,7 +59,7 @@ class _How:
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
         order = np.arange(self.devices * length)
-        return (zigzag_order(order.size, self.devices) if self.layout == "zigzag" else order).reshape(-1, length)
+        return (zigzag_order(order.size, _parts(self.axes)) if self.layout == "zigzag" else order).reshape(-1, length)
 
 
 # --------------------------------------------------------------------------------------------------------- the layout
@@ -82,16 +84,17 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     >>> to_zigzag(np.arange(8)[None], devices=2)  # the first device gets chunks 0 and 3 of 4, the second 1 and 2
     array([[0, 1, 6, 7, 2, 3, 4, 5]])
 
-    Lay out everything that has an entry for each token: inputs, labels, weights, segment ids. Shift labels before.
+    Lay out everything that has an entry for each token: inputs, labels, weights, positions, segment ids. Shift labels
+    before. Leaves without the dim (scalars, a number for each row) stay as they are.
 
     Args:
       batch: a tree of NumPy's or JAX's arrays, before they are split over the mesh.
       devices: along the axis of the sequence.
-      dim: of the sequence, in every array.
+      dim: of the sequence, in every array that has it.
     Raises:
-      ValueError: twice the devices do not divide the sequence.
+      ValueError: twice the devices do not divide the sequence, or leaves differ in its length; names the leaf.
     """
-    return jax.tree.map(lambda x: _reordered(x, zigzag_order(x.shape[dim], devices), dim), batch)
+    return _reordered(batch, lambda length: zigzag_order(length, devices), dim)
 
 
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
@@ -100,11 +103,28 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
-    return jax.tree.map(lambda x: _reordered(x, np.argsort(zigzag_order(x.shape[dim], devices)), dim), batch)
+    return _reordered(batch, lambda length: np.argsort(zigzag_order(length, devices)), dim)
 
 
-def _reordered(values: Any, order: np.ndarray, dim: int) -> Any:
-    return values[(slice(None),) * (dim % values.ndim) + (order,)]
+def _reordered(batch: PyTree, order_of: Callable[[int], np.ndarray], dim: int) -> PyTree:
+    """The batch in another order along a dim; the order is that of a sequence of this length."""
+    found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
+    for path, x in found:
+        if x.shape[dim] != (length := found[0][1].shape[dim]):
+            raise ValueError(
+                f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
+                f"batch['{found[0][0]}'] {length} tokens. Lay out what has an entry for each token, and leave other "
+                "arrays out: batch | to_zigzag({'tokens': batch['tokens'], ...}, devices)."
+            )
+    if not found:
+        raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")
+    order = order_of(found[0][1].shape[dim])
+
+    def reordered(x: Any) -> Any:
+        has_tokens = -np.ndim(x) <= dim < np.ndim(x)
+        return x[(slice(None),) * (dim % x.ndim) + (order,)] if has_tokens else x
+
+    return jax.tree.map(reordered, batch)
 
 
 def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
@@ -132,11 +152,19 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS
 
 def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
     """Chunks 0 and 1 of one device lie as in any sequence, whose length may be odd."""
-    return LAYOUTS[0] if layout == "zigzag" and collectives.axis_size(axes) == 1 else layout
+    return LAYOUTS[0] if layout == "zigzag" and _parts(axes) == 1 else layout
+
+
+def _parts(axes: tuple[str, ...]) -> int:
+    """Between how many devices the sequence was laid out. ``check_step`` runs the batch of all of them on one."""
+    there = running_loss().laid_out_for
+    return math.prod(there.get(axis) or collectives.axis_size((axis,)) for axis in axes)
 
 
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
+    if how.devices < _parts(how.axes):
+        return jnp.asarray(how.positions(length)[0], jnp.int32)
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
     if how.layout == "contiguous":
         return device * length + places

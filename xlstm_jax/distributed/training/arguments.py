@@ -8,7 +8,6 @@ before a call         whether the state was donated: after that some releases of
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,12 +15,13 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.device_mesh.batches import any_padded
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
@@ -192,16 +192,10 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
-def check_global_batch(
-    batch: PyTree,
-    mesh: Mesh | AbstractMesh,
-    axes: tuple[str, ...],
-    num_minibatches: int = 1,
-    padding: str = WEIGHTED,
-) -> None:
-    """``check_batch`` of a batch that is split over axes of the mesh, and on each device into minibatches."""
-    sizes = {axis: mesh.shape[axis] for axis in axes}
-    devices = math.prod(sizes.values())
+def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
+    """``check_batch`` of a batch whose rows are split over axes of the mesh, and on each device into minibatches."""
+    sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
+    devices = num_shards(layout.mesh, layout.row_axes)
     divisor = f"the mesh of {sizes}, {devices} devices"
     if num_minibatches > 1:
         divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
@@ -295,7 +289,8 @@ class CheckedStep:
     It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
 
     Args:
-      step, mesh, options: the function, the mesh that it was made for, and options of ``jax.jit``.
+      step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
+        ``jax.jit``.
       arguments: names of the function's arguments by position.
       is_weighted: says, once the function was traced, whether it gives weights to rows.
     """
@@ -303,15 +298,16 @@ class CheckedStep:
     def __init__(
         self,
         step: Callable[..., Any],
-        mesh: Mesh | AbstractMesh,
+        layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
         is_weighted: Callable[[], bool] = lambda: True,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
         self._is_weighted = is_weighted
-        self._jitted, self._mesh, self._arguments = jax.jit(step, **options), mesh, arguments
-        self._rows_alone: set[Any] = set()  # shardings of batches that were looked at
+        self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
+        self._mesh = layout.mesh
+        self._placed: set[tuple[Any, ...]] = set()  # shardings of batches that were looked at
         self._has_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,30 +349,21 @@ class CheckedStep:
             raise
 
     def _check_placed(self, batch: PyTree) -> None:
-        """Raises where a leaf is not split by rows alone: the step would hand each device other values."""
-        if self._rows_alone.issuperset(map(_sharding, jax.tree.leaves(batch))):
+        """Raises where a dim beside that of examples is split in another way: devices would get other values."""
+        if (shardings := tuple(map(_sharding, jax.tree.leaves(batch)))) in self._placed:
             return
-        for path, leaf in trees.leaves_with_path(batch):
-            its = _sharding(leaf)
-            if isinstance(its, NamedSharding) and (axes := _axes_of_columns(its)):
-                raise ValueError(
-                    f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {its.spec}, which splits "
-                    f"another dim than that of examples over {tuple(axes)}; the step reads it split by examples alone, "
-                    "over all of batch_axes, so that each device would compute with other values than it holds. Place "
-                    "it by shard_batch, or pass NumPy arrays. To split a sequence write the step yourself: shard_map "
-                    "with this spec, and value_and_grad over all axes."
-                )
-            self._rows_alone.add(its)
+        for path, leaf, axes in self._layout.misplaced(batch, shardings):
+            raise ValueError(
+                f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
+                f"splits another dim than that of examples over {axes}; the step reads it split over {self._layout}, "
+                "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
+                "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
+            )
+        self._placed.add(shardings)
 
 
 def _sharding(leaf: Any) -> Any:
     return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-
-
-def _axes_of_columns(sharding: NamedSharding) -> list[str]:
-    """The axes of more than one device over which another dim than the first is split."""
-    axes = [axis for entry in sharding.spec[1:] for axis in ([entry] if isinstance(entry, str) else entry or ())]
-    return [axis for axis in axes if axis is not PartitionSpec.UNCONSTRAINED and sharding.mesh.shape[axis] > 1]
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:

@@ -18,7 +18,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
@@ -53,9 +54,10 @@ class EvalStep(jax.stages.Wrapped, Protocol):
 def make_eval_step(
     eval_fn: EvalFn,
     mesh: Mesh | AbstractMesh,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     *,
     metric: PureMetric,
+    batch_spec: PyTree | None = None,
     check_vma: bool = True,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> EvalStep:
@@ -82,7 +84,7 @@ def make_eval_step(
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
         arguments of ``metric.update``: one value for each row, and the weights of the rows, rather than means. Where
         ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``.
-      mesh, batch_axes, check_vma, compiler_options: as of ``make_train_step``.
+      mesh, batch_axes, batch_spec, check_vma, compiler_options: as of ``make_train_step``.
       metric: takes in what each device has observed, without communication. Several metrics are a ``Compose``.
     Returns:
       ``step(state, batch, local) -> local``, a ``jax.jit`` function. ``state`` is a ``TrainState``, or anything else
@@ -96,14 +98,14 @@ def make_eval_step(
         or ``eval_fn`` returned no dict.
     """
     mesh = auto_mesh(mesh)
-    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    layout = batch_layout(mesh, batch_axes, batch_spec)
     check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    evaluation = _Evaluation(eval_fn, metric, mesh, axes, check_vma)
+    evaluation = _Evaluation(eval_fn, metric, layout, check_vma)
     return CheckedStep(
         evaluation.step,
-        mesh,
+        layout,
         ARGUMENTS,
         is_weighted=lambda: evaluation.is_weighted,
         donate_argnums=ARGUMENTS.index("local"),
@@ -117,8 +119,7 @@ class _Evaluation:
 
     eval_fn: Callable[..., Any]
     metric: PureMetric
-    mesh: Mesh | AbstractMesh
-    axes: tuple[str, ...]
+    layout: BatchLayout
     check_vma: bool
     is_weighted: bool = False  # whether the metric gets weights of rows, as the step was traced last
 
@@ -131,22 +132,19 @@ class _Evaluation:
             )
         variables = {"params": state.params, "collections": collections_of(state)}
         check_eval_takes_collections(self.eval_fn, variables["collections"])
-        check_mesh_of({"state": variables, "local": local}, self.mesh)
-        check_global_batch(batch, self.mesh, self.axes, padding=PADDING)
-        split, of_local = placement.batch_spec(self.axes, self.mesh), PartitionSpec(self.axes)
-        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else PartitionSpec(), batch)
-        in_specs = (placement.partition_specs(variables, self.mesh), of_batch, of_local)
+        mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
+        check_mesh_of({"state": variables, "local": local}, mesh)
+        check_global_batch(batch, self.layout, padding=PADDING)
+        in_specs = (placement.partition_specs(variables, mesh), self.layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn)
-        on_mesh = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma
-        )
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         return on_mesh(variables, batch, local)
 
     def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
         """What runs inside ``shard_map``."""
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # Without types a layer asks here which axes split the batch, as it asks in training.
-        with explained(), inside_loss(RunningLoss(evaluated_axes=self.axes)), rules_of_mesh():
+        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), rules_of_mesh():
             observed = self.eval_fn(variables["params"], apply_fn, batch, *collections)
         if not isinstance(observed, Mapping):
             raise TypeError(

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.modules import Stacks, noting_stacks
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
@@ -52,11 +53,12 @@ class TrainStep(jax.stages.Wrapped, Protocol):
 def make_train_step(
     loss_fn: LossFn,
     mesh: Mesh | AbstractMesh,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     num_minibatches: int = 1,
     weighted: bool = False,
     check_vma: bool = True,
     *,
+    batch_spec: PyTree | None = None,
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
@@ -82,6 +84,10 @@ def make_train_step(
       batch_axes: all axes over which the leading dim of the batch is split, the first axis outermost. The axes of the
         wrappers must be among them.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
+      batch_spec: in place of ``batch_axes``, how all dims of the batch are split: a ``PartitionSpec``, as
+        ``P(("dp", "fsdp"), "cp")`` of tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 holds the
+        examples, and is split over the same axes in all leaves. Losses, weights and gradients are reduced over all axes
+        of the spec; see docs/context_parallel.md.
       check_vma: passed to ``shard_map``.
       has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
         ``{"tokens": Count.of(mask)}``, and integers are refused: see ``accumulate_gradients``.
@@ -101,15 +107,16 @@ def make_train_step(
       one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
       all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
-      ValueError: ``has_aux`` and ``metric`` together; or (at the call) devices times minibatches do not divide a leaf
-        of the batch, or leaves have different numbers of examples; the state lies on a mesh of other axes, belongs to
-        another optimizer, or was used already. Names the leaf and both numbers. Or processes differ in what must be
-        the same in their first batch (scalars, shapes, arrays that are no global ones): all raise it, and where they
-        pass equal rows as different parts of the batch, all warn.
+      ValueError: ``has_aux`` and ``metric`` together; both of ``batch_axes`` and ``batch_spec`` are given, or name what
+        is no axis of the mesh; or (at the call) devices times minibatches do not divide a leaf of the batch, devices do
+        not divide another dim of it, a leaf has not the dims of its spec, or leaves have different numbers of examples;
+        the state lies on a mesh of other axes, belongs to another optimizer, or was used already. Names the leaf and
+        both numbers. Or processes differ in what must be the same in their first batch (scalars, shapes, arrays that
+        are no global ones): all raise it, and where they pass equal rows as different parts of the batch, all warn.
       TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
     """
     mesh = auto_mesh(mesh)
-    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    layout = batch_layout(mesh, batch_axes, batch_spec)
     check_loss_fn(loss_fn)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
@@ -117,8 +124,8 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
-        accumulation=Accumulation(axes, num_minibatches, accumulation, fold),
-        mesh=mesh,
+        accumulation=Accumulation(layout.axes, num_minibatches, accumulation, fold),
+        layout=layout,
         check_vma=check_vma,
         metric=metric,
         learning_rate=learning_rate,
@@ -126,7 +133,7 @@ def make_train_step(
     )
     return CheckedStep(
         options.step,
-        mesh,
+        layout,
         is_weighted=lambda: weighted,
         donate_argnums=0 if metric is None else (0, 3),
         compiler_options=resolved_on(mesh, compiler_options),
@@ -139,17 +146,21 @@ class StepOptions:
 
     loss: LossFunction
     accumulation: Accumulation
-    mesh: Mesh | AbstractMesh
+    layout: BatchLayout
     check_vma: bool = True
     metric: PureMetric | None = None
     learning_rate: LearningRate = False
     whole_ok: bool = False
 
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        return self.layout.mesh
+
     def step(self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
         check_call(state, rng, local, self.mesh, self.metric)
-        check_global_batch(batch, self.mesh, self.accumulation.axes, self.accumulation.num_minibatches)
+        check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
         check_takes_collections(self.loss.fn, collections_of(state))
         # One key serves the whole run: each step folds its number into it, and each device its index.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
@@ -171,8 +182,6 @@ class StepOptions:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
         kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
         specs, of_kept = placement.partition_specs(state.params, self.mesh), placement.partition_specs(kept, self.mesh)
-        split = placement.batch_spec(axes, self.mesh)
-        of_batch = jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
@@ -185,7 +194,8 @@ class StepOptions:
             rng = fold_rng_over_axis(rng, axes)
             return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-        in_specs, out_specs = (specs, of_batch, whole, of_aux, of_kept), OfBatch._make((whole, of_aux, specs, of_kept))
+        in_specs = specs, self.layout.in_specs(batch), whole, of_aux, of_kept
+        out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(
             on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
         )

@@ -8,7 +8,7 @@ while a model is traced, never in a step.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,7 +22,8 @@ class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
     An evaluation has ``evaluated_axes`` in their place, those of its batch: no gradient of it is averaged. The loss
-    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has.
+    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. It runs on one device, on
+    the step's batch, which may have been ``laid_out_for`` the sizes of the step's axes (zigzag).
 
     ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
     which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
@@ -35,6 +36,7 @@ class RunningLoss:
     gathered_in_branches: list[str] = field(default_factory=list)
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
     is_reference: bool = False
+    laid_out_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

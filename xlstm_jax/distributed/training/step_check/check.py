@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.accumulation import Accumulation
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -52,7 +52,7 @@ from xlstm_jax.distributed.training.step_check.observed import (
     keeping_gradients,
     observe,
 )
-from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice, count_of
+from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
 from xlstm_jax.distributed.training.step_check.report import CANNOT_TELL, RIGHT, WRONG, StepCheck
 
 LOSS = "(loss)"
@@ -110,8 +110,9 @@ def check_step(
             "that returns the mean loss over the batch that it is given."
         )
     mesh = _mesh_of(state.params)
-    how = options.accumulation if options else Accumulation(_likely_axes(state.params, batch, mesh))
-    comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, how, state, batch, mesh))
+    layout = options.layout if options else _likely_layout(state.params, batch, mesh)
+    minibatches = options.accumulation.num_minibatches if options else 1
+    comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, layout, minibatches, state, batch, mesh))
     return comparison.of_ready_step() if options else comparison.of_own_step()
 
 
@@ -132,12 +133,13 @@ def _mesh_of(params: PyTree) -> Mesh:
     raise ValueError("check_step: state.params has no leaves.")
 
 
-def _likely_axes(params: PyTree, batch: PyTree, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which a user's own step splits its batch: all but tensor-parallel ones, if they divide it."""
+def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh) -> BatchLayout:
+    """How a user's own step splits its batch: rows over all axes but tensor-parallel ones, if these divide them."""
     own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-    return axes if all(count % count_of(mesh, axes) == 0 for count in rows) else ()
+    axes = axes if all(count % num_shards(mesh, axes) == 0 for count in rows) else ()
+    return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
 
 
 # ---------------------------------------------------------------------------------------------- compared in which order

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
 from xlstm_jax.distributed.training.step_check.draws import constant_like
@@ -61,14 +60,20 @@ def why_no_mean(
             "batch is then one of each minibatch. Take num_minibatches=1 (and nn.remat for memory)."
         )
         return
-    if one.loss.weighted:
+    splits_examples = one.axes != one.layout.row_axes
+    if one.loss.weighted and not splits_examples:
         yield (
             f"{is_not}. With weighted=True loss_fn returns (sum, weight), each a plain sum over its rows: the sum here "
             "depends on the other rows. Reduce statistics of the batch over all devices first: "
             f"pmean(statistic, {axes})."
         )
         return
-    yield f"{is_not}. {_CURES[_kind(one, rng, mean, whole)].format(axes)}"
+    kind = "statistic" if one.loss.weighted else _kind(one, rng, mean, whole)
+    if splits_examples and kind in ("statistic", "reduced"):
+        within = format_axes(tuple(axis for axis in one.axes if axis not in one.layout.row_axes))
+        yield f"{is_not}. {_OF_TOKENS.format(within)}"
+        return
+    yield f"{is_not}. {_CURES[kind].format(axes)}"
     if minibatches > 1:
         yield f"num_minibatches={minibatches} changes such a loss, too: see it right with num_minibatches=1 first."
 
@@ -88,6 +93,14 @@ _CURES = {
     "reduced": "It communicates over devices, and does not come to what it is on one. A standard deviation is the root "
     "of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
 }
+
+
+_OF_TOKENS = (
+    "An example is split over {0}, and a device has a part of its tokens. What looks at other tokens must exchange "
+    "them over {0} (context_attention, recurrence_over_axis), or take its place in the sequence from there "
+    "(context_positions, with the layout of the batch). A mean over tokens with weights is (sum, weight), with "
+    "weighted=True."
+)
 
 
 def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Multiple | None:
@@ -143,8 +156,7 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     if one.asks_for_axes(rng):
         return "reduced"
     n = one.devices * one.num_minibatches
-    slices = split_rows(one.batch, n)
-    parts = [one.whole(rng, batch=rows_at(slices, i)) for i in range(n)]
+    parts = [one.whole(rng, batch=part) for part in one.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
     right = _vector(whole)

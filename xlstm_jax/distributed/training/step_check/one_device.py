@@ -11,7 +11,8 @@ Slices of a loss that communicates along a mesh axis (statistics over devices) c
 They are computed on the mesh, where each device has unsharded weights, and JAX differentiates the ``shard_map``.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -29,7 +30,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.training.accumulation import Accumulation, rows_at, split_rows
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
+from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.loss import LossFunction
@@ -81,9 +83,11 @@ class _Weights(NamedTuple):
 class OneDevice:
     """The loss of a step, its state and a batch, on the first device of the mesh."""
 
-    def __init__(self, loss: LossFunction, how: Accumulation, state: Any, batch: PyTree, mesh: Mesh):
+    def __init__(
+        self, loss: LossFunction, layout: BatchLayout, num_minibatches: int, state: Any, batch: PyTree, mesh: Mesh
+    ):
         self.loss = replace(loss, has_collections=bool(collections_of(state)))
-        self.axes, self.num_minibatches = how.axes, how.num_minibatches
+        self.layout, self.axes, self.num_minibatches = layout, layout.axes, num_minibatches
         self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
         self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
@@ -108,7 +112,16 @@ class OneDevice:
     @property
     def devices(self) -> int:
         """The number of devices that the batch is split over."""
-        return count_of(self.mesh, self.axes)
+        return num_shards(self.mesh, self.axes)
+
+    def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
+        """The batch of a device in a minibatch."""
+        return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
+
+    def all_slices(self) -> Iterator[PyTree]:
+        """The batches of all devices in all minibatches."""
+        for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
+            yield self.slice_of(self.batch, device, minibatch, self.num_minibatches)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
@@ -183,7 +196,7 @@ class OneDevice:
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        with inside_loss(RunningLoss(is_reference=True)):
+        with inside_loss(RunningLoss(is_reference=True, laid_out_for=dict(self.mesh.shape))):
             loss = self.loss(params, self._apply_fn, batch, rng, *kept)
         if kept:
             kept = ({**kept[0], **readable(dict(loss.collections))},)
@@ -197,7 +210,7 @@ class OneDevice:
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
                 sums, kept = carry
-                rows = rows_at(split_rows(batch, devices, minibatches), at)
+                rows = batch if devices * minibatches == 1 else self.slice_of(batch, *at, minibatches)
                 key = _key_of(rng, *at, minibatches)
                 (total, (weight, kept)), grads = loss_and_grads(live, weights, rows, key, kept)
                 grads = [g.astype(wide_dtype(g.dtype)) for g in grads]
@@ -223,10 +236,10 @@ class OneDevice:
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """A function that returns the sums and the weights of all devices."""
         devices, axes = self.devices, placement.batch_spec(self.axes, self.mesh)
-        _, _, batch, kept = self._inputs
+        of_batch = self.layout.in_specs(self.batch)
+        kept = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._others))
         of_weights = _Weights(of_live, of_live, of_rest)
-        of_batch = jax.tree.map(lambda x: axes if np.ndim(x) else WHOLE, batch)
 
         def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: Any, index: Any) -> tuple[Any, Any]:
             def part(kept: Any, j: Any) -> tuple[Any, Any]:
@@ -257,11 +270,6 @@ class OneDevice:
             return _means(total, weight, grads, [jnp.abs(g) * np.sqrt(self.devices) for g in grads])
 
         return mean
-
-
-def count_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """The number of devices along the axes."""
-    return int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
 
 
 def _key_of(rng: Any, device: Any, minibatch: Any, minibatches: int) -> Any:

@@ -1,0 +1,131 @@
+"""A batch is laid out as its specs say, on devices and without; what the data or the mesh do not have is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
+from xlstm_jax.distributed.model_parallel import from_zigzag, to_zigzag
+
+ROWS = ("dp", "fsdp")
+BATCH = {"tokens": np.arange(64).reshape(4, 16), "label": np.arange(4), "scale": np.float32(2)}
+SPEC = {"tokens": P(ROWS, "cp"), "label": P(ROWS), "scale": P()}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "cp": 2})
+
+
+def test_each_device_gets_its_part(mesh):
+    got = shard_batch(BATCH, mesh, batch_spec=SPEC)
+    jax.tree.map(np.testing.assert_array_equal, got, BATCH)
+    of_device = {shard.device: np.asarray(shard.data) for shard in got["tokens"].addressable_shards}
+    for (dp, fsdp, cp), device in np.ndenumerate(mesh.devices):
+        row = 2 * dp + fsdp
+        np.testing.assert_array_equal(of_device[device], BATCH["tokens"][row : row + 1, 8 * cp : 8 * cp + 8])
+    abstract = abstract_batch(BATCH, mesh, batch_spec=SPEC)
+    assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, got)
+
+
+def test_parts_by_number_are_those_of_the_devices(mesh):
+    """So that one device can compute what each of them does."""
+    layout = batch_layout(mesh, None, SPEC)
+    assert layout.axes == ("dp", "fsdp", "cp") and layout.row_axes == ROWS
+    own = lambda batch: jax.tree.map(lambda x: x[None] if x.ndim else x, batch)  # noqa: E731
+    specs = SPEC | {"tokens": P(layout.axes), "label": P(layout.axes)}
+    stacked = jax.shard_map(own, mesh=mesh, in_specs=(layout.in_specs(BATCH),), out_specs=specs, check_vma=False)(BATCH)
+    for device in range(8):
+        part = layout.part(BATCH, jnp.int32(device))
+        jax.tree.map(np.testing.assert_array_equal, part, {k: x[device] if x.ndim else x for k, x in stacked.items()})
+
+
+def test_axes_of_one_device_split_nothing():
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
+    assert batch_layout(mesh, None, P(ROWS, "cp")).in_specs(BATCH["tokens"]) == P("fsdp", "cp")
+    assert batch_layout(mesh, ROWS).in_specs({"x": BATCH["tokens"], "n": 1}) == {"x": P(("fsdp",)), "n": P()}
+
+
+def test_rows_are_padded_and_tokens_are_not(mesh):
+    rows = {"tokens": BATCH["tokens"][:3]}
+    batch, weight = shard_batch(rows, mesh, batch_spec=P(ROWS, "cp"), pad=True)
+    assert batch["tokens"].shape == (4, 16) and weight.tolist() == [1, 1, 1, 0] and weight.sharding.spec == P(ROWS)
+
+
+def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
+    """Scalars and a number for each row stay as they are."""
+    batch = BATCH | {"weights": np.ones((4, 16)), "positions": np.tile(np.arange(16), (4, 1)), "x": np.ones((4, 16, 3))}
+    there = to_zigzag(batch, 2)
+    assert there["positions"][0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
+    assert there["label"] is batch["label"] and there["scale"] is batch["scale"]
+    jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 2), batch)
+    with pytest.raises(
+        ValueError, match=r"batch\['image'\] of shape \(4, 8, 8\) has 8 entries along dim 1, .* 16 tokens"
+    ):
+        to_zigzag({"a": BATCH["tokens"], "image": np.ones((4, 8, 8))}, 2)
+    with pytest.raises(ValueError, match="no leaf of the batch has a dim 1, of tokens"):
+        to_zigzag({"label": BATCH["label"]}, 2)
+
+
+NO_SPEC = "a PartitionSpec of names of axes and None is needed"
+REFUSED = {
+    r"batch_axes=None and batch_spec=None: pass one": {"batch_axes": None, "batch_spec": None},
+    r"batch_axes='dp' and batch_spec=P.*: pass one": {"batch_axes": "dp", "batch_spec": P("dp")},
+    r"batch_axes=P.* and batch_spec=None: pass one": {"batch_axes": P("dp", "cp"), "batch_spec": None},
+    rf"batch_spec\['0'\] is 'fsdp', and {NO_SPEC}": {"batch_spec": ("fsdp", "cp")},
+    rf"batch_spec is P.*UNCONSTRAINED.*, and {NO_SPEC}": {"batch_spec": P("dp", P.UNCONSTRAINED)},
+    r"batch_spec=P.*: the mesh has no axis 'sp'; its axes are .*'cp': 2": {"batch_spec": P("dp", "sp")},
+    r"batch_spec=P.* names the axis 'cp' twice": {"batch_spec": P(("dp", "cp"), "cp")},
+    r"batch_spec=P.* splits nothing": {"batch_spec": P(None, None)},
+    r"dim 0, the examples, over \('dp', 'fsdp'\) at 'label' and over \('cp',\) at 'tokens'": {
+        "batch_spec": SPEC | {"tokens": P("cp")}
+    },
+    r"batch_spec has specs at label, tokens, and the batch has leaves at label, scale, tokens": {
+        "batch_spec": {name: SPEC[name] for name in ("tokens", "label")}
+    },
+    r"batch\['label'\] of shape \(4,\) has 1 dims, and its spec P.* is of 2": {"batch_spec": P(ROWS, "cp")},
+    r"batch\['label'\] of shape \(4,\) has the spec P\(\), which splits nothing": {"batch_spec": SPEC | {"label": P()}},
+    r"batch\['tokens'\] of shape \(4, 13\) .* the 2 devices over \('cp',\) do not divide dim 1 .* Pad it to 14": {
+        "batch_spec": SPEC,
+        "tokens": BATCH["tokens"][:, :13],
+    },
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_the_data_or_the_mesh_do_not_have_is_refused(match, mesh):
+    options = dict(REFUSED[match])
+    batch = BATCH | {"tokens": options.pop("tokens", BATCH["tokens"])}
+    error = TypeError if NO_SPEC in match else ValueError
+    for take in (shard_batch, abstract_batch):
+        with pytest.raises(error, match=match):
+            take(batch, mesh, **options)
+
+
+def test_a_step_refuses_a_batch_that_lies_otherwise(mesh):
+    state = create_train_state(Scale(), optax.sgd(0.1), mesh, jax.random.key(0), batch_axes=ROWS, whole_ok=True)
+    loss_fn = lambda params, apply_fn, batch, rng: (params["w"] * batch["tokens"]).mean()  # noqa: E731
+    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, whole_ok=True)
+    placed = jax.device_put(BATCH["tokens"], NamedSharding(mesh, P("dp", "fsdp")))
+    with pytest.raises(ValueError, match=r"batch\['tokens'\] of shape \(4, 16\) is placed as .* over \('fsdp',\)"):
+        step(state, BATCH | {"tokens": placed}, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"batch\['tokens'\] .* the 2 devices over \('cp',\) do not divide dim 1"):
+        step(state, BATCH | {"tokens": BATCH["tokens"][:, :15]}, jax.random.key(0))
+    loss = step(state, shard_batch(BATCH, mesh, batch_spec=SPEC), jax.random.key(0))[1]["loss"]
+    np.testing.assert_allclose(loss, 2 * BATCH["tokens"].mean())
+
+
+class Scale:
+    """One parameter, 2."""
+
+    def init(self, rng):
+        del rng
+        return {"params": {"w": jnp.float32(2)}}
+
+    def apply(self, variables):
+        return variables["params"]["w"]

@@ -1,0 +1,307 @@
+"""With ``batch_spec`` a step, an evaluation and ``check_step`` on split sequences are those of one device."""
+
+import math
+import re
+from functools import cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
+
+from tests.support import FLOAT32_ROUNDING, assert_same_params
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    check_step,
+    create_train_state,
+    forecast,
+    make_eval_step,
+    make_train_step,
+    shard_batch,
+    shard_modules,
+    unbox,
+)
+from xlstm_jax.distributed.forecast.workload import Workload
+from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+from xlstm_jax.distributed.model_parallel import context_attention, context_positions, to_zigzag
+
+ROWS, TOKENS, VOCABULARY, WIDTH = 8, 16, 13, 16
+KEY = jax.random.key(0)
+
+
+class Transformer(nn.Module):
+    """Embedding, a block with causal attention over a split sequence, head."""
+
+    impl: str = "gather"
+    exchange: bool = True
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, tokens, segments):
+        positions = context_positions(tokens.shape[1], "cp", "zigzag")
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens) + nn.Embed(TOKENS, WIDTH)(positions)
+        h = nn.LayerNorm()(x)
+        q, k, v = (nn.DenseGeneral((2, 8), name=name)(h) for name in "qkv")
+        if self.exchange:
+            y = context_attention(q, k, v, "cp", impl=self.impl, layout="zigzag", segment_ids=segments, block_size=2)
+        else:  # each device attends to its own tokens alone
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(y)
+        x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
+        return nn.Dense(VOCABULARY, name="head")(nn.gelu(x))
+
+
+def losses_of(params, apply_fn, batch, rng):
+    rngs = {"rngs": {"dropout": rng}} if rng is not None else {}
+    logits = apply_fn({"params": params}, batch["tokens"], batch["segments"], **rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+
+
+def mean_loss(params, apply_fn, batch, rng):
+    return (losses_of(params, apply_fn, batch, rng) * batch["scale"]).mean()
+
+
+def weighted_loss(params, apply_fn, batch, rng):
+    weight = batch["weights"] * batch["of_row"][:, None]
+    return (losses_of(params, apply_fn, batch, rng) * weight).sum() * batch["scale"], weight.sum()
+
+
+def data() -> dict[str, Any]:
+    """Documents packed into rows, and weights of tokens such that every device has another sum of them."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, VOCABULARY, (ROWS, TOKENS + 1))
+    text = np.where(np.arange(TOKENS + 1) % 3 == 0, np.arange(ROWS)[:, None], text)
+    places = np.arange(TOKENS)
+    return {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "segments": np.cumsum(rng.random((ROWS, TOKENS)) < 0.2, axis=1),
+        "weights": (places < rng.integers(3, TOKENS, (ROWS, 1))).astype(np.float32) * (1 + places % 4),
+        "of_row": 1 + np.arange(ROWS, dtype=np.float32),
+        "scale": np.float32(1.5),
+    }
+
+
+BATCH = data()
+MESHES = {
+    "dp_cp": ({"dp": 2, "cp": 4}, "dp", "dp"),
+    "fsdp_cp": ({"fsdp": 4, "cp": 2}, "fsdp", "fsdp"),
+    "dp_fsdp_cp": ({"dp": 2, "fsdp": 2, "cp": 2}, ("dp", "fsdp"), "fsdp"),
+    "hsdp": ({"dp": 2, "fsdp": 2, "cp": 2}, ("dp", "fsdp"), ("fsdp", "cp")),  # parameters are split over "cp", too
+}
+
+
+def specs_of(name):
+    mesh, rows, _ = MESHES[name]
+    of_tokens = dict.fromkeys(("tokens", "targets", "segments", "weights"), P(rows, "cp"))
+    return DeviceMeshManager.create_device_mesh(mesh), of_tokens | {"of_row": P(rows), "scale": P()}
+
+
+def split_model(name, **options):
+    return shard_modules(Transformer(**options), (nn.Dense, nn.DenseGeneral, nn.Embed), MESHES[name][2], 64)
+
+
+def state_of(name, tx, **options):
+    mesh, _ = specs_of(name)
+    inputs = BATCH["tokens"], BATCH["segments"]
+    return create_train_state(split_model(name, **options), tx, mesh, KEY, *inputs, batch_axes=MESHES[name][1])
+
+
+def optimizer():
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@cache
+def one_device(loss_fn, steps=4):
+    """The losses, the first gradient and the last parameters of one device that has the batch in its natural order."""
+    model, tx = Transformer(), optimizer()
+    params = jax.jit(model.init)(KEY, BATCH["tokens"], BATCH["segments"])["params"]
+
+    def loss(params):
+        found = loss_fn(params, model.apply, BATCH, None)
+        return found[0] / found[1] if isinstance(found, tuple) else found
+
+    gradient = jax.jit(jax.value_and_grad(loss))
+    opt_state, losses, first = tx.init(params), [], None
+    for _ in range(steps):
+        value, grads = gradient(params)
+        first = grads if first is None else first
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, first, params
+
+
+def norm_of(tree):
+    return math.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(tree)))
+
+
+CASES = [
+    ("fsdp_cp", True, "ring", weighted_loss, 1),
+    ("dp_fsdp_cp", False, "gather", weighted_loss, 2),
+    ("hsdp", True, "gather", mean_loss, 1),
+    *[
+        pytest.param(name, check_vma, impl, loss, minibatches, marks=pytest.mark.slow)
+        for name, impl in [*zip(MESHES, ("ring", "gather", "ring", "gather"), strict=True), ("hsdp", "ulysses")]
+        for check_vma in (True, False)
+        for loss, minibatches in ((mean_loss, 2), (weighted_loss, 1), (weighted_loss, 2))
+    ],
+]
+
+
+@pytest.mark.parametrize("name, check_vma, impl, loss_fn, minibatches", CASES)
+def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl, loss_fn, minibatches):
+    mesh, spec = specs_of(name)
+    state = state_of(name, optimizer(), impl=impl)
+    step = make_train_step(
+        loss_fn,
+        mesh,
+        batch_spec=spec,
+        num_minibatches=minibatches,
+        weighted=loss_fn is weighted_loss,
+        check_vma=check_vma,
+    )
+    batch = shard_batch(to_zigzag(BATCH, mesh.shape["cp"]), mesh, batch_spec=spec)
+    got = []
+    losses, grads, params = one_device(loss_fn)
+    for _ in losses:
+        state, metrics = step(state, batch, KEY)
+        got.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert_allclose([loss for loss, _ in got], losses, rtol=FLOAT32_ROUNDING)
+    assert_allclose(got[0][1], norm_of(grads), rtol=FLOAT32_ROUNDING)
+    assert got[0][1] > 0.5  # guard: gradients are clipped
+    assert_same_params(state.params, params, tolerance=5e-5)
+
+
+def keep_gradients():
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
+
+
+def test_gradients_are_those_of_one_device_and_no_mean_of_means():
+    mesh, spec = specs_of("fsdp_cp")
+    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    found = {}
+    for weighted in (True, False):
+        of_tokens = lambda *args: (lambda total, weight: total / weight)(*weighted_loss(*args))  # noqa: E731
+        step = make_train_step(weighted_loss if weighted else of_tokens, mesh, batch_spec=spec, weighted=weighted)
+        found[weighted] = step(state_of("fsdp_cp", keep_gradients()), batch, KEY)[0].opt_state
+    _, want, _ = one_device(weighted_loss)
+    assert_same_params(found[True], want)
+    with pytest.raises(AssertionError, match="off by"):  # guard: devices have different weights
+        assert_same_params(found[False], want, tolerance=0.05)
+
+
+def test_devices_with_different_tokens_draw_different_numbers():
+    mesh, spec = specs_of("fsdp_cp")
+
+    def loss_fn(params, apply_fn, batch, rng):
+        u = jax.random.uniform(rng)
+        loss = mean_loss(params, apply_fn, batch, None)
+        return loss, {"u": u, "square": u * u}
+
+    step = make_train_step(loss_fn, mesh, batch_spec=spec, has_aux=True, check_vma=False)
+    metrics = step(state_of("fsdp_cp", optax.sgd(0.1)), BATCH, KEY)[1]
+    seen = jnp.stack([jax.random.uniform(jax.random.fold_in(jax.random.fold_in(KEY, 0), i)) for i in range(8)])
+    assert_allclose(metrics["u"], seen.mean(), rtol=1e-6)
+    assert_allclose(metrics["square"], (seen**2).mean(), rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------- an evaluation
+
+
+def eval_fn(params, apply_fn, batch):
+    return {"values": losses_of(params, apply_fn, batch, None), "weight": batch["weights"] * batch["of_row"][:, None]}
+
+
+@pytest.mark.parametrize("name, check_vma", [("fsdp_cp", True), pytest.param("hsdp", False, marks=pytest.mark.slow)])
+def test_an_evaluation_of_split_sequences_is_that_of_one_device(name, check_vma):
+    mesh, spec = specs_of(name)
+    axes, metric, cp = tuple(mesh.shape), WeightedMean(), mesh.shape["cp"]
+    state = state_of(name, optax.sgd(0.1), impl="ring")
+    step = make_eval_step(eval_fn, mesh, batch_spec=spec, metric=metric, check_vma=check_vma)
+    local = metric.empty(axes, mesh)
+    for rows in (BATCH, {key: x[:3] if np.ndim(x) else x for key, x in BATCH.items()}):
+        batch, weight = shard_batch(to_zigzag(rows, cp), mesh, batch_spec=spec, pad=ROWS)
+        local = step(state, batch | {"of_row": batch["of_row"] * weight}, local)
+    got = make_log_step(metric, mesh, axes)(local)[0]
+    losses = losses_of(jax.device_get(unbox(state.params)), Transformer().apply, BATCH, None)
+    weight = BATCH["weights"] * BATCH["of_row"][:, None]
+    total, count = ((x.sum() + x[:3].sum()) for x in (losses * weight, weight))
+    assert_allclose(got, total / count, rtol=FLOAT32_ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------------------- check_step
+
+
+class PerToken(nn.Module):
+    """Each token by itself: no layer looks at another one."""
+
+    @nn.compact
+    def __call__(self, tokens, segments):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        x = nn.Dropout(0.5, deterministic=not self.has_rng("dropout"))(x)
+        return nn.Dense(VOCABULARY, name="head")(nn.gelu(x))
+
+
+def per_device_mean(params, apply_fn, batch, rng):
+    total, weight = weighted_loss(params, apply_fn, batch, rng)
+    return total / weight
+
+
+CHECKED = {
+    "right, with exchange": (Transformer(impl="ring"), weighted_loss, None),
+    "right, tokens alone": (PerToken(), weighted_loss, None),
+    "mean of means, tokens alone": (PerToken(), per_device_mean, r"no mean over rows.*\(sum, weight\) with weighted"),
+    "mean of means": (Transformer(), per_device_mean, r"with weights is \(sum, weight\), with weighted=True"),
+    "no exchange": (Transformer(exchange=False), mean_loss, r"must exchange them over 'cp' \(context_attention"),
+}
+SLOW = {"mean of means", "mean of means, tokens alone"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CHECKED]
+)
+def test_check_step_of_split_sequences(case):
+    plain, loss_fn, finding = CHECKED[case]
+    mesh, spec = specs_of("fsdp_cp")
+    model = shard_modules(plain, (nn.Dense, nn.DenseGeneral, nn.Embed), "fsdp", 64)
+    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    state = create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["tokens"], BATCH["segments"], batch_axes="fsdp")
+    step = make_train_step(loss_fn, mesh, batch_spec=spec, weighted=loss_fn is weighted_loss)
+    found = check_step(step, state, batch, KEY)
+    assert found.verdict == ("wrong" if finding else "right"), found
+    if finding:
+        assert re.search(finding, " ".join(found.findings)), found.findings
+
+
+# -------------------------------------------------------------------------------------------------------- a forecast
+
+
+def test_a_forecast_counts_what_a_device_has_of_the_sequence():
+    """Of the batch a quarter of the rows and half of the tokens; and the exchange is over "cp"."""
+    mesh, spec = specs_of("fsdp_cp")
+    training = Workload(
+        split_model("fsdp_cp"),
+        optax.sgd(0.1),
+        BATCH,
+        weighted_loss,
+        inputs=(BATCH["tokens"], BATCH["segments"]),
+        weighted=True,
+        batch_spec=spec,
+    )
+    step, args = training.build_step(mesh)
+    parts = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), args[1])
+    assert parts["tokens"] == (2, 8) and parts["of_row"] == (2,) and parts["scale"] == ()
+    found = forecast(step, *args)
+    assert ("cp",) in {collective.axes for collective in found.collectives if collective.kind == "all-gather"}
+    of_batch = 4 * (4 * 2 * 8 + 2 + 1)
+    of_state = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(unbox(args[0].params)))
+    assert found.memory.argument_bytes == of_state + of_batch + 4 + 8  # the number of the step, and the key

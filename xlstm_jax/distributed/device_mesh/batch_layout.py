@@ -1,0 +1,198 @@
+"""Which part of a batch each device has: examples over axes of a mesh, or any dim of any leaf over any axes.
+
+  batch_axes=("dp", "fsdp")                  tokens[b, t] -> [b / n, t]        all leaves by their examples
+  batch_spec=P(("dp", "fsdp"), "cp")         tokens[b, t] -> [b / n, t / c]    and each example over "cp"
+  batch_spec={"tokens": P("dp", "cp"), "label": P("dp")}                       leaf by leaf; a prefix of the batch
+
+Dim 0 of every leaf holds examples, and is split over the same axes in all leaves, ``row_axes``. Scalars are whole on
+all devices. Losses, weights and gradients are reduced over ``axes``, those of all dims. Whoever takes a batch asks a
+``BatchLayout``: the ready steps, ``shard_batch``, ``abstract_batch`` and ``check_step``.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, path_string
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
+from xlstm_jax.wording import kind_of, listed
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """How a batch lies on a mesh; see the top of this file.
+
+    Attributes:
+      mesh: the mesh.
+      axes: all axes that split a leaf, in the order in which specs name them.
+      row_axes: those that split dim 0.
+      spec: a ``PartitionSpec``, or a tree of them that is a prefix of the batch.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
+    spec: PyTree
+
+    def __str__(self) -> str:
+        return str(self.axes if self.axes == self.row_axes else self.spec)
+
+    def specs(self, batch: PyTree) -> PyTree:
+        """A ``PartitionSpec`` in place of each leaf. Dim 0 is not checked: on a host it may be a process's part.
+
+        Raises:
+          ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
+            not divide it; names the leaf and both numbers.
+        """
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
+        shapes = [(path_string(path), np.shape(leaf)) for path, leaf in leaves]
+        found = zip(shapes, self._by_leaf(batch), strict=True)
+        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in found])
+
+    def in_specs(self, batch: PyTree) -> PyTree:
+        """``specs`` for ``shard_map``: axes of one device split nothing and are left out, as in ``leaf_spec``."""
+
+        def spread(spec: PartitionSpec) -> PartitionSpec:
+            return PartitionSpec(*(tuple(a for a in entry_axes(e) if self.mesh.shape[a] > 1) for e in spec))
+
+        return jax.tree.map(spread, self.specs(batch))
+
+    def part(self, batch: PyTree, device: Any) -> PyTree:
+        """What the device with this number along ``axes`` has of a global batch; the number may be traced."""
+        places: dict[str, Any] = {}
+        for axis in reversed(self.axes):
+            places[axis], device = device % self.mesh.shape[axis], device // self.mesh.shape[axis]
+
+        def own(leaf: Any, spec: PartitionSpec) -> Any:
+            for dim, entry in enumerate(spec):
+                place = 0
+                for axis in entry_axes(entry):
+                    place = place * self.mesh.shape[axis] + places[axis]
+                size = np.shape(leaf)[dim] // num_shards(self.mesh, entry_axes(entry))
+                leaf = jax.lax.dynamic_slice_in_dim(leaf, place * size, size, dim)
+            return leaf
+
+        return jax.tree.map(own, batch, self.specs(batch))
+
+    def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """The leaves with a dim beside that of examples split in another way than the spec says, and by which axes."""
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        splits = [_columns(its.spec, its.mesh) if isinstance(its, NamedSharding) else {} for its in shardings]
+        specs = self._by_leaf(batch) if any(splits) else [PartitionSpec()] * len(leaves)
+        for (path, leaf), split, spec in zip(leaves, splits, specs, strict=True):
+            if split and split != _columns(spec, self.mesh):
+                yield path_string(path), leaf, tuple(axis for axes in split.values() for axis in axes)
+
+    def _by_leaf(self, batch: PyTree) -> list[PartitionSpec]:
+        """The spec of each leaf of the batch."""
+        try:
+            specs = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), self.spec, batch)
+        except (ValueError, TypeError, KeyError):
+            here, there = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
+            raise ValueError(
+                f"batch_spec has specs at {listed(here)}, and the batch has leaves at {listed(there)}: the specs must "
+                "be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
+            ) from None
+        return jax.tree.leaves(specs)
+
+    def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        name = "batch" if path == "." else f"batch['{path}']"
+        if not shape:
+            return PartitionSpec()
+        if not len(spec):
+            raise ValueError(
+                f"{name} of shape {shape} has the spec {spec}, which splits nothing, and dim 0 of a batch holds "
+                f"examples, split over {self.row_axes}. Give it that spec. What all devices get whole is a scalar, or "
+                "goes with the state, in its collections."
+            )
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"{name} of shape {shape} has {len(shape)} dims, and its spec {spec} is of {len(spec)}. Give each leaf "
+                "a spec of its own, as batch_spec={'tokens': P('dp', 'cp'), 'label': P('dp')}."
+            )
+        for dim in range(1, len(spec)):
+            if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
+                raise ValueError(
+                    f"{name} of shape {shape} has the spec {spec}: the {count} devices over {entry_axes(spec[dim])} do "
+                    f"not divide dim {dim} of size {shape[dim]}. Pad it to {padded_size(shape[dim], count)} (tokens of "
+                    "weight 0, weighted=True), or split another dim."
+                )
+        return spec
+
+
+def batch_layout(
+    mesh: Mesh | AbstractMesh, batch_axes: AxisNames | None, batch_spec: PyTree | None = None
+) -> BatchLayout:
+    """The layout of one of two arguments.
+
+    Raises:
+      ValueError: both or none is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
+        they split dim 0 of one leaf over other axes than that of another.
+      TypeError: something else than a ``PartitionSpec`` stands in ``batch_spec``, or ``mesh`` is no mesh.
+    """
+    check_mesh(mesh)
+    if isinstance(batch_axes, PartitionSpec) or (batch_axes is None) == (batch_spec is None):
+        raise ValueError(
+            f"{batch_axes=} and {batch_spec=}: pass one of them. batch_axes are the names of the axes over which the "
+            "examples of a batch are split, ('dp', 'fsdp'); batch_spec is a PartitionSpec of all dims of its leaves, "
+            "P(('dp', 'fsdp'), 'cp'), or a tree of them."
+        )
+    if batch_spec is None:
+        axes = mesh_axes(mesh, batch_axes or (), "batch_axes")
+        return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
+    specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
+    axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
+    rows = {path: entries[0] for path, entries in specs.items() if entries}
+    if not axes:
+        raise ValueError(f"batch_spec={batch_spec} splits nothing; name an axis, as P('fsdp') or P('fsdp', 'cp').")
+    first = next(iter(rows))
+    for path, of_rows in rows.items():
+        if of_rows != rows[first]:
+            raise ValueError(
+                f"batch_spec splits dim 0, the examples, over {rows[first]} at '{first}' and over {of_rows} at "
+                f"'{path}': a device would have other examples of one leaf than of another. Split dim 0 of all leaves "
+                "over the same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
+            )
+    return BatchLayout(mesh, axes, rows[first], batch_spec)
+
+
+def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    """The number of devices along the axes, which is that of the parts into which they split a dim."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dim of a spec, all of them axes of the mesh."""
+    name = "batch_spec" if path == "." else f"batch_spec['{path}']"
+    if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise TypeError(
+            f"{name} is {kind_of(spec) if not isinstance(spec, PartitionSpec) else spec}, and a PartitionSpec of names "
+            "of axes and None is needed: P(('dp', 'fsdp'), 'cp'), with P = jax.sharding.PartitionSpec."
+        )
+    entries = tuple(map(entry_axes, spec))
+    axes = [axis for entry in entries for axis in entry]
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(
+            f"{name}={spec}: the mesh has no axis {missing[0]!r}; its axes are {dict(mesh.shape)}. Name one of these."
+        )
+    if twice := [axis for axis in axes if axes.count(axis) > 1]:
+        raise ValueError(f"{name}={spec} names the axis {twice[0]!r} twice; an axis splits one dim of a leaf.")
+    return entries
+
+
+def _columns(spec: PartitionSpec, mesh: Any) -> dict[int, tuple[str, ...]]:
+    """The axes of more than one device that split other dims than the first, by dim."""
+    found = {}
+    for dim, entry in enumerate(spec):
+        names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
+        if dim and (axes := tuple(axis for axis in names if mesh.shape[axis] > 1)):
+            found[dim] = axes
+    return found
