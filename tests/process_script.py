@@ -134,6 +134,11 @@ def batches_of_two():
     # The batch is split over "fsdp", which stays within a process: both hand in the same rows.
     OUT["shared"] = whole(dp, shard_batch({"x": rows - 100 * RANK}, dp, "fsdp")["x"])
     step("shared, but different", shard_batch, {"x": rows[:2]}, dp, "fsdp")
+    # Both hand in whole rows, where the tokens of a row lie on both, and where each has rows of its own.
+    for name, shape in {"tokens of both": {"cp": 2, "dp": 2}, "tokens of one": {"dp": 2, "cp": 2}}.items():
+        mesh = DeviceMeshManager.create_device_mesh(shape)
+        whole_rows = np.arange(8).reshape(2, 4) + 100 * RANK * (name == "tokens of one")
+        OUT[name] = whole(mesh, shard_batch({"x": whole_rows}, mesh, batch_spec=P("dp", "cp"))["x"])
     if RANK == 0:  # a new shape here alone; process 1 goes on
         step("new shape here alone", shard_batch, {"x": rows[:2]}, dp, both, timeout_s=1)
 

@@ -495,6 +495,16 @@ def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two):
         assert process["shared"]["here"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
+def test_of_whole_rows_a_device_gets_its_tokens(two):
+    """Over an axis that crosses processes each has half of the tokens; else each has its own rows."""
+    for rank, process in enumerate(two):
+        rows = np.arange(8).reshape(2, 4)
+        both, of_one = process["tokens of both"], process["tokens of one"]
+        assert both["all"] == rows.tolist() and of_one["all"] == [*rows.tolist(), *(100 + rows).tolist()]
+        assert both["here"] == [rows[i : i + 1, 2 * rank : 2 * rank + 2].tolist() for i in range(2)]
+        assert of_one["here"] == [(100 * rank + rows[:, i : i + 2]).tolist() for i in (0, 2)]
+
+
 @pytest.mark.slow
 def test_of_four_processes_two_hold_the_same_part_each(four):
     for process in four:

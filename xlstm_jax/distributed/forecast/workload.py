@@ -125,7 +125,7 @@ class Workload:
           ValueError: the axes do not divide the batch, or an axis that a wrapper or ``batch_spec`` names is missing.
         """
         made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
-        layout = batch_layout(made, None if self.batch_spec else made.axis_names, self.batch_spec)
+        layout = batch_layout(made, None if self.batch_spec is not None else made.axis_names, self.batch_spec)
         split: dict[str, Any] = {"batch_spec": layout.spec}
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.

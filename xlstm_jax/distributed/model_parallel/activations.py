@@ -39,11 +39,11 @@ def devices_here(axis_name: str, caller: str) -> int:
         if collectives.manual_axes():
             raise ValueError(collectives.unbound_message(axis_name, caller))
         return 1
-    if axis_name in running_loss().axes and collectives.axis_size((axis_name,)) > 1:
+    if axis_name in running_loss().batch_axes and collectives.axis_size((axis_name,)) > 1:
         raise ValueError(
-            f"{caller}: {axis_name!r} splits this layer, and the loss is averaged over {running_loss().axes}, as if "
-            f"{axis_name!r} split the batch, too. Devices along it must see the same rows: leave {axis_name!r} out of "
-            "batch_axes, and of the axes of the step."
+            f"{caller}: {axis_name!r} splits this layer, and the loss is averaged over {running_loss().batch_axes}, as "
+            f"if {axis_name!r} split the batch, too. Devices along it must see the same rows: leave {axis_name!r} "
+            "out of batch_axes, and of the axes of the step."
         )
     return collectives.axis_size((axis_name,))
 

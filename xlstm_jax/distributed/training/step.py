@@ -93,8 +93,8 @@ def make_train_step(
         ``{"tokens": Count.of(mask)}``, and integers are refused: see ``accumulate_gradients``.
       metric: ``loss_fn`` then returns ``(loss, observed)``, and after every minibatch each device calls
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
-        batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(batch_axes, mesh)``, read with
-        ``make_log_step``.
+        batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(axes, mesh)`` for all axes of the
+        batch, read with ``make_log_step``.
       learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
         for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
         what ``optax.inject_hyperparams`` keeps in the optimizer's state.

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
@@ -69,6 +69,7 @@ def check_step(
     loss_fn: Callable[..., LossOutput] | None = None,
     weighted: bool = False,
     has_aux: bool = False,
+    batch_spec: PyTree | None = None,
 ) -> StepCheck:
     """Runs one step on the mesh, and compares its gradients with those of one device.
 
@@ -92,6 +93,8 @@ def check_step(
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, what the step should minimise: the mean over the batch that it
         gets. None for the loss of ``make_train_step``. It takes and returns collections where the state has some.
       weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used without ``loss_fn``.
+      batch_spec: how a step of your own splits its batch, where not by examples alone; see ``make_train_step``, whose
+        steps say it themselves.
     Returns:
       A ``StepCheck``. Only for a step of your own can its verdict be "cannot tell".
     Raises:
@@ -110,7 +113,7 @@ def check_step(
             "that returns the mean loss over the batch that it is given."
         )
     mesh = _mesh_of(state.params)
-    layout = options.layout if options else _likely_layout(state.params, batch, mesh)
+    layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
     comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, layout, minibatches, state, batch, mesh))
     return comparison.of_ready_step() if options else comparison.of_own_step()
@@ -133,8 +136,10 @@ def _mesh_of(params: PyTree) -> Mesh:
     raise ValueError("check_step: state.params has no leaves.")
 
 
-def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh) -> BatchLayout:
+def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree | None) -> BatchLayout:
     """How a user's own step splits its batch: rows over all axes but tensor-parallel ones, if these divide them."""
+    if batch_spec is not None:
+        return batch_layout(mesh, None, batch_spec)
     own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
