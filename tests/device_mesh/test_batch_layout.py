@@ -85,7 +85,7 @@ REFUSED = {
     r"dim 0, the examples, over \('dp', 'fsdp'\) at 'label' and over \('cp',\) at 'tokens'": {
         "batch_spec": SPEC | {"tokens": P("cp")}
     },
-    r"batch_spec has specs at label, tokens, and the batch has leaves at label, scale, tokens": {
+    r"batch_spec has specs at 'label', 'tokens', and the batch has leaves at 'label', 'scale', 'tokens'": {
         "batch_spec": {name: SPEC[name] for name in ("tokens", "label")}
     },
     r"batch\['label'\] of shape \(4,\) has 1 dims, and its spec P.* is of 2": {"batch_spec": P(ROWS, "cp")},

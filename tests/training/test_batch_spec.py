@@ -19,13 +19,13 @@ from xlstm_jax.distributed import (
     DeviceMeshManager,
     check_step,
     create_train_state,
-    forecast,
     make_eval_step,
     make_train_step,
     shard_batch,
     shard_modules,
     unbox,
 )
+from xlstm_jax.distributed.forecast import forecast
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import context_attention, context_positions, to_zigzag
@@ -46,7 +46,7 @@ class Transformer(nn.Module):
         positions = context_positions(tokens.shape[1], "cp", "zigzag")
         x = nn.Embed(VOCABULARY, WIDTH)(tokens) + nn.Embed(TOKENS, WIDTH)(positions)
         h = nn.LayerNorm()(x)
-        q, k, v = (nn.DenseGeneral((2, 8), name=name)(h) for name in "qkv")
+        q, k, v = (nn.DenseGeneral((2, 8), use_bias=False, name=name)(h) for name in "qkv")
         if self.exchange:
             y = context_attention(q, k, v, "cp", impl=self.impl, layout="zigzag", segment_ids=segments, block_size=2)
         else:  # each device attends to its own tokens alone

@@ -51,6 +51,7 @@ class _How:
     window: tuple[int, int] | None
     scale: float
     block_size: int
+    parts: int = 1  # among how many devices the sequence was laid out; more than there are in ``check_step``
 
     @property
     def devices(self) -> int:
@@ -59,7 +60,7 @@ class _How:
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
         order = np.arange(self.devices * length)
-        return (zigzag_order(order.size, _parts(self.axes)) if self.layout == "zigzag" else order).reshape(-1, length)
+        return (zigzag_order(order.size, self.parts) if self.layout == "zigzag" else order).reshape(-1, length)
 
 
 # --------------------------------------------------------------------------------------------------------- the layout
@@ -147,7 +148,7 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS
     _check_layout(layout)
     if layout == "zigzag":
         _check_even(length, axes)
-    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
+    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE, _parts(axes)), length)
 
 
 def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
@@ -156,14 +157,14 @@ def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
 
 
 def _parts(axes: tuple[str, ...]) -> int:
-    """Between how many devices the sequence was laid out. ``check_step`` runs the batch of all of them on one."""
+    """Among how many devices the sequence was laid out. ``check_step`` runs the batch of all of them on one."""
     there = running_loss().laid_out_for
     return math.prod(there.get(axis) or collectives.axis_size((axis,)) for axis in axes)
 
 
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
-    if how.devices < _parts(how.axes):
+    if how.devices < how.parts:
         return jnp.asarray(how.positions(length)[0], jnp.int32)
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
     if how.layout == "contiguous":
@@ -235,6 +236,7 @@ def context_attention(
         seen,
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         block_size,
+        _parts(axes),
     )
     _check(query, key, value, segment_ids, how, impl, kernel)
     # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
