@@ -50,13 +50,22 @@ def remodelled(workload: Workload, **fields: Any) -> Workload:
 
 
 def jit_step(
-    workload: Workload, mesh: Any, min_weight_size: int, split_dim: SplitDim = split_dim
+    workload: Workload, mesh: Any, min_weight_size: int, split_dim: SplitDim = split_dim, *, kernel: bool = False
 ) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step of a trainer on global arrays; ``mesh`` has one axis. ``split_dim`` chooses the dim of each leaf."""
+    """The step of a trainer on global arrays; ``mesh`` has one axis.
+
+    ``split_dim`` chooses the dim of each leaf. With ``kernel`` the model's attention is a kernel that XLA cannot split
+    over devices, so it runs in ``shard_map`` on each device's rows, as trainers do it.
+    """
     (axis,), parts = mesh.axis_names, mesh.size
     # Without the constraint XLA splits activations as it splits the weights, and holds those of the whole batch.
     split = NamedSharding(mesh, P(axis))
     workload = remodelled(workload, constrain=lambda x: lax.with_sharding_constraint(x, split))
+    if kernel:
+        attention = jax.shard_map(
+            workload.model.attention, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False
+        )
+        workload = remodelled(workload, attention=attention)
 
     def place(leaf):
         dim = split_dim(leaf.shape, parts, min_weight_size)

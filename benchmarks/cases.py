@@ -22,12 +22,14 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 from benchmarks import baselines, limits
 from benchmarks.decoder import SIZES as DECODERS
@@ -35,12 +37,12 @@ from benchmarks.decoder import DecoderSize, decoder
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size, language_model
 from benchmarks.limits import Counts
-from benchmarks.models import BLOCKS, LanguageModel
+from benchmarks.models import BLOCKS, Attention, LanguageModel
 from benchmarks.vision import SIZES as VISION
 from benchmarks.vision import VisionSize, vision_transformer
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed import DeviceMeshManager, typed_kernel
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
@@ -77,6 +79,7 @@ class Case:
       tuned: whether it is compiled with ``compiler_options``.
       xla_options: others that it is compiled with.
       options: of ``training``.
+      kernel: attention is a fused kernel, see ``attention_kernel``.
       one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
     """
 
@@ -85,6 +88,7 @@ class Case:
     tuned: bool = False
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    kernel: bool = False
     one_order: bool = False
 
 
@@ -104,6 +108,9 @@ CASES: dict[str, Case] = {
     "ours": Case("ours", "staged", options=OURS),
     "ours, options": Case("ours", "staged", tuned=True, options=OURS),
     "ours, best options": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS),
+    "ours, combined": Case("ours", "staged", xla_options=BEST_FOR_JIT, options=OURS),
+    "ours, one axis": Case("ours", "flat", xla_options=BEST_FOR_OURS, options=OURS),
+    "ours, one axis, combined": Case("ours", "flat", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, ahead": Case("ours", "staged", xla_options=BEST_AHEAD, options=OURS | {"prefetch": True}),
     "ours, one order": Case("ours", "staged", options=OURS, one_order=True),
     "ours, float32": Case("ours", "staged", options=REMAT),
@@ -115,7 +122,20 @@ CASES: dict[str, Case] = {
     "ours, ZeRO-1": Case("ours", "hybrid", options=OURS | {"replicas": ZERO_1}),
 }
 
-ON_TPUS = tuple(name for name, case in CASES.items() if not case.xla_options)
+# The same with attention as it is run.
+OF_KERNEL = (
+    "jit",
+    "jit, options",
+    "jit, best options",
+    "ours",
+    "ours, options",
+    "ours, best options",
+    "ours, combined",
+)
+OF_KERNEL += ("ours, one axis", "ours, one axis, combined", "ours, ahead")
+CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
+
+ON_TPUS = tuple(name for name, case in CASES.items() if not case.xla_options and not case.kernel)
 ON_GPUS = ("jit", "jit, best options", "flat", "ours", "ours, best options", "ours, ahead", "ours, chunked head")
 ON_GPUS += ("ours, HSDP",)
 
@@ -127,7 +147,10 @@ WORDS = {
     "ours": "this library, one axis for each dim of the torus; of GPUs one across hosts, one within",
     "options": "with XLA's options that hide collectives",
     "best options": "with those with which it waits least",
+    "combined": "with the same, and gathers and scatters of up to 128 MiB combined",
+    "one axis": "one axis of all devices in place of two",
     "ahead": "scan_layers, which gathers layers ahead itself",
+    "kernel": "attention of cuDNN on GPUs, flash attention on TPUs",
     "remat": "activations computed again",
     "no remat": "activations and gathered weights kept",
     "one order": "all leaves gathered in one order of the axes, not rotated",
@@ -200,6 +223,8 @@ def build(
     """
     sizes = mesh_axes(case, shape, gpus=gpus)
     options = {"devices": math.prod(shape), "min_weight_size": threshold(size), **case.options}
+    if case.kernel:
+        options["attention"] = attention_kernel(size, gpus=gpus)
     if case.algorithm == "ours":
         options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
     workload, mesh = training(size, **options), mesh_of(sizes, devices)
@@ -207,8 +232,9 @@ def build(
     if case.algorithm in ("ours", "replicated"):
         step, (state, *rest) = workload.build_step(mesh if devices else sizes)
         return step, (_in_one_order(state, mesh) if case.one_order else state, *rest)
-    step = {"jit": baselines.jit_step, "flat": baselines.plain_step}[case.algorithm]
-    return step(workload, mesh, threshold(size))
+    if case.algorithm == "jit":
+        return baselines.jit_step(workload, mesh, threshold(size), kernel=case.kernel)
+    return baselines.plain_step(workload, mesh, threshold(size))
 
 
 def _in_one_order(state: TrainState, mesh: Any) -> TrainState:
@@ -241,6 +267,20 @@ class LoopedModel(LanguageModel):
         fields = (self.num_layers, self.num_heads, self.dropout, deterministic, self.dtype, self.constrain)
         layers = [block(*fields, name=f"blocks_{i}") for i in range(self.num_layers)]
         return lambda x: (functools.reduce(lambda x, layer: layer(x)[0], layers, x), None)
+
+
+def attention_kernel(size: Size, *, gpus: bool) -> Attention:
+    """Attention of cuDNN, or of JAX's ``flash_attention`` for TPUs, which has as many keys' heads as queries'."""
+    if gpus:
+        return partial(jax.nn.dot_product_attention, is_causal=size.causal, implementation="cudnn")
+
+    def flash(q, k, v):
+        heads, width = q.shape[2:]
+        k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+        by_head = (x.swapaxes(1, 2) for x in (q, k, v))
+        return typed_kernel(flash_attention)(*by_head, causal=size.causal, sm_scale=width**-0.5).swapaxes(1, 2)
+
+    return flash
 
 
 def in_a_loop(workload: Workload) -> Workload:

@@ -27,11 +27,10 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from benchmarks.large_models import CONTEXT, Size, next_token_loss
+from benchmarks.large_models import CONTEXT, Size, inputs_of, next_token_loss
+from benchmarks.models import Attention
 from xlstm_jax.distributed import shard_modules
 from xlstm_jax.distributed.forecast import Workload
-
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q[b, t, h, d]; k, v[b, t, kv, d] -> [b, t, h, d]
 
 xla_attention: Attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
 Linear = partial(nn.DenseGeneral, use_bias=False, dtype=jnp.bfloat16)
@@ -172,7 +171,7 @@ def decoder(
         options = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
         model = shard_modules(model, _is_unit, shard_axes, **options)
     tokens = jax.ShapeDtypeStruct((devices * rows, context + 1), jnp.int32)
-    return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)
+    return Workload(model, optax.adamw(3e-4), tokens, next_token_loss, inputs=(inputs_of(tokens),))
 
 
 def _is_unit(path: str, module: nn.Module) -> bool:

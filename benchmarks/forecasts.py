@@ -41,6 +41,7 @@ from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, for
 from xlstm_jax.distributed.forecast.compiling.compile_process import PLUGIN
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.memory import Memory
+from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.wording import format_bytes, rich_table
 
 FORMAT = 2  # of what is kept
@@ -164,9 +165,10 @@ def _waits(members: Sequence[Collective]) -> dict[str, float]:
 def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is kept of a case: ``known``, where that is of the same program, else made by compiling."""
     place = parse_topology(topology)
-    step, args = build(size, case, place.shape, gpus=on_gpus(place))
     options = options_of(case, place)
-    program = fingerprint(step, args, place, options)
+    with answered_for(place.chip):  # attention of cuDNN is traced where there is no GPU
+        step, args = build(size, case, place.shape, gpus=on_gpus(place))
+        program = fingerprint(step, args, place, options)
     if known is not None and known["program"] == program:
         return known
     try:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import LanguageModel, RematPolicy
+from benchmarks.models import Attention, LanguageModel, RematPolicy
 from xlstm_jax.distributed import shard_module_params
 from xlstm_jax.distributed.forecast import Workload
 
@@ -34,8 +34,18 @@ class Size:
     vocab_size: int
     block: str = "transformer"
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token looks back alone."""
+        return True
+
 
 SIZES = {"1.3B": Size(2048, 24, 16, 32_768), "7B": Size(4096, 32, 32, 50_176)}
+
+
+def inputs_of(tokens):
+    """What of a batch of ``[b, t + 1]`` tokens the model sees: kernels of attention take whole blocks of t alone."""
+    return jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), tokens.dtype)
 
 
 def next_token_loss(params, apply_fn, tokens, rng):
@@ -59,6 +69,7 @@ def language_model(
     remat: bool | RematPolicy = False,
     chunked_head: bool = False,
     prefetch: bool = False,
+    attention: Attention | None = None,
     constrain: Callable[[jax.Array], jax.Array] | None = None,
     min_weight_size: int = 2**18,
     **sharding: Any,
@@ -69,7 +80,7 @@ def language_model(
       size: see ``SIZES``.
       devices: so many sequences are the batch.
       shard_axes: the ``axis_name`` of ``shard_module_params``.
-      remat, prefetch, constrain: of ``LanguageModel``.
+      remat, prefetch, attention, constrain: of ``LanguageModel``.
       chunked_head: whether the loss is taken chunk by chunk of the vocabulary, or from all logits.
       min_weight_size, **sharding: further options of ``shard_module_params``; gathered in bfloat16 unless they differ.
     """
@@ -85,7 +96,8 @@ def language_model(
         vocab_size=size.vocab_size,
         constrain=constrain,
         prefetch=prefetch,
+        attention=attention,
     )
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)
     loss = chunked_next_token_loss if chunked_head else next_token_loss
-    return Workload(model, optax.adamw(3e-4), tokens, loss)
+    return Workload(model, optax.adamw(3e-4), tokens, loss, inputs=(inputs_of(tokens),))

@@ -42,6 +42,7 @@ ROTARY_BASE = 10_000.0
 
 ModuleWrapper = Callable[[type[nn.Module]], type[nn.Module]]
 RematPolicy = Callable[..., Any]
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q[b, t, h, d]; k, v[b, t, kv, d] -> [b, t, h, d]
 
 
 def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
@@ -229,6 +230,7 @@ class Block(nn.Module):
     dtype: Any = jnp.float32
     constrain: Callable[[jax.Array], jax.Array] | None = None
     decode: bool = False
+    attention: Attention | None = None  # of the Transformer; None: ``causal_attention``
 
     @property
     def dtypes(self):
@@ -325,7 +327,10 @@ class TransformerBlock(Block):
     def attend(self, q, k, v):
         """``causal_attention`` with rotary positions, over the steps that the cache has kept and this one."""
         if not self.decode:
-            return causal_attention(rotary(q), rotary(k), v)
+            q, k = rotary(q), rotary(k)
+            if self.attention is None:
+                return causal_attention(q, k, v)
+            return self.attention(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
         seen, goes_on = self.cached("seen", lambda: (jnp.zeros_like(k), jnp.zeros_like(v), jnp.int32(0)))
         if not goes_on:
             return v
@@ -373,7 +378,8 @@ class LanguageModel(nn.Module):
     ``constrain`` is applied to the residual stream, for ``jit`` without ``shard_map``, which must be told how it is
     split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0. With ``decode=True`` it takes ``tokens[b,
     1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them. With
-    ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again.
+    ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again. ``attention`` of the Transformer
+    is a kernel in place of ``causal_attention``.
     """
 
     block: str
@@ -388,6 +394,7 @@ class LanguageModel(nn.Module):
     constrain: Callable[[jax.Array], jax.Array] | None = None
     decode: bool = False
     prefetch: bool = False
+    attention: Attention | None = None
 
     def __call__(self, tokens, *, train: bool = False):
         x, head = self._hidden_and_head(tokens, train)
@@ -411,7 +418,7 @@ class LanguageModel(nn.Module):
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
         """All layers as one module; the parameters of layer l are index l of every leaf."""
         block = wrap(BLOCKS[self.block])
-        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode
+        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode, self.attention
         if self.prefetch and not self.decode:
             return scan_layers(block, self.num_layers)(self.num_layers, self.num_heads, *options, name="blocks")
         if self.remat:

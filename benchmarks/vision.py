@@ -19,6 +19,7 @@ import optax
 from flax import linen as nn
 
 from benchmarks.large_models import Size
+from benchmarks.models import Attention
 from xlstm_jax.distributed import shard_modules
 from xlstm_jax.distributed.forecast import Workload
 
@@ -31,6 +32,10 @@ class VisionSize(Size):
 
     block: str = "vision"
 
+    @property
+    def causal(self) -> bool:
+        return False
+
 
 SIZES = {"vit_L16": VisionSize(1024, 24, 16, 1000), "vit_small": VisionSize(128, 2, 2, 16)}
 
@@ -39,11 +44,13 @@ class Block(nn.Module):
     """Attention over all patches of an image, then an MLP, each on the normed stream."""
 
     heads: int
+    attention: Attention | None = None
 
     @nn.compact
     def __call__(self, x):
         y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=jnp.bfloat16)(y)
+        kernel = {"attention_fn": lambda q, k, v, **_: self.attention(q, k, v)} if self.attention else {}
+        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=jnp.bfloat16, **kernel)(y)
         y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
         y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=jnp.bfloat16)(y))
         return x + nn.Dense(x.shape[-1], dtype=jnp.bfloat16)(y)
@@ -53,6 +60,7 @@ class VisionTransformer(nn.Module):
     """Logits of the classes, float32 ``[b, classes]``, for ``images[b, h, w, 3]``."""
 
     size: VisionSize
+    attention: Attention | None = None  # a kernel, or None: Flax's own
     remat: Any = True  # or a policy of nn.remat, or False
     constrain: Callable[[jax.Array], jax.Array] | None = None
 
@@ -65,7 +73,7 @@ class VisionTransformer(nn.Module):
         x = patches.reshape(images.shape[0], -1, c.dim)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:])).astype(x.dtype)
         for i in range(c.layers):
-            x = block(c.heads, name=f"blocks_{i}")(self.constrain(x) if self.constrain else x)
+            x = block(c.heads, self.attention, name=f"blocks_{i}")(self.constrain(x) if self.constrain else x)
         x = nn.LayerNorm(dtype=jnp.bfloat16, name="norm")(x).mean(1)
         return nn.Dense(c.vocab_size, dtype=jnp.bfloat16, name="head")(x).astype(jnp.float32)
 
@@ -83,6 +91,7 @@ def vision_transformer(
     devices: int,
     shard_axes: tuple[str, ...] = (),
     images: int = 16,
+    attention: Attention | None = None,
     remat: Any = True,
     min_weight_size: int = 2**18,
     **sharding: Any,
@@ -93,10 +102,10 @@ def vision_transformer(
       size: see ``SIZES``.
       devices: each has so many ``images``.
       shard_axes: the ``axis_name`` of ``shard_modules``.
-      remat: of ``VisionTransformer``.
+      attention, remat: of ``VisionTransformer``.
       min_weight_size, **sharding: further options of ``shard_modules``; gathered in bfloat16 unless they differ.
     """
-    model: nn.Module = VisionTransformer(size, remat)
+    model: nn.Module = VisionTransformer(size, attention, remat)
     if shard_axes:
         options = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
         model = shard_modules(model, _is_unit, shard_axes, **options)

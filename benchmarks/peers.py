@@ -1,0 +1,279 @@
+"""Four models beside ``jit`` on five clusters: the time of a step, what it waits for, sends and holds, and the targets.
+
+    python -m benchmarks.peers                                   all; hours of compilation, kept for the next time
+    python -m benchmarks.peers --redraw                          tables and picture of what is kept
+    python -m benchmarks.peers --sizes decoder_small --topologies v5e:2x4 --out DIR --kept DIR
+
+The models are the benchmark's own Transformer, and three as their users write them, in plain Flax, sharded from
+outside: a decoder, a mixture of experts, and a vision transformer with its layers in a Python loop. Each side, ``jit``
+and ours, is compiled with XLA's defaults and with options that XLA takes there, and has in the table what of these is
+expected to take least. Attention is the same on both sides (under ``jit`` in ``shard_map``, as trainers call a kernel):
+cuDNN's on GPUs, JAX's flash attention on TPUs. The 196 patches of the vision transformer that kernel does not take:
+on TPUs both sides have XLA's attention there.
+
+Both sides are read by one function, ``figures``, from what ``forecasts`` keeps of a compiled program:
+
+  step_seconds      expected; ``compute`` and ``waited`` are its two parts
+  wire_bytes        that a device sends
+  busiest_over_mean of the axes of a torus, the bytes along the busiest over the mean; nothing of one flat axis, nor of
+                    GPUs, whose two networks are not alike
+  total_bytes       that a device holds
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks import forecasts
+from benchmarks.cases import CASES, SIZES
+from benchmarks.forecasts import GIB, compiled
+from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
+from benchmarks.traffic import axis_loads
+from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.wording import rich_table
+
+OUT = Path(__file__).parent / "results" / "peers"
+MODELS = {
+    "1.3B": "Transformer",
+    "decoder_0.8B": "decoder",
+    "mixture_0.5B": "mixture of experts",
+    "vit_L16": "vision transformer",
+}
+TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h100:4x8", "h100:32x8")
+SIDES = ("jit", "ours")
+ON_TPUS = {"jit": ("jit, kernel", "jit, options, kernel"), "ours": ("ours, kernel", "ours, options, kernel")}
+WITHOUT_KERNEL = {"jit": ("jit", "jit, options"), "ours": ("ours", "ours, options")}
+ON_GPUS = {
+    "jit": ("jit, kernel", "jit, options, kernel", "jit, best options, kernel"),
+    "ours": tuple(
+        f"{case}, kernel"
+        for case in ("ours", "ours, best options", "ours, combined", "ours, one axis", "ours, one axis, combined")
+    ),
+}
+COLORS = {"jit": ("#9a9a9a", "#d0d0d0"), "ours": ("#1f4e79", "#8fb4d9")}  # of computing, and of waiting
+
+Row = dict[str, Any]
+Rows = dict[str, dict[str, dict[str, Row]]]  # model -> topology -> side -> its best case
+
+
+def sides_of(model: str, topology: str) -> Mapping[str, tuple[str, ...]]:
+    """The cases of each side."""
+    if forecasts.on_gpus(parse_topology(topology)):
+        return ON_GPUS
+    return ON_TPUS if SIZES[model].causal else WITHOUT_KERNEL
+
+
+def figures(case: str, found: Mapping[str, Any]) -> Row:
+    """What the tables show of a kept forecast, of either side; seconds and bytes of a device and step."""
+    step, waited = found["seconds"]["step"], found["seconds"]["exposed"]
+    loads = list(axis_loads(dict(found)).values())
+    alike = len(loads) > 1 and "gpu_seconds" not in found
+    return {
+        "case": case,
+        "step_seconds": step,
+        "compute_seconds": step - waited,
+        "waited_seconds": waited,
+        "wire_bytes": found["wire_bytes"]["total"],
+        "busiest_over_mean": float(max(loads) / np.mean(loads)) if alike else None,
+        "total_bytes": found["bytes"]["total"],
+        "versions": found["versions"],
+    }
+
+
+def rows_of(results: forecasts.Results) -> Rows:
+    """Of each side the case whose step is expected to take least; where a side has none, nothing."""
+    rows: Rows = {}
+    for model, topologies in results.items():
+        for topology, found in topologies.items():
+            there = compiled(found)
+            sides = {
+                side: [figures(case, there[case]) for case in names if case in there]
+                for side, names in sides_of(model, topology).items()
+            }
+            if all(sides.values()):
+                best = {side: min(cases, key=lambda row: row["step_seconds"]) for side, cases in sides.items()}
+                rows.setdefault(model, {})[topology] = best
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- targets
+
+WAITS = 0.15  # of its step, beyond which ``jit`` leaves something to win
+MEMORY = {"mixture_0.5B": 1.15}  # of ``jit``'s that a model may hold; others 1.02
+TARGETS = {
+    "step": "time of a step at most that of jit",
+    "step, where jit waits": f"at most 0.9 of it where jit waits more than {WAITS:.0%} of its step",
+    "waited": "waiting at most half of that of jit, all rows together",
+    "busiest axis": "at most 1.05 of the mean of the axes of a torus",
+    "memory": "at most 1.02 of jit's bytes, of the mixture 1.15",
+}
+
+
+def ratio(pair: Mapping[str, Row], what: str) -> float:
+    """Ours over that of ``jit``; without anything to divide by, 1 where ours is nothing too."""
+    ours, jit = pair["ours"][what], pair["jit"][what]
+    return ours / jit if jit else 1.0 if ours == jit else float("inf")
+
+
+def checks(model: str, pair: Mapping[str, Row]) -> dict[str, tuple[float, float]]:
+    """By target (what is there, what may be), for one model on one cluster; waiting is in ``judged``."""
+    step = ratio(pair, "step_seconds")
+    found = {"step": (step, 1.0), "memory": (ratio(pair, "total_bytes"), MEMORY.get(model, 1.02))}
+    if pair["jit"]["waited_seconds"] > WAITS * pair["jit"]["step_seconds"]:
+        found["step, where jit waits"] = step, 0.9
+    if pair["ours"]["busiest_over_mean"] is not None:
+        found["busiest axis"] = pair["ours"]["busiest_over_mean"], 1.05
+    return found
+
+
+def judged(rows: Rows) -> dict[str, dict[str, Any]]:
+    """Each target with how many of how many meet it, and the ratio of every one that does not."""
+    found: dict[str, dict[str, Any]] = {
+        target: {"asked": text, "met": 0, "of": 0, "missed": {}} for target, text in TARGETS.items()
+    }
+    pairs = [(model, topology, pair) for model, there in rows.items() for topology, pair in there.items()]
+    for model, topology, pair in pairs:
+        for target, (value, limit) in checks(model, pair).items():
+            one, met = found[target], round(value, 3) <= limit
+            one["of"] += 1
+            one["met"] += met
+            if not met:
+                one["missed"][f"{model} on {topology}"] = round(value, 3)
+    ours, jit = (sum(pair[side]["waited_seconds"] for *_, pair in pairs) for side in ("ours", "jit"))
+    found["waited"] |= {"of": 1, "met": int(ours <= 0.5 * jit), "in all": ours / jit if jit else 0.0}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- tables, pictures
+
+COLUMNS = ("chips", "ms a step", "of jit", "ms waited", "GB sent", "busiest axis", "GiB held", "memory of jit")
+
+
+def cells(topology: str, pair: Mapping[str, Row]) -> list[str]:
+    """A row of the table: ``jit`` / ours, and ours over ``jit``."""
+
+    def both(what: str, unit: float, digits: str) -> str:
+        return " / ".join(format(pair[side][what] / unit, digits) for side in SIDES)
+
+    busiest = pair["ours"]["busiest_over_mean"]
+    return [
+        topology,
+        both("step_seconds", 1e-3, ".1f"),
+        f"{ratio(pair, 'step_seconds'):.2f}",
+        both("waited_seconds", 1e-3, ".1f"),
+        both("wire_bytes", 1e9, ".2f"),
+        "" if busiest is None else f"{busiest:.2f}",
+        both("total_bytes", GIB, ".2f"),
+        f"{ratio(pair, 'total_bytes'):.2f}",
+    ]
+
+
+def tables(rows: Rows) -> Iterator[Any]:
+    """A table of each model, then that of the targets."""
+    for model, there in rows.items():
+        title = f"{MODELS.get(model, model)} ({model}), jit / ours"
+        yield rich_table(title, list(COLUMNS), [cells(topology, pair) for topology, pair in there.items()])
+    yield rich_table("targets", ["target", "met", "missed by"], [list(row) for row in _of_targets(rows)])
+
+
+def _of_targets(rows: Rows) -> Iterator[tuple[str, str, str]]:
+    for one in judged(rows).values():
+        in_all = f"{one['in all']:.2f}" if "in all" in one else ""
+        missed = ", ".join(f"{where} {value:.2f}" for where, value in one["missed"].items())
+        yield one["asked"], f"{one['met']} of {one['of']}", in_all or missed
+
+
+def markdown(rows: Rows) -> str:
+    """The same for a page."""
+    lines = [["model", *COLUMNS], ["---"] * 2 + ["---:"] * (len(COLUMNS) - 1)]
+    for model, there in rows.items():
+        named = [MODELS.get(model, model)] + [""] * len(there)
+        lines += [[name, *cells(*item)] for name, item in zip(named, there.items(), strict=False)]
+    lines += [[]] + [["target", "met", "missed by"], ["---"] * 3] + [list(row) for row in _of_targets(rows)]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") if line else "\n" for line in lines)
+
+
+def draw(path: Path, rows: Rows) -> None:
+    """Ours and ``jit``'s step, computing and waiting, over ``jit``'s: a plot for each model."""
+    figure = Figure(figsize=(PAGE_WIDTH, 3.4), dpi=PAGE_DPI, layout="constrained")
+    grid = figure.subplots(1, len(rows), squeeze=False, sharey=True)[0]
+    for axes, (model, there) in zip(grid, rows.items(), strict=True):
+        for side, shift in zip(SIDES, (-0.2, 0.2), strict=True):
+            _bars(axes, side, shift, list(there.values()))
+        axes.set_title(MODELS.get(model, model), loc="left", fontsize=11)
+        axes.set_xticks(range(len(there)), [topology.replace(":", "\n") for topology in there], fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        axes.margins(y=0.1)
+    grid[0].set_ylabel("time of a step, jit = 1", fontsize=LETTERS)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=LETTERS)
+    save(figure, path)
+
+
+def _bars(axes: Any, side: str, shift: float, pairs: list[Mapping[str, Row]]) -> None:
+    places = np.arange(len(pairs)) + shift
+    whole = np.array([pair["jit"]["step_seconds"] for pair in pairs])
+    compute, waited = (
+        np.array([pair[side][f"{part}_seconds"] for pair in pairs]) / whole for part in ("compute", "waited")
+    )
+    named, (dark, light) = "xlstm_jax" if side == "ours" else side, COLORS[side]
+    axes.bar(places, compute, 0.37, color=dark, label=f"{named}, computes")
+    drawn = axes.bar(places, waited, 0.37, bottom=compute, color=light, label=f"{named}, waits")
+    if side == "ours":
+        labels = [f"{ratio(pair, 'step_seconds'):.2f}" for pair in pairs]
+        axes.bar_label(drawn, labels, fontsize=7, padding=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser("peers", description="Four models beside jit on five clusters.")
+    new.add_argument("--sizes", nargs="+", choices=SIZES, default=list(MODELS), help="models (default: the four)")
+    new.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), help="as v5e:16x16, h100:32x8")
+    new.add_argument("--cases", nargs="+", choices=CASES, help="only these of each side's cases")
+    new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
+    new.add_argument("--kept", type=Path, default=forecasts.OUT, help="folder in which forecasts are kept")
+    new.add_argument("--redraw", action="store_true", help="compile nothing; tables and picture of what is kept")
+    return new
+
+
+def gathered(options: argparse.Namespace, console: Console) -> forecasts.Results:
+    """The forecasts of both sides, by model and cluster, compiled where they are not kept yet."""
+    found: forecasts.Results = {name: {} for name in options.sizes}
+    for model, topology in itertools.product(options.sizes, options.topologies):
+        cases = [case for names in sides_of(model, topology).values() for case in names]
+        cases = [case for case in cases if not options.cases or case in options.cases]
+        one = argparse.Namespace(**vars(options) | {"sizes": [model], "topologies": [topology], "cases": cases})
+        found[model] |= forecasts.results(one, console)[model]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parser().parse_args(arguments), Console()
+    try:
+        rows = rows_of(gathered(options, console))
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(f"peers: error: {error}", highlight=False)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    for table in tables(rows):
+        console.print(table)
+    path = options.out / "peers.json"
+    path.write_text(json.dumps({"models": rows, "targets": judged(rows)}, indent=1) + "\n")
+    draw(path.with_suffix(".png"), rows)
+    console.print(f"{options.out}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
