@@ -420,8 +420,11 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
     return placed_like(cast, like)
 
 
-def placed_like(array: np.ndarray, like: Any) -> Any:
-    """A copy of an array of the host: as a NumPy array where ``like`` is one, else with the sharding of ``like``."""
+def placed_like(array: Any, like: Any) -> Any:
+    """A copy of an array of the host: as a NumPy array where ``like`` is one, else with the sharding of ``like``.
+
+    ``array`` may be anything that is indexed like an array.
+    """
     if isinstance(like, np.ndarray | np.generic):
         return np.array(array) if isinstance(like, np.ndarray) else array[()]
     if like.sharding is None or not getattr(like, "committed", True):

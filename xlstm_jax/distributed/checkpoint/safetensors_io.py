@@ -21,6 +21,7 @@ it says.
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from xlstm_jax.distributed.checkpoint.record import (
     placed_like,
     target_leaves,
 )
+from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, stored_at
 from xlstm_jax.distributed.data_parallel.leaf import unpacked
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.processes.together import fail_together
@@ -66,9 +68,13 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def export_safetensors(
-    params: PyTree, path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    params: PyTree,
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    names: NameMap | None = None,
 ) -> None:
-    """Writes parameters to safetensors files, whole, under the names that they have in the plain model.
+    """Writes parameters to safetensors files, whole, under the names that they have in the plain model, or others.
 
     All processes must call it; process 0 writes. One leaf at a time is whole in memory (of hosts, and of devices where
     there are several processes).
@@ -78,10 +84,14 @@ def export_safetensors(
       path: a folder, where ``model.safetensors`` is made, or a file ending in ``.safetensors``.
       max_file_bytes: values of more bytes go to several files, ``model-00001-of-00003.safetensors`` and so on, with an
         index. A leaf is never cut: a larger one has a file of its own.
+      names: the tensors' names and layouts, where a reader wants others than the tree has, by patterns of paths:
+        ``{r"(.+)/kernel": Stored(r"\\1.weight", "i o -> o i"), ...}``. ``TRANSFORMERS`` is that of Hugging Face's
+        models.
     Raises:
       FileExistsError: there is such a model already.
       TypeError: a leaf has a dtype that the format does not know; names it.
-      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair).
+      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair), none in ``names``,
+        or that of another leaf.
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -90,7 +100,7 @@ def export_safetensors(
     >>> import_safetensors(folder, {"mlp": {"kernel": np.zeros((2, 3))}})["mlp"]["kernel"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    leaves = bare_leaves(map_leaves(unpacked, params))
+    leaves = _as_stored(bare_leaves(map_leaves(unpacked, params)), names)
     for name, leaf in leaves.items():
         if name == METADATA:
             raise ValueError(
@@ -103,7 +113,7 @@ def export_safetensors(
     target = _target(path)
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
-    arrays = (_whole(leaves[name]) for names in files.values() for name in names)
+    arrays = (leaves[name].values() for names in files.values() for name in names)
 
     def write() -> None:
         try:
@@ -114,6 +124,47 @@ def export_safetensors(
                 pass
 
     fail_together(write, OSError)
+
+
+class _ToBeStored(NamedTuple):
+    """A tensor that is to be written: of which leaf, which layer of it (None: all), and how its dims are laid out."""
+
+    leaf: Any
+    place: StoredAt
+    layer: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def dtype(self) -> Any:
+        return _dtype_or_type(self.leaf)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.leaf.dtype.itemsize
+
+    def values(self) -> np.ndarray:
+        """On the hosts, whole."""
+        leaf = self.leaf if self.layer is None else self.leaf[self.layer]
+        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
+
+
+def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
+    """The tensors of a file by name."""
+    found: dict[str, _ToBeStored] = {}
+    paths: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        place = stored_at(path, np.shape(leaf), names)
+        for layer, name in enumerate(place.tensors):
+            if name in found:
+                raise ValueError(
+                    f"'{path}' and '{paths[name]}' would both be the tensor '{name}'; leave one of them out, or give "
+                    "them names of their own."
+                )
+            found[name], paths[name] = _ToBeStored(leaf, place, layer if place.in_layers else None), path
+    return found
 
 
 def _dtype_or_type(leaf: Any) -> Any:
@@ -139,7 +190,7 @@ def _check_free(target: Path) -> None:
             raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
 
 
-def _files(leaves: Leaves, target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
+def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
     """The tensors of each file: in the order of the tree, a new file where one would be too large."""
     groups: list[list[str]] = []
     bytes_left = 0
@@ -168,7 +219,7 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 def _write_files(
-    files: Mapping[Path, list[str]], leaves: Leaves, arrays: Iterator[np.ndarray], index_file: Path
+    files: Mapping[Path, list[str]], leaves: Mapping[str, _ToBeStored], arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
     """Writes the files under hidden names, and renames them when all are on disk; the index comes last."""
     weight_map = {name: file.name for file, names in files.items() for name in names}
@@ -190,7 +241,7 @@ def _write_files(
             _hidden(file).unlink(missing_ok=True)
 
 
-def _header_of(leaves: Leaves) -> bytes:
+def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:
     """The length and the header of a file with these tensors, in this order."""
     entries, end = {}, 0
     for name, leaf in leaves.items():
@@ -215,15 +266,20 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) -> PyTree:
+def import_safetensors(
+    path: str | os.PathLike[str], abstract_params: PyTree, *, names: NameMap | None = None, ignore: str = ""
+) -> PyTree:
     """Reads parameters from safetensors files; each device reads its own shards.
 
     Args:
       path: as in ``export_safetensors``; a model in several files is found by its index. All processes read it.
       abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
         as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
+      names: as in ``export_safetensors``. Two leaves may read one tensor (tied weights).
+      ignore: a pattern of tensors' names that no leaf needs, as ``r".*\\.rotary_emb\\.inv_freq"``.
     Raises:
-      ValueError: names are missing or left over, a shape or dtype is another, or a file is damaged; says which.
+      ValueError: names are missing or left over, a shape is another, a dtype is another and no narrower float, or a
+        file is damaged; says which.
       FileNotFoundError: there is no such model.
 
     >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
@@ -231,11 +287,16 @@ def import_safetensors(path: str | os.PathLike[str], abstract_params: PyTree) ->
     FileNotFoundError: there is no no_such_folder/model.safetensors, and no model.safetensors.index.json beside it.
     """
     likes = target_leaves(abstract_params)
-    tensors = _tensors(_target(path))
-    _check_fits(tensors, likes, path)
-    return boxed_like(
-        abstract_params, {name: placed_like(tensors[name].values(), like) for name, like in likes.items()}
-    )
+    places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
+    tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not re.fullmatch(ignore, name)}
+    _check_fits(tensors, likes, places, path)
+
+    def read(leaf: str, like: Any) -> Any:
+        place = places[leaf]
+        parts = [place.to_leaf(tensors[name].values()) for name in place.tensors]
+        return placed_like(StoredLeaf(parts, place.in_layers, _dtype_or_type(like)), like)
+
+    return boxed_like(abstract_params, {leaf: read(leaf, like) for leaf, like in likes.items()})
 
 
 class _StoredTensor(NamedTuple):
@@ -334,14 +395,24 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
     return tensor
 
 
-def _check_fits(tensors: Mapping[str, _StoredTensor], likes: Leaves, path: object) -> None:
-    if problem := names_problem(tensors.keys(), likes.keys(), "the parameters have"):
+def _holds(wanted: Any, stored: np.dtype) -> bool:
+    """Whether values of a dtype are exact in another: the same, or a wider float."""
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
+    return wanted == stored or (floats and jnp.promote_types(wanted, stored) == wanted)
+
+
+def _check_fits(
+    tensors: Mapping[str, _StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
+) -> None:
+    needed = {name for place in places.values() for name in place.tensors}
+    if problem := names_problem(tensors.keys(), needed, "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")
-    for name, like in likes.items():
-        tensor = tensors[name]
-        shape, dtype = np.shape(like), _dtype_or_type(like)
-        if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{path} does not fit the parameters: '{name}' is {tensor.dtype}{list(tensor.shape)} in the file, and "
-                f"{dtype}{list(shape)} in abstract_params."
-            )
+    for leaf, place in places.items():
+        dtype = _dtype_or_type(likes[leaf])
+        for name in place.tensors:
+            tensor, in_file = tensors[name], "in the file" if name == leaf else f"as '{name}' in the file"
+            if tensor.shape != place.shape or not _holds(dtype, tensor.dtype):
+                raise ValueError(
+                    f"{path} does not fit the parameters: '{leaf}' is {tensor.dtype}{list(tensor.shape)} {in_file}, "
+                    f"and {dtype}{list(place.shape)} in abstract_params."
+                )

@@ -1,0 +1,124 @@
+"""Files of other people's names and layouts, and back, onto a mesh."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from safetensors.numpy import load_file, save_file
+
+from tests.support import AXES, fsdp, mesh_of
+from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
+from xlstm_jax.distributed.checkpoint import TRANSFORMERS, Stored
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        q = fsdp(nn.DenseGeneral)((2, 8), name="q")(x)
+        return x + fsdp(nn.DenseGeneral)(16, axis=(-2, -1), name="out")(q), None
+
+
+class Model(nn.Module):
+    """A table, a head that is tied to it, and three layers in a scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = fsdp(nn.Embed)(32, 16, name="embed")
+        layers = nn.scan(Layer, length=3, variable_axes={"params": 0}, split_rngs={"params": True})
+        return table.attend(layers(name="blocks")(table(tokens), None)[0])
+
+
+NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "blocks/q/kernel": Stored("model.layers.{layer}.q_proj.weight", "d h w -> (h w) d"),
+    "blocks/out/kernel": Stored("model.layers.{layer}.o_proj.weight", "h w d -> d (h w)"),
+    r"blocks/(q|out)/bias": Stored(r"model.layers.{layer}.\1.bias", ("o -> o", "h w -> (h w)")),
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_sharded(Model(), mesh_of(2, 4), jax.random.key(0), jnp.zeros((8, 4), jnp.int32), batch_axes=AXES)[
+        "params"
+    ]
+
+
+def test_leaves_of_a_scan_are_tensors_of_layers_and_come_back_on_another_mesh(params, tmp_path):
+    export_safetensors(params, tmp_path, names=NAMES)
+    tensors, whole = load_file(tmp_path / "model.safetensors"), jax.tree.map(np.asarray, unbox(params))
+    assert len(tensors) == 1 + 3 * 4
+    for layer in range(3):
+        q, out = whole["blocks"]["q"]["kernel"][layer], whole["blocks"]["out"]["kernel"][layer]
+        assert np.array_equal(tensors[f"model.layers.{layer}.q_proj.weight"], q.reshape(16, 16).T)
+        assert np.array_equal(tensors[f"model.layers.{layer}.o_proj.weight"], out.reshape(16, 16).T)
+    assert np.array_equal(tensors["model.embed_tokens.weight"], whole["embed"]["embedding"])
+
+    target = init_sharded(Model(), mesh_of(1, 8), jax.random.key(1), jnp.zeros((8, 4), jnp.int32), batch_axes=AXES)
+    again = import_safetensors(tmp_path, target["params"], names=NAMES)
+    assert again["blocks"]["q"]["kernel"].value.sharding.mesh.shape["fsdp"] == 8
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, unbox(again), whole)))
+
+
+def test_narrower_floats_are_widened_and_what_no_leaf_needs_is_left_out(params, tmp_path):
+    export_safetensors(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), unbox(params)), tmp_path, names=NAMES)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.rotary_emb.inv_freq": np.ones(4, np.float32)}, file)
+    with pytest.raises(ValueError, match=r"it has .*inv_freq.*, which the parameters have not"):
+        import_safetensors(tmp_path, params, names=NAMES)
+    again = import_safetensors(tmp_path, params, names=NAMES, ignore=r".*\.inv_freq")
+    for leaf, want in zip(jax.tree.leaves(again), jax.tree.leaves(unbox(params)), strict=True):
+        assert leaf.dtype == jnp.float32
+        assert np.array_equal(leaf, np.asarray(want).astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
+    table = np.arange(6, dtype=np.float32).reshape(3, 2)
+    save_file({"tied.weight": table}, tmp_path / "model.safetensors")
+    names = {"embed/embedding": "tied.weight", "head/kernel": Stored("tied.weight", "d v -> v d")}
+    tree = {"embed": {"embedding": np.zeros((3, 2), "float32")}, "head": {"kernel": np.zeros((2, 3), "float32")}}
+    both = import_safetensors(tmp_path, tree, names=names)
+    assert np.array_equal(both["embed"]["embedding"], table) and np.array_equal(both["head"]["kernel"], table.T)
+    with pytest.raises(ValueError, match=r"'head/kernel' and 'embed/embedding' would both be the tensor 'tied.weight'"):
+        export_safetensors(both, tmp_path / "again", names=names)
+
+
+@pytest.mark.parametrize(
+    "names, problem",
+    [
+        ({"other": "x"}, "no pattern of names is all of the path 'a/kernel'; it has 'other'"),
+        ({"a/kernel": Stored("x", "i o h -> o i h")}, "'a/kernel' of shape (4, 2) does not have the dims of"),
+        ({"a/kernel": Stored("x", "i o -> o")}, "'a/kernel' of shape (4, 2) does not have the dims of"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused_with_the_leaf(names, problem, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        export_safetensors({"a": {"kernel": np.zeros((4, 2))}}, tmp_path, names=names)
+
+
+def test_another_shape_is_refused_with_leaf_tensor_and_both_shapes(tmp_path):
+    export_safetensors({"a": {"kernel": np.zeros((4, 2))}}, tmp_path, names=TRANSFORMERS)
+    problem = "'a/kernel' is float64[2, 4] as 'a.weight' in the file, and float64[5, 2] in abstract_params"
+    with pytest.raises(ValueError, match=re.escape(problem.replace("float64[5, 2]", "float64[2, 5]"))):
+        import_safetensors(tmp_path, {"a": {"kernel": np.zeros((5, 2))}}, names=TRANSFORMERS)
+
+
+def test_a_convolution_has_its_window_last_in_a_file(tmp_path):
+    kernel = np.random.default_rng(0).normal(size=(3, 5, 2, 4))
+    export_safetensors({"conv": {"kernel": kernel}}, tmp_path, names=TRANSFORMERS)
+    stored = load_file(tmp_path / "model.safetensors")["conv.weight"]
+    assert stored.shape == (4, 2, 3, 5) and np.array_equal(stored, np.einsum("yxio->oiyx", kernel))
+    again = import_safetensors(tmp_path, {"conv": {"kernel": np.zeros_like(kernel)}}, names=TRANSFORMERS)
+    assert np.array_equal(again["conv"]["kernel"], kernel)
+
+
+def test_layers_that_are_split_over_devices_are_read_layer_by_layer(tmp_path):
+    names = {"(.+)/kernel": Stored(r"\1.{layer}.weight", "i o -> o i")}
+    kernel = np.random.default_rng(0).normal(size=(8, 2, 4)).astype(np.float32)
+    export_safetensors({"a": {"kernel": kernel}}, tmp_path, names=names)
+    sharding = jax.NamedSharding(mesh_of(1, 8), jax.P("fsdp"))
+    like = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=sharding)
+    again = import_safetensors(tmp_path, {"a": {"kernel": like}}, names=names)["a"]["kernel"]
+    assert again.sharding == sharding and np.array_equal(again, kernel)

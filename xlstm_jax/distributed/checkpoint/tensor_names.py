@@ -1,0 +1,132 @@
+"""Leaves of a tree as tensors of a file that somebody else names and lays out.
+
+A map of names has a pattern of leaves' paths, and the tensor in which such a leaf is stored:
+
+    {"embed/embedding": "model.embed_tokens.weight",
+     r"layer_(\\d+)/(q|k|v)/kernel": Stored(r"model.layers.\\1.self_attn.\\2_proj.weight", "d h w -> (h w) d"),
+     r"blocks/(up|down)/kernel": Stored(r"model.layers.{layer}.mlp.\\1_proj.weight", "i o -> o i")}
+
+The first pattern that is all of a path counts. Groups of the pattern go into the name (``\\1``), with dots for slashes.
+A name with ``{layer}`` stands for several tensors, one for each layer of a scan, which are the leaf's first dim. The
+dims say how a leaf (without layers) lies in its tensor, as einops writes it; without them it lies there as it is.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xlstm_jax.wording import listed
+
+LAYER = "{layer}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a leaf is stored in a file of somebody else.
+
+    Attributes:
+      name: the tensor's name; see the top of this file.
+      dims: the leaf's dims and the tensor's, as ``"d h w -> (h w) d"``; or one such text for each rank of a leaf.
+
+    >>> Stored("head.weight", "i o -> o i")
+    Stored(name='head.weight', dims='i o -> o i')
+    """
+
+    name: str
+    dims: str | tuple[str, ...] = ()
+
+
+NameMap = Mapping[str, "str | Stored"]
+
+# Models of Hugging Face's transformers (Llama, Mistral, Gemma, GPT-2, BERT, ViT, ...): from their Flax parameters to
+# their PyTorch tensors. A kernel has its features out last, a weight first; a convolution's window is first, or last.
+TRANSFORMERS: NameMap = {
+    r"(.+)/kernel": Stored(r"\1.weight", ("i o -> o i", "x i o -> o i x", "y x i o -> o i y x")),
+    r"(.+)/(?:scale|embedding)": r"\1.weight",
+    r"(.+)": r"\1",
+}
+
+
+class StoredAt(NamedTuple):
+    """A leaf's place in a file: one tensor, or one for each layer, and how the leaf's dims become a tensor's."""
+
+    tensors: tuple[str, ...]
+    in_layers: bool
+    shape: tuple[int, ...]  # of a tensor
+    to_tensor: Callable[[Any], Any]  # of the leaf, or of one layer
+    to_leaf: Callable[[Any], Any]  # its inverse; both are views, where the tensor is contiguous
+
+
+def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
+    """Where the leaf at ``path`` of this shape stands in a file; under its own path without a map.
+
+    Raises:
+      ValueError: no pattern is all of the path, or the dims are not those of the leaf; names the leaf.
+    """
+    if names is None:
+        return StoredAt((path,), False, shape, _same, _same)
+    found, stored = next(
+        ((match, stored) for pattern, stored in names.items() if (match := re.fullmatch(pattern, path))), (None, "")
+    )
+    if found is None:
+        raise ValueError(f"no pattern of names is all of the path '{path}'; it has {listed(sorted(names))}.")
+    stored = stored if isinstance(stored, Stored) else Stored(stored)
+    groups = [(group or "").replace("/", ".") for group in found.groups()]
+    name = re.sub(r"\\(\d)", lambda digit: groups[int(digit[1]) - 1], stored.name)
+    in_layers = LAYER in name
+    tensors = tuple(name.replace(LAYER, str(layer)) for layer in range(shape[0])) if in_layers else (name,)
+    return StoredAt(tensors, in_layers, *_layout(path, shape[in_layers:], stored.dims))
+
+
+def _same(array: Any) -> Any:
+    return array
+
+
+def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """The tensor's shape, and the ways from the leaf to the tensor and back."""
+    texts = [dims] if isinstance(dims, str) else list(dims)
+    by_rank = {len(text.partition("->")[0].split()): text for text in texts}
+    if not texts or (not isinstance(dims, str) and len(shape) not in by_rank):
+        return shape, _same, _same
+    text = by_rank.get(len(shape), texts[0])
+    before, _, after = (part.strip() for part in text.partition("->"))
+    of_leaf, flat = before.split(), re.sub(r"[()]", " ", after).split()
+    if len(of_leaf) != len(shape) or len(set(of_leaf)) != len(of_leaf) or sorted(of_leaf) != sorted(flat):
+        raise ValueError(
+            f"'{path}' of shape {shape} does not have the dims of '{text}', which names each of them once."
+        )
+    sizes = dict(zip(of_leaf, shape, strict=True))
+    groups = [group.split() for group in re.findall(r"\(([^)]*)\)|(\S+)", after) for group in group if group]
+    tensor = tuple(int(np.prod([sizes[name] for name in group])) for group in groups)
+    order, back = [of_leaf.index(name) for name in flat], [flat.index(name) for name in of_leaf]
+    apart = tuple(sizes[name] for name in flat)
+    return (
+        tensor,
+        lambda leaf: leaf.transpose(order).reshape(tensor),
+        lambda array: array.reshape(apart).transpose(back),
+    )
+
+
+class StoredLeaf:
+    """A leaf as it stands in a file, in the leaf's layout: only what is indexed is read, and cast to its dtype.
+
+    ``parts`` are its layers where it is ``in_layers``, else one array.
+    """
+
+    def __init__(self, parts: list[Any], in_layers: bool, dtype: Any):
+        self._parts, self._in_layers, self._dtype = parts, in_layers, dtype
+        self.shape = (len(parts), *parts[0].shape) if in_layers else parts[0].shape
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self._in_layers:
+            return np.asarray(self._parts[0][index]).astype(self._dtype)
+        index = index if isinstance(index, tuple) else (index,)
+        layers = self._parts[index[0]] if index else self._parts
+        return np.stack([layer[index[1:]] for layer in layers]).astype(self._dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self[...] if not self._in_layers else self[()], dtype)
