@@ -200,11 +200,11 @@ def _with_cure(error: Exception) -> Exception | None:
 
 def _module_of(error: Exception) -> str:
     """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
-    running: Iterator[Any] = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [module for module in running if getattr(module, "scope", None) is not None]
-    if not modules:
-        return "this loss"
-    return f"module '{'/'.join(modules[-1].path) or type(modules[-1]).__name__}'"
+    innermost: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        innermost = running if getattr(running, "scope", None) is not None else innermost
+    return f"module '{'/'.join(innermost.path) or type(innermost).__name__}'" if innermost else "this loss"
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
