@@ -1,5 +1,7 @@
 """shard, gather and sync: the life of a leaf, against one device without any collective."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import term_of_mean
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])
@@ -268,6 +271,20 @@ def test_the_backward_pass_is_the_mean_of_what_autodiff_would_sum(check_vma):
     assert np.abs(summed).max() > 0.1
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_gradient_is_scattered_along_any_dim(dim):
+    shape = [3, 5, 2]
+    shape[dim] = 16
+    w, x = normal(0, tuple(shape)), normal(1, (8, *shape))
+    names = P(*[None] * dim, AXES)
+
+    def grad(w, x):
+        return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, dim, AXES) * x[0]))(w)
+
+    got = on_mesh(grad, mesh_of(2, 4), True, (names, P(AXES)), names)(w, x)
+    assert_allclose(got, x.mean(0), rtol=1e-6, atol=1e-6)
+
+
 @BOTH_MODES
 def test_dtypes_on_the_wire(check_vma):
     """The dtypes of the lowered collectives are those asked for; results come back in x's own."""
@@ -314,6 +331,17 @@ def test_a_float16_mean_does_not_overflow_where_its_sum_would():
 
     got = on_mesh(of_first_device, mesh_of(1, 8), False, P("fsdp"), P("fsdp"))(jnp.ones((8, 8), jnp.float32))
     assert_array_equal(got, np.full((8, 8), 10000))
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_a_narrow_term_has_the_bits_of_a_wide_division(dtype, count):
+    value = (jax.random.normal(jax.random.key(0), (4096,)) * 10.0 ** jnp.arange(-8, 8).repeat(256)).astype(dtype)
+    want = (value.astype(jnp.float32) / count).astype(dtype)
+    term = partial(term_of_mean, count=count, dtype=jnp.dtype(dtype))
+    assert_array_equal(jax.jit(term)(value), want)
+    wide = [eqn for _, eqn in equations(jax.make_jaxpr(term)(value)) if eqn.primitive.name == "convert_element_type"]
+    assert bool(wide) == (count == 6)  # a power of two divides the value as it is
 
 
 @BOTH_MODES

@@ -143,10 +143,9 @@ def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
 
 def terms_to_scatter(cotangent: jax.Array, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
     """What the stages of a reduce-scatter begin with: this device's terms of the mean over ``axes``."""
-    grad = widened(cotangent)
     if not collectives.spread_axes(axes):
-        return grad
-    return term_of_mean(grad, collectives.axis_size(axes), how.dtypes(primal)[1])
+        return widened(cotangent)
+    return term_of_mean(cotangent, collectives.axis_size(axes), how.dtypes(primal)[1])
 
 
 def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) -> jax.Array:
