@@ -62,17 +62,18 @@ def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> ja
 
 
 class Cell(ABC):
-    """What all cells have: arrays of one shape, merged entry by entry."""
+    """Arrays of one shape, which are merged entry by entry."""
 
     @classmethod
     @abstractmethod
     def identity(cls, shape: tuple[int, ...] = ()) -> Self:
-        """The cell of nothing: merged with another, it gives that one."""
+        """The cell of nothing: merged with another cell, it gives the other cell."""
 
     def merged(self, dims: tuple[int, ...]) -> Self:
         """All entries along ``dims`` merged into one, by one ``lax.reduce`` over all arrays of the cell."""
         if not dims:
             return self
+        # XLA reduces in any order, and `merge` allows it: commutative to the bit, associative up to rounding.
         leaves, structure = jax.tree.flatten(self)
 
         def merge(a: list[jax.Array], b: list[jax.Array]) -> tuple[jax.Array, ...]:
@@ -104,7 +105,8 @@ class Total(Cell):
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
         """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
-        values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))  # in a loss: a sum of bits has no gradient
+        # A metric may be observed within a loss. It takes no gradient: the bits of `halves` have none.
+        values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
         if weight is not None:
             weight = like_rows(weight, values).astype(values.dtype)
             values = masked(values * weight, weight, 0)
@@ -112,11 +114,12 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """The sums that ``add`` makes of the upper and of the lower halves of weights, in a plain float.
+        """The sum of weights by ``add``, a plain sum or scatter-add, which gets their upper and their lower halves.
 
         Much cheaper than ``of`` where each weight goes into one of many sums. Exact for up to 2^12 weights of similar
-        size in one sum, and for up to 2^24 that are 0 or 1.
+        size in one sum, and for up to 2^24 weights of 0 or 1.
         """
+        # A half has 12 of the 24 bits of a float32, which leaves 12 for carries.
         upper, lower = halves(weights.astype(wide_float()))
         return cls._plain(add(upper)).merge(cls._plain(add(lower)))
 
@@ -125,6 +128,7 @@ class Total(Cell):
         return cls(values, jnp.zeros_like(values))
 
     def merge(self, other: "Total") -> "Total":
+        # Knuth's two-sum: no branch on which is larger. XLA does not reassociate floats, so it survives compilation.
         high = self.high + other.high
         other_part = high - self.high
         lost = (self.high - (high - other_part)) + (other.high - other_part)  # high + lost is the exact sum
@@ -138,7 +142,8 @@ class Total(Cell):
         return self.high + self.low
 
     def pieces(self) -> Pieces:
-        # A half of 12 bits leaves the sum over 2^12 devices of similar size exact.
+        # A half of 12 bits leaves the sum over 2^12 devices of similar size exact. `low` is 2^-24 of the value at most,
+        # so the rounding of its own sum does not show.
         return [("sum", half) for half in halves(self.high)] + [("sum", self.low)]
 
     def from_pieces(self, pieces: list[jax.Array]) -> "Total":
@@ -148,6 +153,8 @@ class Total(Cell):
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(upper, lower) with upper + lower = x, each with half of its significant bits, so that many add up exactly."""
+    # With low bits cleared, upper has the exponent of x, so x - upper is exact: the bits that were cleared.
+    # Of NaN and infinity only x itself is right: cleared bits would turn NaN into inf, and inf - inf is NaN.
     unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]
     integer = lax.bitcast_convert_type(x, unsigned)
     upper = lax.bitcast_convert_type((integer >> bits) << bits, x.dtype)
@@ -187,22 +194,26 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
-        if isinstance(values, int) and not isinstance(values, bool):  # of any size, also where ints have 32 bits
+        # A Python integer has any size, while JAX would cut it to 32 bits where x64 is off.
+        if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
         values = jnp.asarray(values)
         if values.dtype == bool:
             values = values.astype(jnp.uint32)
         if values.dtype.itemsize == 8:
             return cls((values >> 32).astype(jnp.uint32), values.astype(jnp.uint32))
+        # Two's complement: the high limb of a negative number has all bits set.
         sign = jnp.where(values < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
         return cls(sign, values.astype(jnp.uint32))
 
     def _times(self, weight: jax.Array) -> "Count":
-        """Rows times an integer weight in 0..65535, which is what fits beside 16 bits; a mask is 0 or 1."""
+        """Rows times an integer weight in 0..65535; a mask is 0 or 1."""
+        # A quarter of 16 bits times a weight of 16 bits fits into 32.
         return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
     def merge(self, other: "Count") -> "Count":
         low = self.low + other.low
+        # An unsigned sum that has wrapped is smaller than each of its terms.
         carry = (low < self.low).astype(jnp.uint32)
         return Count(self.high + other.high + carry, low)
 
@@ -261,6 +272,7 @@ class Maximum(Cell):
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
         if weight is not None:
             values = masked(values, like_rows(weight, values), neutral)
+        # `initial` makes an empty batch the identity, where a reduction without it raises.
         reduce = jnp.max if cls.operation == "max" else jnp.min
         return cls(reduce(values, axis=tuple(range(values.ndim - keep)), initial=neutral))
 
@@ -281,6 +293,7 @@ class Maximum(Cell):
         return type(self)(merge(self.value, other.value.astype(self.value.dtype)))
 
     def pieces(self) -> Pieces:
+        # All-reduces take numbers: True and False travel as 1 and 0.
         value = self.value.astype(jnp.int32) if self.value.dtype == bool else self.value
         return [(self.operation, value)]
 

@@ -20,8 +20,8 @@ Averages are those of scikit-learn: "micro" counts the decisions of all classes 
 the classes, "weighted" their mean by support (tp + fn, the weight of the rows of a class), "per_class" is no average:
 [C]. Balanced accuracy is ``Recall(average="macro")``, with ``zero_division=nan`` where some class may not occur at all.
 
-NaN among the scores of a row that counts shows: the values that it takes part in are NaN. Rows with weight 0 (padding)
-are not looked at, whatever they hold.
+A NaN score makes every statistic NaN that its row counts in. Rows with weight 0 (padding) are ignored, whatever they
+hold.
 """
 
 import math
@@ -45,9 +45,9 @@ AVERAGES = ("micro", "macro", "weighted", "per_class")
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was predicted and what is true, bools [b..., C]; and where that is unknown, [b..., C] or [b..., 1].
+    """What was predicted and what is true, bools [b..., C]; and where either is unknown, [b..., C] or [b..., 1].
 
-    ``weighted`` is the shape of what has a weight of its own: [b...], or [b..., C] where decisions may.
+    ``weighted`` is the shape that weights may have: [b...], or [b..., C] where single decisions have weights.
     """
 
     predicted: jax.Array
@@ -119,13 +119,14 @@ class Multiclass:
     """One of C classes: scores [b..., C] and labels; the highest score is the prediction.
 
     Labels are integers [b...] or [b..., 1], or with floating scores one-hot [b..., C], of any dtype. With ``top_k`` > 1
-    the prediction is the label where that is among the k highest scores, else the highest score. Of equal scores the
-    lower class counts as the higher. With ``top_k`` 1 the scores may also be integer predictions of the labels' shape.
+    the prediction is the label if it is among the k highest scores, else the class of the highest score. Of equal
+    scores the lower class counts as the higher. With ``top_k`` 1 the scores may be integer predictions of the labels'
+    shape.
 
-    A label outside of 0..C-1 (an ignore index such as -1), or one-hot without a 1, matches no class: its row is wrong,
-    a false positive of the class that was predicted and no class's false negative. Give such rows weight 0 to leave
-    them out. Likewise an integer prediction outside of 0..C-1 is a false negative only. Labels of the shape of one-hot
-    ones that are none (smoothed ones, probabilities) show as NaN.
+    A label outside of 0..C-1 (an ignore index such as -1), or a one-hot row without a 1, matches no class: its row is a
+    false positive of the predicted class and no false negative. Give such rows weight 0 to leave them out. An integer
+    prediction outside of 0..C-1 is a false negative only. Rows of [b..., C] labels that are not one-hot (smoothed
+    labels, probabilities) show as NaN.
 
     >>> Multiclass(3).decide(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).predicted.tolist()
     [[False, True, False]]
@@ -158,10 +159,8 @@ class Multiclass:
         return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown, labels.shape)
 
     def _class_numbers(self, scores: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
-        """The labels as numbers [b...] of classes, -1 for none; and where they are neither that nor one-hot, [b..., 1].
-
-        Integer scores are predictions: labels of their shape are numbers, whatever the size of the last dim.
-        """
+        """The labels as class numbers [b...], -1 for none; and where one-hot labels are not one-hot, [b..., 1]."""
+        # Integer scores are predictions, so labels of their shape are class numbers, whatever the last dim.
         *rows, last = scores.shape or (None,)
         if last != self.num_classes or jnp.issubdtype(scores.dtype, jnp.integer):
             return labels, False
@@ -169,6 +168,7 @@ class Multiclass:
             return labels[..., 0], False
         if labels.shape != scores.shape:
             return labels, False
+        # An argmax of smoothed labels would pass for a label, so only true one-hot rows count.
         ones = labels == 1
         is_one_hot = (ones | (labels == 0)).all(-1) & (ones.sum(-1) <= 1)
         return jnp.where(ones.any(-1), jnp.argmax(ones, -1), -1), ~is_one_hot[..., None]
@@ -176,6 +176,7 @@ class Multiclass:
     def _predictions(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         if self.top_k == 1:
             return jnp.argmax(scores, axis=-1)
+        # Top-k accuracy is the plain accuracy of this prediction.
         _, highest = lax.top_k(scores, self.top_k)
         among = (highest == labels[..., None]).any(-1)
         return jnp.where(among, labels, highest[..., 0])
@@ -202,8 +203,9 @@ def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str)
 
 
 def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
-    """The weight [b...] of the rows where ``which`` [b..., C] is true; NaN where one that counts is unknown."""
+    """By class the weight of the rows where ``which`` [b..., C] is true; NaN where a row that counts is unknown."""
     counted = like_rows(weight, which) != 0
+    # Where single decisions have weights, the last dim of the weight is the classes, which stay apart.
     rows = tuple(range(weight.ndim)) if weight.ndim < which.ndim else tuple(range(which.ndim - 1))
 
     def add(half: jax.Array) -> jax.Array:
@@ -214,7 +216,7 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
 
 
 def weight_per_label(weight: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
-    """The weight of each label [*shape], of whose dims it has the leading ones; 1 where none is given."""
+    """The weight, which has leading dims of ``shape``, broadcast to [*shape]; 1 for each label without a weight."""
     labels = jax.ShapeDtypeStruct(shape, jnp.bool_)
     return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), shape)
 
@@ -225,8 +227,8 @@ class Statistic(ABC):
 
     Args:
       average: one of ``AVERAGES``; see the module.
-      zero_division: the fraction where its denominator is 0, of one class or of all. NaN leaves such classes out of
-        "macro" and "weighted", and is the value where all are left out.
+      zero_division: the fraction where its denominator is 0. NaN leaves such classes out of "macro" and "weighted", and
+        is the average where all classes are left out.
     """
 
     average: str = "macro"
@@ -250,8 +252,9 @@ class Statistic(ABC):
         if self.average == "per_class":
             return by_class
         weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(by_class)
+        # A class that is left out has the value NaN and gets weight 0, with which `Total.of` ignores it.
         defined = (denominator != 0) | (not math.isnan(self.zero_division))
-        # Where no weight is left the plain mean of what is defined, as in scikit-learn.
+        # As in scikit-learn: where no weight is left, the plain mean of the classes that are defined.
         weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
         weight = jnp.where(defined, weight, 0)
         return ratio(Total.of(by_class, weight).value, Total.of(weight).value, self.zero_division)
@@ -278,7 +281,7 @@ class Accuracy(Statistic):
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
         if self.average == "micro" and isinstance(task, Multiclass):
-            # A row is one decision among C, not C decisions: right rows over rows, which every class has seen all of.
+            # A row is one decision among C, not C decisions. Every class has counted all rows: the first will do.
             _, rows = self.terms(**cells)
             return ratio(_over_classes(cells)["tp"].value, rows[0], self.zero_division)
         return super().of(cells, task)
@@ -286,7 +289,7 @@ class Accuracy(Statistic):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Statistic):
-    """The fraction that is of the class, of what was predicted to be; ``zero_division`` where nothing was.
+    """The fraction of a class's predictions that are right; ``zero_division`` for a class that was never predicted.
 
     >>> metric = ConfusionMatrix(Binary(), {"precision": Precision()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 0])))
@@ -299,7 +302,7 @@ class Precision(Statistic):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Statistic):
-    """The fraction that was predicted to be of the class, of what is; ``zero_division`` where it did not occur.
+    """The fraction of a class's rows that were predicted as it; ``zero_division`` for a class without rows.
 
     >>> metric = ConfusionMatrix(Binary(), {"recall": Recall()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 1, 0])))
@@ -330,6 +333,7 @@ class FBeta(Statistic):
 
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         square = self.beta**2
+        # (1 + b^2) P R / (b^2 P + R), multiplied out: 0 instead of 0 / 0 where P and R are both 0.
         return (1 + square) * tp.value, square * tp.merge(fn).value + tp.merge(fp).value
 
 
@@ -338,6 +342,7 @@ def _over_classes(cells: Cells) -> Cells:
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
 
 
+# eq=False hashes by identity, as for `Compose`.
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
     """Statistics of the decisions of a task (``Binary``, ``Multiclass``, ``Multilabel``) by name; the value is a dict.

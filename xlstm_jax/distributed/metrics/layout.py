@@ -67,8 +67,10 @@ class Layout:
         for path, cell in _by_path(identity).items():
             arrays = jax.tree.leaves(cell)
             entries.append(Entry(path, type(cell), tuple(arrays[0].shape), tuple(str(x.dtype) for x in arrays)))
+        # Sorted, so that cells of one group lie side by side and the order of a dict's keys changes nothing.
         self.entries = sorted(entries, key=lambda entry: (entry.cell_type.__name__, entry.dtypes, entry.path))
         text = "\n".join(f"{e.path} {e.cell_type.__name__} {e.shape} {e.dtypes}" for e in self.entries)
+        # Not `hash`: Python salts the hashes of strings, and another process restores what this one has saved.
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -122,6 +124,7 @@ class Layout:
         for entry in self.entries:
             start = ends[entry.group]
             ends[entry.group] = end = start + math.prod(entry.shape)
+            # A cell lies in the same range of each array of its group: of `high` and `low`, say.
             arrays = [x[..., start:end] for x in jax.tree.leaves(groups[entry.group])]
             cells[entry.path] = entry.cell_type(*(x.reshape((*x.shape[:-1], *entry.shape)) for x in arrays))
         return unflatten_dict({("", *path): cell for path, cell in cells.items()}).get("", {})
@@ -153,12 +156,14 @@ class Layout:
 
 def _by_path(cells: Cells) -> dict[Path, Cell]:
     """The cells of nested dicts by their paths; a cell that stands alone has the empty path."""
+    # Under a key of its own: `flatten_dict` takes only dicts, and a state may be a single cell.
     flat: dict[Path, Any] = flatten_dict({"": cells})
     return {path[1:]: cell for path, cell in flat.items()}
 
 
 def _fitted(cell: Cell, entry: Entry) -> Cell:
     """The cell in the dtypes of the state's, checked to be of its type and shape."""
+    # Not isinstance: `Minimum` is a subclass of `Maximum`, and merged as one it would keep the wrong end.
     if type(cell) is not entry.cell_type:
         raise TypeError(f"{entry.name} is a {entry.cell_type.__name__}, and {type(cell).__name__} was observed for it.")
     arrays = jax.tree.leaves(cell)

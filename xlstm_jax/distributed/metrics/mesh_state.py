@@ -1,7 +1,7 @@
 """The state of a pure metric on a mesh: what each device has seen, and, after ``sync``, what all have.
 
-``MetricAccumulator`` and ``StatefulMetric`` are made of it. What a process has seen by itself is added on its own
-devices. Only ``sync`` is a program that all processes must run.
+``MetricAccumulator`` and ``StatefulMetric`` are built on it. A process adds its own values on its own devices, so that
+it may do so alone. Only ``sync`` is a program that all processes must run.
 """
 
 import functools
@@ -36,6 +36,7 @@ class MeshState:
 
     def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
         self.metric = metric
+        # NumPy arrays belong to no device: `to` may put the same initial value on another mesh.
         self._initial: Synced = jax.tree.map(np.asarray, metric.state_of(initial))
         mesh = DeviceMeshManager.create_device_mesh({DEVICES_AXIS: -1}) if mesh is None else auto_mesh(mesh)
         self._put_on(mesh, mesh.axis_names if axes is None else mesh_axes(mesh, axes, "axes"))
@@ -65,7 +66,8 @@ class MeshState:
         sync_together([self])
 
     def add_own(self, seen: Vectors, on_all_processes: bool = False) -> None:
-        """Merges what this process has seen into its first row; what all processes have seen counts once."""
+        """Merges what this process has seen into its first row. Process 0 merges what all have seen."""
+        # All processes pass the same global array, and each would add it to a row of its own.
         if not on_all_processes or jax.process_index() == 0:
             self._set_local(_merged_into_first_row(self.local, seen))
         self.synced = None
@@ -123,6 +125,7 @@ class MeshState:
         cells = jax.eval_shape(self.metric.identity)
         rows = _restored(cells, state_dict["local"], "local", devices=True)
         synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", devices=False))
+        # All checks are above: a refused state dict leaves this state as it was.
         rows = jax.vmap(self.metric.state_of)(rows).vectors
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
 
@@ -156,21 +159,23 @@ def is_readable(x: object) -> bool:
 
 
 def on_one_device(x: Any) -> Any:
-    """An array that this process can read, on one of its devices, not waited for; what is no ``jax.Array`` as it is."""
+    """An array that this process can read, on one of its devices, without waiting; other values as they are."""
     if not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
         return x
-    if not x.is_fully_replicated:  # by a program, as jax.device_put would wait for it
+    # By a program: `jax.device_put` would wait until the array is computed.
+    if not x.is_fully_replicated:
         x = _copying(cast(NamedSharding, x.sharding).mesh)(x)
     return x.addressable_data(0)
 
 
 @functools.cache
 def _copying(mesh: Mesh | AbstractMesh) -> Any:
+    # Cached, since jit compiles anew for each new lambda.
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _device_of(place: Device | str | int) -> Device:
-    """The device that is meant by itself, by its number, or by its platform with or without a number ("cpu:1")."""
+    """The device for a device, a number among this process's, or a platform with or without a number ("cpu:1")."""
     if not isinstance(place, str | int):
         return place
     platform, _, number = place.partition(":") if isinstance(place, str) else ("", "", str(place))
@@ -188,14 +193,15 @@ def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
 
 
 def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
-    """The saved arrays in the cells of ``like``, checked; with ``devices`` they have a leading device dim besides."""
+    """The saved arrays in the cells of ``like``, checked; with ``devices`` each has a leading device dim."""
     try:
         cells = serialization.from_state_dict(like, saved)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
     for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
         shape = np.shape(got)
-        wanted = (*shape[:devices], *want.shape)  # of any number of devices
+        # `devices` counts as 0 or 1 leading dims, of any size: the state may come from another number of devices.
+        wanted = (*shape[:devices], *want.shape)
         if shape != wanted or len(shape) != devices + len(want.shape) or got.dtype != want.dtype:
             raise ValueError(
                 f"state dict[{name!r}] has an array of shape {shape} and dtype {getattr(got, 'dtype', None)}; "
@@ -217,6 +223,7 @@ def _merge_rows(layout: Layout, rows: dict[str, list[jax.Array]]) -> Vectors:
 def _own_rows(x: jax.Array) -> list[jax.Array]:
     """The rows of this process, [1, k] each, on the device of the first."""
     first = _first_shards(x)[0]
+    # By row number: along other axes of the mesh lie copies of a row, and one copy counts.
     rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return jax.device_put([rows[start] for start in sorted(rows)], first.device)
 
@@ -236,7 +243,7 @@ def _first_shards(x: jax.Array) -> list[jax.Shard]:
 
 
 def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
-    # Put together of shards: a program over the mesh would wait for the other processes.
+    # Assembled from shards: a program over the mesh would wait for the other processes.
     new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
     shards = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
@@ -245,6 +252,7 @@ def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _update(metric: PureMetric, mesh: Mesh, local: Local, arguments: PyTree) -> Local:
     split = PartitionSpec(local.axes)
+    # A scalar has no dim to split, so every device observes it.
     specs = jax.tree.map(lambda x: split if np.ndim(x) else PartitionSpec(), arguments)
 
     def update(local: Local, arguments: PyTree) -> Local:
@@ -264,6 +272,7 @@ def sync_together(states: Sequence[MeshState]) -> None:
     """``sync`` of several states, in the same collectives for all that share mesh and axes."""
     groups: dict[tuple[Mesh, tuple[str, ...]], list[MeshState]] = {}
     for state in states:
+        # A program runs on one mesh, and one collective over one set of axes.
         groups.setdefault((state.mesh, state.axes), []).append(state)
     for (mesh, _), group in groups.items():
         for state, synced in zip(group, _sync(mesh, [state.local for state in group]), strict=True):

@@ -78,7 +78,8 @@ class MetricLogger:
     def __init__(
         self, folder: str | os.PathLike[str], *, tensorboard: bool | None = None, resume_step: int | None = None
     ) -> None:
-        if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(folder)):  # Path("gs://bucket") has one slash left
+        # One slash, since Path("gs://bucket") has only one left.
+        if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(folder)):
             raise ValueError(
                 f"folder={os.fspath(folder)!r} is a URL: rows are appended to files, which an object store does not "
                 "have. Log to a folder of this machine, or of a file system that mounts the store, and copy it as the "
@@ -116,6 +117,7 @@ class MetricLogger:
         if self._files is None:
             self._last_step = step
             return
+        # Begins the copies now, so that they have arrived when the row is written one call later.
         for value in held.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
@@ -155,7 +157,8 @@ class MetricLogger:
             error.add_note(f"MetricLogger could not write its last row: {failure}")
 
     def _write_pending(self, following: tuple[int, dict[str, Held]] | None = None) -> None:
-        """Writes the pending row. The following row is held first: an error about the one does not cost both."""
+        """Writes the pending row, and holds the following row in its place."""
+        # In this order: an error about the pending row must not cost the following row, too.
         pending, self._pending = self._pending, following
         if pending is not None and self._files is not None:
             step, held = pending
@@ -211,7 +214,8 @@ def _named(metrics: Mapping[str, PyTree], prefix: str = "") -> Iterator[tuple[st
 
 
 def _held(name: str, value: Any) -> Held:
-    """What is held of a value: a ``jax.Array`` as it is; all else as numbers, since NumPy arrays may be overwritten."""
+    """The value, checked: a ``jax.Array`` as it is, any other as numbers."""
+    # NumPy arrays are read now: the caller may overwrite them before the row is written.
     if isinstance(value, int | float) and not isinstance(value, np.generic):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Tracer):
@@ -241,7 +245,7 @@ def _held(name: str, value: Any) -> Held:
 
 
 def _read(name: str, step: int, value: Held) -> Number | list[Number]:
-    """What is held, as Python numbers."""
+    """The held value as Python numbers."""
     if not isinstance(value, jax.Array):
         return value
     if value.is_deleted():
@@ -261,7 +265,8 @@ def _number(entry: Any) -> Number:
     """A Python number whose ``repr`` is the shortest decimal that reads back to ``entry``."""
     if not jnp.issubdtype(entry.dtype, np.floating):
         return int(entry)
-    # NumPy prints its own floats that way. bfloat16 and 8-bit floats print six digits; float32 holds them exactly.
+    # NumPy prints its own floats so. bfloat16 and 8-bit floats print six digits, but are exact in float32, which prints
+    # its shortest decimal.
     return float(str(entry if isinstance(entry, np.floating) else np.float32(entry)))
 
 
@@ -286,6 +291,7 @@ class _RunFiles:
                 "resume a run. Choose another folder, or move the table away."
             )
         rows = _read_rows(self._record_path)
+        # Rows after `resume_step` are trained again, and each step has one row.
         kept = [_json_line(step, row) for step, row in rows.items() if resume_step is not None and step <= resume_step]
         folder.mkdir(parents=True, exist_ok=True)
         self._record = _replaced(self._record_path, "".join(kept))
@@ -304,8 +310,9 @@ class _RunFiles:
             csv.DictWriter(self._table, self._columns, lineterminator="\n").writerow({STEP: step} | cells)
             self._table.flush()
         else:
-            old = self._table  # which stays open and in use if the new one cannot be written
-            self._table, self._columns = self._new_table()  # of the record, which has this row already
+            # Made of the record, which has this row already. The old table stays in use if writing the new one fails.
+            old = self._table
+            self._table, self._columns = self._new_table()
             old.close()
         for name, value in cells.items() if self._events else ():
             self._events.add_scalar(name, value, step)
@@ -387,16 +394,18 @@ def _replaced(path: Path, text: str) -> TextIO:
 
 
 def _read_rows(path: Path) -> dict[int, Row]:
-    """Rows by step, in the order of the file, of the lines that were written to their end."""
+    """Rows by step, in the order of the file; a last line without a line break is dropped."""
     data = path.read_bytes() if path.exists() else b""
     rows: dict[int, Row] = {}
-    for line in data.split(b"\n")[:-1]:  # a kill may cut the last line within a character
+    # Split as bytes: a kill may have cut the last line within a character.
+    for line in data.split(b"\n")[:-1]:
         try:
             row = json.loads(line.decode())
             step = operator.index(row.pop(STEP))
             if step <= next(reversed(rows), -math.inf):
                 raise ValueError(f"step {step} after step {next(reversed(rows))}")
-            "".join(row).encode()  # JSON may hold half of a surrogate pair, and the table cannot
+            # JSON may hold half of a surrogate pair, which the UTF-8 table cannot: raises UnicodeEncodeError.
+            "".join(row).encode()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} has the line {shortened(line.decode(errors='replace'), LINE_SHOWN)!r}, which no MetricLogger "

@@ -75,7 +75,7 @@ class Synced(_State):
 
 
 class PureMetric(ABC):
-    """What is measured. A subclass gives ``identity``, ``observe`` and ``result``; the rest follows from them.
+    """A metric, without a state. A subclass gives ``identity``, ``observe`` and ``result``; the rest follows from them.
 
     >>> from xlstm_jax.distributed.metrics.cells import Count, Total
     >>> class MeanSquare(PureMetric):
@@ -100,7 +100,7 @@ class PureMetric(ABC):
 
     @abstractmethod
     def result(self, cells: Cells) -> PyTree:
-        """What a state means: an array or a dict of arrays; a declared value, no NaN, for the state of nothing."""
+        """The value of a state: an array or a dict of arrays. The state of nothing has a declared value, not NaN."""
 
     def empty(self, axes: AxisNames = (), mesh: Mesh | None = None) -> Local:
         """The state of nothing on every device.
@@ -117,6 +117,7 @@ class PureMetric(ABC):
             return self.as_local(self.state_of({}), axes, mesh)
         collectives.check_bound(axes, caller="empty (outside of shard_map it needs mesh=)")
         nothing = self.state_of({})
+        # Typed as varying from the start, as after `update`: a `scan` over batches carries one type.
         return Local(collectives.to_varying(_row(nothing.vectors), axes), nothing.layout, axes)
 
     def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
@@ -124,12 +125,11 @@ class PureMetric(ABC):
 
         Args:
           state: this device's, from ``empty`` or the previous ``update``; its buffers may be donated.
-          *args, **kwargs: what the metric observes: this device's shard of the batch. A Python number is what each
-            device observes.
+          *args, **kwargs: what the metric observes: this device's shard of the batch. A Python number is observed by
+            each device.
         Raises:
-          ValueError: the state holds several devices' values (outside of ``shard_map``); or the types of what is
-            observed show that it differs along an axis that was not declared in ``empty``, or is the same along one
-            that was.
+          ValueError: the state holds several devices' values (outside of ``shard_map``); or the batch differs along an
+            axis that ``empty`` did not declare, or is the same along a declared axis, as its types show.
         """
         _check_local(state, "update")
         self._check_own(state)
@@ -139,13 +139,13 @@ class PureMetric(ABC):
         merged = state.layout.merge(state.vectors, _row(seen))
 
         def typed(new: jax.Array, old: jax.Array) -> jax.Array:
-            # As before, also where a constant was merged, so that a ``scan`` can carry the state.
+            # What was merged may vary over fewer axes (a constant over none), and a `scan` wants its carry's type kept.
             return collectives.to_varying(new, sorted(collectives.varying_axes(old)))
 
         return state.replace(vectors=jax.tree.map(typed, merged, state.vectors))
 
     def merge(self, a: State, b: State) -> State:
-        """What both have seen, device by device; associative and commutative, with ``empty`` neutral.
+        """What both states have seen, device by device; associative and commutative, with ``empty`` neutral.
 
         Both states are local, over the same axes, or both are synchronized.
         """
@@ -160,10 +160,10 @@ class PureMetric(ABC):
     def sync(self, state: Local) -> Synced:
         """What all devices have seen, inside ``shard_map`` or ``pmap``.
 
-        A state of which each device receives no more than ``GATHER_BYTES`` is gathered by one collective, and every
-        device merges all rows, at full precision. A larger one takes one all-reduce per (operation, dtype), and its
-        sums have the precision of float32 where devices hold values of very different size. The local state can still
-        be used. Several metrics are synchronized at once as a ``Compose``.
+        A small state is gathered by one collective, and every device merges all rows at full precision. A state of
+        which a device would receive more than ``GATHER_BYTES`` takes one all-reduce per (operation, dtype); its sums
+        have the precision of float32 where devices hold values of very different size. The local state stays usable.
+        Several metrics are synchronized at once as a ``Compose``.
 
         Raises:
           ValueError: the axes of the state are not bound here.
@@ -172,7 +172,7 @@ class PureMetric(ABC):
         return sync_states([state])[0]
 
     def compute(self, state: Synced) -> PyTree:
-        """The value of a synchronized state; a ``TypeError`` for one that is local, which is one device's."""
+        """The value of a synchronized state; a ``TypeError`` for a local state, which holds one device's value."""
         if not isinstance(state, Synced):
             raise TypeError(
                 f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
@@ -188,7 +188,7 @@ class PureMetric(ABC):
         return jax.vmap(self.result)(state.cells)
 
     def state_of(self, cells: Cells) -> Synced:
-        """The state that holds these cells; what a dict leaves out is the identity's, as all of ``{}`` is.
+        """The state that holds these cells; a cell that the dict leaves out is the identity.
 
         Raises:
           ValueError: a cell that ``identity`` does not have, or of another shape.
@@ -199,19 +199,20 @@ class PureMetric(ABC):
         return Synced(layout.pack(cells, identity), layout)
 
     def as_local(self, state: Synced, axes: AxisNames, mesh: Mesh) -> Local:
-        """Takes a synchronized state up again: the first device has it, the others have seen nothing.
+        """A local state that goes on from a synchronized one: the first device has it, the others have seen nothing.
 
         So a run goes on from a checkpoint on any number of devices: save ``sync(local)``, restore it, and call this.
         """
         self._check_own(state)
         axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
+        # The restored state may lie on other devices than this mesh has, which a jitted function refuses.
         vectors = jax.device_put(state.vectors, NamedSharding(mesh, PartitionSpec()))
         return Local(_on_first_device(vectors, self.state_of({}).vectors, mesh, axes), state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        """Raises where the types of what is observed show that devices would be counted wrongly.
+        """Raises where the types of ``observed`` show that devices would be counted wrongly.
 
-        A metric that itself takes care of what is the same along an axis overrides this with nothing.
+        A metric that divides by the number of devices with equal values overrides this.
         """
         arrays = [x for x in jax.tree.leaves(observed) if isinstance(x, jax.Array)]
         varying = frozenset[str]().union(*(collectives.varying_axes(x) for x in arrays))
@@ -221,6 +222,7 @@ class PureMetric(ABC):
                     f"what is observed differs along {axis!r}, but the state was declared over {axes}, so only one of "
                     f"{collectives.axis_size([axis])} devices would count. Begin with empty({(*axes, axis)})."
                 )
+        # Where nothing varies, `check_vma` is off or the batch is a constant: types tell nothing then.
         for axis in axes if varying else ():
             if axis not in varying and collectives.is_bound(axis) and collectives.axis_size([axis]) > 1:
                 raise ValueError(
@@ -230,6 +232,7 @@ class PureMetric(ABC):
                 )
 
     def _check_own(self, state: _State) -> None:
+        # Abstract: `compute` outside of jit would otherwise make the arrays of a state for a comparison.
         layout = Layout(jax.eval_shape(self.identity))
         if state.layout != layout:
             raise ValueError(
@@ -252,6 +255,7 @@ def _row(vectors: Vectors) -> Vectors:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
     """[k] -> [n, k]: ``vectors`` on the first device, ``nothing`` on the others."""
+    # The identity elsewhere: the restored state counts once, however many devices there are now.
     first = jnp.arange(math.prod(mesh.shape[axis] for axis in axes))[:, None] == 0
     rows = jax.tree.map(lambda x, zero: jnp.where(first, x, zero), vectors, nothing)
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(axes)))
@@ -265,6 +269,7 @@ def sync_states(states: list[Local]) -> list[Synced]:
         _check_one_device(state)
     own = [Synced(jax.tree.map(lambda x: x[0], state.vectors), state.layout) for state in states]
     leaves, structure = jax.tree.flatten(own)
+    # Gathered rows merge as pairs (high, low), at full precision, but arrive from all devices.
     if not axes or collectives.axis_size(axes) * sum(leaf.nbytes for leaf in leaves) > GATHER_BYTES:
         return _all_reduce(own, axes)
     gathered = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
@@ -281,6 +286,7 @@ def _all_reduce(states: list[Synced], axes: tuple[str, ...]) -> list[Synced]:
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """The cells merged over devices, inside ``shard_map``; one collective per (operation, dtype) for all."""
+    # A collective adds numbers, not pairs: each cell is taken apart into arrays of which plain sums are exact.
     pieces = [cell.pieces() for cell in cells]
     flat = [piece for of_cell in pieces for piece in of_cell]
     reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], axes))
@@ -297,7 +303,7 @@ def _check_one_device(state: Local) -> None:
 
 
 def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[Local], tuple[PyTree, Local]]:
-    """The function to call on log steps: ``log_step(local) -> (values, empty local)``, a ``jax.jit`` function.
+    """A jitted function for log steps: ``log_step(local) -> (values, empty local)``.
 
     It syncs, computes and empties. The state, of ``metric.empty(axes, mesh)``, is donated. The values are equal on all
     devices and need not be waited for; hand them to ``MetricLogger``.
@@ -315,6 +321,7 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
 
     def log_step(local: Local) -> tuple[PyTree, Local]:
         computed = jax.shard_map(values, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(local)
+        # Made within the program, whose donated argument has buffers of just these shapes.
         return computed, metric.empty(axes, mesh)
 
     return jax.jit(log_step, donate_argnums=0)

@@ -81,6 +81,7 @@ class BinnedRanking(PureMetric):
     def __post_init__(self) -> None:
         if not 1 <= self.bins <= MAX_BINS:
             raise ValueError(f"bins={self.bins} is not in 1..{MAX_BINS}.")
+        # A width beyond float32 becomes inf and is refused below; NumPy's warning would come before the error.
         with np.errstate(all="ignore"):
             width = np.float32(self.high) - np.float32(self.low)
         if not np.finfo(np.float32).tiny <= width < np.inf:
@@ -93,8 +94,9 @@ class BinnedRanking(PureMetric):
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels.shape), labels == 1
+        # NaN has no bin. As a NaN weight it shows in every value.
         weight = jnp.where(jnp.isnan(scores) & (weight != 0), jnp.nan, weight)
-        # 0..bins-1; each operation keeps the order of scores, rounded or not, infinite or not.
+        # Each operation is monotonic, also rounded and at infinity: the bounds need the order of scores, not borders.
         fraction = (scores.astype(wide_float()) - self.low) / (self.high - self.low)
         bins = jnp.clip(jnp.floor(fraction * self.bins), 0, self.bins - 1).astype(jnp.int32)
 
@@ -107,7 +109,8 @@ class BinnedRanking(PureMetric):
         }
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        # Cumulative sums in pairs: plain sums of a thousand float32 would be off by up to 1e-4.
+        # Entry b is the weight in bin b and above, entry 0 the weight of all. In pairs: plain cumulative sums of a
+        # thousand float32 would be off by up to 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
         fractions = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
         auroc, auroc_bound = _auroc(fractions, reached)
@@ -122,7 +125,7 @@ class BinnedRanking(PureMetric):
 
 
 def _auroc(fractions: dict[str, jax.Array], reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """(area, bound of its error), of the fraction of weight in each bin and the weight in it and above."""
+    """(area, bound of its error), from each bin's fraction of weight and weight in and above it."""
     p, n = fractions["positive"], fractions["negative"]
     total = reached["positive"]
     higher = ratio(_above(total).value, total.value[0], 0)
@@ -130,7 +133,7 @@ def _auroc(fractions: dict[str, jax.Array], reached: Cells) -> tuple[jax.Array, 
 
 
 def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """(average precision, bound of its error), of the fraction of positives by bin and the weight in it and above."""
+    """(average precision, bound of its error), from each bin's fraction of positives and weight in and above it."""
     tp, fp = reached["positive"], reached["negative"]
 
     def mean(right: Total, wrong: Total) -> jax.Array:
@@ -143,5 +146,5 @@ def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Arr
 
 
 def _above(reached: Total) -> Total:
-    """The weight above each bin, of that in it and above."""
+    """The weight above each bin, from the weight in it and above."""
     return jax.tree.map(lambda x: jnp.append(x[1:], jnp.zeros_like(x[:1])), reached)

@@ -26,13 +26,14 @@ from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, 
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
-UNNAMED = ""  # the operation of a metric that is not named: "mean", of arrays alone
+# A metric that ``reduce_fn`` does not name: arrays are averaged, numbers pass through.
+UNNAMED = ""
 NUMBERS = (int, float, np.number, np.bool_)  # bool is an int
 Operations = Mapping[str, "str | Operations | None"]  # by the names of the metrics, nested like them
 
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become the mean of their entries, of integers or bools as a float32.
+    """The mean over all entries of each array; the mean of integers or bools is a float32. Scalars stay.
 
     For global arrays, under plain ``jit`` or outside of it.
 
@@ -43,7 +44,7 @@ def reduce_mean(metrics: Metrics) -> Metrics:
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become the sum of their entries; see ``reduce_mean``. A sum of bools counts.
+    """The sum over all entries of each array; see ``reduce_mean``. The sum of bools is a count.
 
     >>> reduce_sum({"hits": jnp.array([True, False, True])})
     {'hits': Array(2, dtype=int32)}
@@ -52,7 +53,7 @@ def reduce_sum(metrics: Metrics) -> Metrics:
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become their largest entry; see ``reduce_mean``.
+    """The largest entry of each array; see ``reduce_mean``.
 
     >>> reduce_max({"norm": jnp.arange(4.0)})
     {'norm': Array(3., dtype=float32)}
@@ -61,7 +62,7 @@ def reduce_max(metrics: Metrics) -> Metrics:
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """Arrays of one dim or more become their smallest entry; see ``reduce_mean``.
+    """The smallest entry of each array; see ``reduce_mean``.
 
     >>> reduce_min({"norm": jnp.arange(4.0)})
     {'norm': Array(0., dtype=float32)}
@@ -76,11 +77,11 @@ def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metr
     {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
 
     Args:
-      reduce_fn: name -> "mean", "sum", "max", "min", or None for a metric to be left alone. "mean" for names that it
-        does not have, and for all where it is None. For a nested dictionary either one operation, or a dictionary.
+      reduce_fn: name -> "mean", "sum", "max", "min", or None, which leaves the metric alone. Metrics that it does not
+        name are averaged. A nested dictionary takes one operation for all its metrics, or a dictionary.
     Raises:
-      ValueError: an unknown operation, or a name that the metrics do not have; or "sum" for a Python number, which has
-        no entries that could be summed, and is this process's alone. Nothing has been reduced then.
+      ValueError: an unknown operation; a name that the metrics do not have; or "sum" for a Python number, which has no
+        entries to sum. Nothing has been reduced then.
     """
     _check_no_number_is_summed(metrics, reduce_fn)
     return _reduce_each(metrics, reduce_fn, _reduce_global)
@@ -113,11 +114,13 @@ def _reduce_each(
     _check_operations(metrics, chosen, "")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     named = [_operation_at(path, chosen) for path, _ in with_paths]
+    # A number or NumPy array is reduced only under its own name: unnamed it is a label, such as an epoch.
     leaves = [
         jnp.asarray(leaf) if operation and isinstance(leaf, (*NUMBERS, np.ndarray)) else leaf
         for (_, leaf), operation in zip(with_paths, named, strict=True)
     ]
     operations = ["mean" if operation is UNNAMED else operation for operation in named]
+    # One call for each operation, not for each leaf: a call is one collective per dtype.
     for operation in OPERATIONS:
         indices = [i for i, name in enumerate(operations) if name == operation]
         for i, value in zip(indices, reduce([leaves[i] for i in indices], operation), strict=True):
@@ -147,8 +150,9 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
 
 
 def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
-    """What is chosen for the leaf at a key path; ``UNNAMED`` where nothing is, None where it is to be left alone."""
+    """The operation for the leaf at a key path: ``UNNAMED`` if it has none, None if the leaf is to stay."""
     for key in path:
+        # One operation for a nested dictionary holds for all leaves below it.
         if isinstance(chosen, Mapping):
             chosen = chosen.get(key.key, UNNAMED)
     return chosen
@@ -166,9 +170,9 @@ def reduce_mean_collective(
     Args:
       metrics: this device's values, of any shape.
       axis_name: the axis or the tuple of axes that the batch is split over.
-      weight: this device's weight, a scalar: the number of examples or tokens that its means are over. The result is
-        sum(weight * value) / sum(weight), and 0 where no device has any; values of devices with weight 0 are not
-        looked at. Without it all devices count the same.
+      weight: a scalar, the number of examples or tokens behind this device's means; by default all devices count the
+        same. The result is sum(weight * value) / sum(weight), and 0 if all weights are 0. Values of devices with
+        weight 0 are ignored, NaN included.
     Returns:
       The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
     """
@@ -178,8 +182,8 @@ def reduce_mean_collective(
 def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """The sum over devices of each metric, elementwise, as by ``psum``; inside ``shard_map`` or ``pmap``.
 
-    Every device counts, in both ``check_vma`` modes. So name the axes that the batch is split over: along another one
-    (tensor parallel) devices hold the same and would be counted several times. Dtypes are those of ``jnp.sum``.
+    Every device counts, in both ``check_vma`` modes. So name only the axes that the batch is split over: along a tensor
+    parallel axis devices hold equal values, which would be counted several times. Dtypes are those of ``jnp.sum``.
 
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
@@ -214,8 +218,8 @@ def reduce_custom_collective(
 ) -> Metrics:
     """Each metric by an operation of its own over devices; ``reduce_fn`` and errors as in ``reduce_custom``.
 
-    A Python number or NumPy array with an operation of its own is what each device has, and reduced as such: of 2 the
-    sum over 8 devices is 16. ``weight`` is that of the means; see ``reduce_mean_collective``.
+    A Python number or NumPy array that ``reduce_fn`` names is every device's value: the sum of 2 over 8 devices is 16.
+    ``weight`` is the weight of the means; see ``reduce_mean_collective``.
 
     >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x, "n": 2}, {"peak": "max", "n": "sum"}, "batch")
     >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
@@ -260,6 +264,7 @@ def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: A
 def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
     """The arrays reduced in a dtype that is fit for it, and returned in their own; sums as ``jnp.sum`` does."""
     dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
+    # Extrema would survive a narrow dtype. Widened, they share one collective with the float32 arrays.
     wide = [array.astype(wide_dtype(_sum_dtype(array.dtype))) for array in arrays]
     out = collectives.all_reduce([operation] * len(wide), wide, axes)
     return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
@@ -276,6 +281,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
         return []
     dtypes = [array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.dtype(jnp.float32) for array in arrays]
     values = [array.astype(wide_dtype(dtype)) for array, dtype in zip(arrays, dtypes, strict=True)]
+    # Sums divided at the end, not `pmean`: with a weight the divisor travels in the collective of the sums.
     total: jax.Array | int = collectives.axis_size(axes)
     if weight is None:
         sums = collectives.all_reduce(["sum"] * len(values), values, axes)
@@ -285,10 +291,12 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
                 f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
                 "are over; pass its sum."
             )
+        # In the dtype of the sums, so that it joins their collective; float32 counts tokens exactly up to 2^24.
         weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
-        # A device without weight may hold NaN, which stays NaN when it is multiplied by 0.
+        # Not by the product alone: a device without weight may hold NaN, and 0 * NaN is NaN.
         weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
         *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)
+        # Without any weight the sums are 0, and 0 / 1 is the promised 0, where 0 / 0 would be NaN.
         total = jnp.where(weights != 0, weights, 1)
     return [(value / total).astype(dtype) for value, dtype in zip(sums, dtypes, strict=True)]
 
@@ -310,6 +318,7 @@ def collect_from_devices(metrics: Metrics) -> Metrics:
             return value
         if value.is_fully_addressable:
             return list(value)
+        # JAX does not iterate over arrays of several processes, but any one copy has all the values.
         if value.is_fully_replicated:
             return list(value.addressable_data(0))
         raise ValueError(

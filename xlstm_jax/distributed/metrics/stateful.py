@@ -14,9 +14,8 @@ leading device dim; row i lies on device i::
   sync()                                                         one collective over all devices of all processes
       synchronized    15.0       15.0       15.0       15.0      <- value, after sync: what all have
 
-So a number counts once, whatever the number of devices; of two processes each gives its own number. ``update`` never
-communicates and waits for nothing: a value may still be in computation. A process may update with what it has seen by
-itself without the others doing the same.
+So a number counts once, whatever the number of devices; each of two processes adds its own number. ``update`` never
+communicates and waits for nothing: a value may still be in computation. A process may update while the others do not.
 """
 
 import enum
@@ -73,7 +72,7 @@ class MetricReduceOp(enum.StrEnum):
 
 @dataclass(frozen=True)
 class _Entrywise(PureMetric):
-    """Values of one shape and dtype, merged entry by entry. Equal ones share what JAX has compiled for them."""
+    """Values of one shape and dtype, merged entry by entry. Equal metrics share compiled functions."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -98,6 +97,7 @@ class _Entrywise(PureMetric):
 
     def result(self, cells: Cells) -> jax.Array:
         if isinstance(cells, Count):
+            # The low limb is the sum modulo 2^32, all that 32 bits hold; `_checked` refuses a sum that needs more.
             return (cells.value if self.dtype.itemsize == 8 else cells.low).astype(self.dtype)
         return cells.value.astype(self.dtype)
 
@@ -130,7 +130,7 @@ class MetricAccumulator(MeshState):
             number of devices: 0 for a sum, -inf for a maximum.
           reduce_op: "sum", "max" or "min", for updates and for ``sync``.
           mesh: the devices that have a local value each; all devices of all processes by default.
-          axes: the axes of the mesh that are to be counted; all by default. Along others devices hold the same.
+          axes: the axes of the mesh along which devices count; all by default. Along other axes they hold equal values.
         Raises:
           ValueError: ``reduce_op`` is "mean", which cannot be merged, or unknown.
           TypeError: a sum of bools, or a dtype that is no number.
@@ -149,9 +149,9 @@ class MetricAccumulator(MeshState):
         """Merges a value into the local values; never communicates, nor waits for a value that is being computed.
 
         Args:
-          value: a number, or an array of the accumulator's shape: seen by this process, and counted once. (A global
-            array that is the same on all devices of several processes counts once in all.) Or one value for each
-            device, [n, *shape]. Every operation takes numbers and bools.
+          value: a number, or an array of the accumulator's shape, which counts once as this process's value. (A global
+            array that is equal on all devices of several processes counts once in all.) Or one value for each device,
+            [n, *shape]. Every operation takes numbers and bools.
         Raises:
           ValueError: another shape.
           TypeError: a dtype that the accumulator's cannot hold, such as a float for an integer.
@@ -163,6 +163,7 @@ class MetricAccumulator(MeshState):
         elif shape in (self.shape, ()):
             if not is_readable(value):
                 raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
+            # Readable here, but with copies on other processes: they all pass this array, and it counts once.
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
             seen = on_one_device(self._seen(value))
             self.add_own(_observe_batch_on_device(self.metric, ((seen,), {})), on_all_processes)
@@ -173,14 +174,15 @@ class MetricAccumulator(MeshState):
             )
 
     def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
-        """The value; of the host in the accumulator's dtype, as a program would take one of 64 bits for one of 32."""
+        """The value as it is observed: a host value in the accumulator's dtype."""
+        # Cast by NumPy: jit would first cut a host value of 64 bits to 32.
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
     @property
     def value(self) -> jax.Array:
-        """[*shape] in the accumulator's dtype: the synchronized value if in sync, else what this process has seen.
+        """[*shape] in the accumulator's dtype: the synchronized value if in sync, else this process's own value.
 
-        The initial value is among what the first process has seen.
+        The initial value counts in the value of the first process.
 
         Raises:
           OverflowError: an integer sum is outside of its dtype.
@@ -223,7 +225,7 @@ def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
             raise OverflowError(f"update got {value}, beyond the accumulator's {dtype} ({bounds.min} to {bounds.max}).")
 
 
-# A dtype of one rank holds values of those before it.
+# Each kind of dtype holds the values of the kinds before it.
 RANKS: tuple[DTypeLike, ...] = (jnp.bool_, jnp.integer, jnp.floating)
 
 
@@ -292,6 +294,7 @@ class Metric(ABC, Generic[Value]):
             state.load_state_dict(state_dict[name])
 
     def _states(self) -> Iterator[tuple[str, MeshState]]:
+        # States and metrics are no pytrees to JAX, so they come out as leaves, also of lists and dicts.
         for path, value in jax.tree_util.tree_leaves_with_path(vars(self)):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if isinstance(value, MeshState):
@@ -318,15 +321,16 @@ class StatefulMetric(Metric[PyTree]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Adds a batch; never communicates, nor waits for arrays that are being computed.
 
-        Global arrays that are split over devices are split over the axes along their first dim, and every device adds
-        its shard. Anything else (numbers, NumPy arrays, arrays of one device) is what this process has seen, of any
-        length, and is counted once; so is an array that is the same on all devices.
+        Of global arrays that are split over devices every device adds its shard along the first dim. Other values
+        (numbers, NumPy arrays, arrays of one device), of any length, are this process's and count once; so does an
+        array that is equal on all devices.
 
         Raises:
           ValueError: the number of devices does not divide the first dim of global arrays.
         """
         arguments = (args, kwargs)
         arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+        # JAX calls an array on one device fully replicated, too: that one is this process's.
         if any(not x.is_fully_replicated for x in arrays):
             count = self.state.num_devices
             for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
@@ -361,7 +365,8 @@ def _observe_batch(metric: PureMetric, arguments: PyTree) -> Vectors:
     return metric.state_of(metric.observe(*args, **kwargs)).vectors
 
 
-# One program, as many small ones wait for each other. Python numbers alone, of any size, are observed without.
+# One program: of many small ones each would wait for the one before. Python numbers alone are observed without jit,
+# which refuses integers beyond its 32 bits.
 _observe_batch_on_device = jax.jit(_observe_batch, static_argnums=0)
 
 

@@ -114,6 +114,7 @@ class WeightedMean(PureMetric):
 def _weight_of(values: ArrayLike, weight: ArrayLike | None) -> Total:
     """The weight of all values together: their number, where no weight is given."""
     if weight is None:
+        # Shapes are known while tracing, so nothing is summed at run time.
         return Total.of(jnp.asarray(math.prod(jnp.shape(values)), wide_float()))
     rows = like_rows(weight, jnp.asarray(values)).astype(wide_float())
     return Total.of(jnp.broadcast_to(rows, jnp.shape(values)))
@@ -121,6 +122,7 @@ def _weight_of(values: ArrayLike, weight: ArrayLike | None) -> Total:
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
     """numerator / denominator, and ``empty_value`` where the denominator is 0."""
+    # Two `where`: a 0 / 0 in the branch not taken would still stop `jax_debug_nans` and make gradients NaN.
     some = denominator != 0
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
 
@@ -141,9 +143,9 @@ class Perplexity(WeightedMean):
 class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over all devices; of nothing it is 0.
 
-    Every device adds the items that it worked on and the seconds that it took, so that their ratio is the rate of one
-    device; with ``devices=mesh.size`` it is that of all. Time is measured on the host: pass the duration of the
-    previous step as an argument of the step.
+    Every device adds its items and its seconds, so their ratio is the rate of one device; with ``devices=mesh.size`` it
+    is the rate of all devices. Time is measured on the host: pass the duration of the previous step as an argument of
+    the step.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))
@@ -167,8 +169,9 @@ class GlobalNorm(PureMetric):
     """The root of the sum of squares of all entries of all trees seen: the L2 norm of the vector that they make up.
 
     Without ``axes`` the devices observe different entries of the vector. For parameters and gradients name the axes of
-    the state: a boxed leaf is then a shard along the axes of its box. Along the others it is whole and counts once, as
-    does a leaf without a box. Of nothing it is 0. Squares are taken in float32: entries beyond 1e19 overflow to inf.
+    the state: a boxed leaf is then a shard along the axes of its box, and whole along the other axes, where it counts
+    once. A leaf without a box is whole along all axes. The norm of nothing is 0. Squares are taken in float32: entries
+    beyond 1e19 overflow to inf.
 
     >>> norm = GlobalNorm()
     >>> float(norm.result(norm.observe({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])})))
@@ -188,10 +191,12 @@ class GlobalNorm(PureMetric):
         value = jnp.asarray(leaf_of(leaf).value).astype(wide_float())
         split = set(leaf_of(leaf).axes) | collectives.varying_axes(leaf_of(leaf).value)
         axes = as_axis_names(self.axes) if self.axes else ()
+        # All devices along these axes observe the same entries: a share of each adds up to one whole.
         whole_along = [axis for axis in axes if axis not in split]
         return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        # With axes, `_square` divides by the devices that hold the same, so a declared axis counts nothing twice.
         if not self.axes:
             super().check_observed(observed, axes)
 
@@ -199,6 +204,7 @@ class GlobalNorm(PureMetric):
         return jnp.sqrt(cells.value)
 
 
+# eq=False hashes by identity: a metric is a static argument of jitted functions, and a dict has no hash.
 @dataclass(frozen=True, eq=False)
 class Compose(PureMetric):
     """Several metrics by name, in one state that is synchronized at once.
@@ -222,6 +228,7 @@ class Compose(PureMetric):
         return {name: metric.identity() for name, metric in self.metrics.items()}
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
+        # `observed` is (args, kwargs), and metrics are named by keyword. Each has its own rule for its axes.
         for name, arguments in observed[1].items():
             if name in self.metrics:
                 self.metrics[name].check_observed(arguments, axes)
