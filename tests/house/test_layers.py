@@ -122,7 +122,9 @@ def body_lines(function):
 
 def test_files_and_functions_stay_small():
     assert not {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 600}
-    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    # Without comments, so that a comment that says why never competes with this limit.
+    texts = [re.sub(r"^ *#.*\n", "", path.read_text(), flags=re.MULTILINE) for path in FILES]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     assert not {function.name: n for function in functions if (n := body_lines(function)) > 45}
     assert statistics.median(function.end_lineno - function.lineno + 1 for function in functions) <= 6
