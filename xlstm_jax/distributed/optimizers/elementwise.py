@@ -29,13 +29,13 @@ _PROBE_TOLERANCE_EPS = 64
 
 
 def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Lets an optax transform through that is right on shards, and refuses one that would be silently wrong.
+    """Guards an optax transform inside ``shard_map``: a transform that would be silently wrong on shards is refused.
 
     For use inside ``shard_map`` on boxed trees. The transform is not looked up in a list but tried: on a tree with the
     paths, boxes and ranks of the parameters but a few values per leaf, once whole and once cut in two, over eight steps
     with small, large, uneven and non-finite gradients. The updates must agree, and at the real shapes each moment must
-    have the shape of its parameter: another is factored, and needs the whole leaf. This runs once for each kind of
-    tree, in ``init`` and ``update``, at trace time.
+    have the shape of its parameter: a moment of another shape is factored, and needs the whole leaf. This runs once for
+    each kind of tree, in ``init`` and ``update``, at trace time.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> state = elementwise_only(optax.adam(1e-3)).init(params)
@@ -80,6 +80,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check_averaged(updates, params, "elementwise_only")
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
+        # The inner transform has not seen frozen leaves; `optax.apply_updates` wants an update for each parameter.
         if all(leaf_of(leaf).trainable for _, leaf in trees.leaves_with_path(grads)):
             return updates, state
         by_path = dict(trees.leaves_with_path(updates))
@@ -106,6 +107,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
+    # A leaf that is split along several dims is cut along each in turn: a transform may look across one alone.
     cuts = max(sum(map(bool, leaf_of(leaf).names)) for _, leaf in trees.leaves_with_path(tree))
     try:
         differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
@@ -125,6 +127,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
     def small(leaf: PyTree, dim: int | None) -> PyTree:
+        # Two values in each shard, so that a transform has something to look across.
         shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf_of(leaf).names)))
         value = jnp.asarray(rng.normal(size=shape), leaf_of(leaf).value.dtype)
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
@@ -134,20 +137,19 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:
-    """What to say of each update in which the run on shards differs from the whole run, step by step.
-
-    The whole run is one of copies, so that both do the same operations: a scalar's ``b2**t`` and a vector's may round
-    apart, and some transforms magnify that.
-    """
-
+    """A message for each update that differs between the run on shards and the whole run, step by step."""
+    # The whole run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round apart, and some
+    # transforms magnify that.
     inner = optax.with_extra_args_support(tx)
 
     def updated(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        # What optax's own transforms may ask for: line searches, `reduce_on_plateau`.
         extra_args = {"value": jnp.float32(1), "grad": grad, "value_fn": partial(optax.tree.norm, squared=True)}
         updates, state = inner.update(grad, state, params, **extra_args)
         return updates, state, optax.apply_updates(params, updates)
 
     def run(cut: list[int | None], axis_name: str | None) -> Iterator[PyTree]:
+        # vmap stands for devices: a transform's collectives run over its named axis, and no mesh is needed.
         init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, updated))
         shards = _stacked(params, cut)
         state = init_shards(shards)
@@ -176,16 +178,17 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
 
 
 def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """The first two entries that differ by more than rounding."""
+    """The first pair of entries that differ by more than rounding."""
     eps = float(jnp.finfo(whole.dtype).eps)
     whole, sharded = whole.astype(np.complex128), sharded.astype(np.complex128)
+    # Relative to the largest entry: an entry near 0 is the difference of larger ones, and rounds as they do.
     largest = np.max(np.abs(whole), where=np.isfinite(whole), initial=0)
     wrong = ~np.isclose(whole, sharded, rtol=0, atol=_PROBE_TOLERANCE_EPS * eps * largest, equal_nan=True)
     return (whole[wrong][0].real, sharded[wrong][0].real) if wrong.any() else None
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:
-    """Gradients of the scales above that pull one way with noise that turns some of them around."""
+    """The gradients of each step: positive, with noise that turns some around, times the scales above."""
     rng = np.random.default_rng(1)
     values, treedef = jax.tree.flatten(params)
     for first, rest in _PROBE_SCALES:
@@ -201,6 +204,7 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
+    # At the real shapes: optax factors moments only of dims from 128 on, which the small tree does not reach.
     params = trees.unbox(tree)
     small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))
     by_path = dict(trees.leaves_with_path(params))
@@ -208,7 +212,8 @@ def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | Non
     for path, leaf in trees.leaves_with_path(jax.eval_shape(tx.init, params)):
         owner = owner_of_state(path, by_path)
         allowed = shapes if owner is None else {owner.shape}
-        constant = path in small and leaf.shape == small[path].shape  # coefficients, say, whatever the parameters
+        # Of one shape whatever the parameters are: coefficients, say.
+        constant = path in small and leaf.shape == small[path].shape
         if leaf.size > 1 and leaf.shape not in allowed and not constant:
             return f"its state '{path}' has the shape {leaf.shape}, and not that of its parameter, which it needs whole"
     return None

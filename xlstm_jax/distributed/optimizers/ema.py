@@ -50,8 +50,8 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
         ``lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))``, or ``lambda count: count / (count + 1)``, the
         mean of all weights so far.
     Returns:
-      The optimizer. The average of float16 and bfloat16 parameters is float32: in bfloat16 one with a decay of 0.999
-      would not move, as a thousandth of the distance is less than half a unit in the last place.
+      The optimizer. The average of float16 and bfloat16 parameters is float32: in bfloat16 an average with a decay of
+      0.999 would not move, since a thousandth of the distance is less than half a unit in the last place.
     Raises:
       ValueError: ``decay`` is a number out of its range; or ``update`` was called without parameters.
       TypeError: ``tx`` is no transform, ``decay`` no number and no function.
@@ -61,7 +61,7 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> WithEmaState:
-        # In buffers of their own, as a step donates each once.
+        # jnp.array copies: a step donates both parameters and average, and JAX donates no buffer twice.
         average = jax.tree.map(lambda p: jnp.array(p, wide_dtype(value_dtype(p))), params)
         return WithEmaState(inner.init(params), average, jnp.zeros((), jnp.int32))
 
@@ -73,8 +73,10 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
 
         def moved(average: Any, new: Any) -> jax.Array:
             wide = new.astype(average.dtype)
-            if new.dtype != average.dtype:  # rounded as it is stored: XLA leaves out a cast to and fro
+            # Rounded as the weights are stored. XLA removes a cast to bfloat16 and back, but keeps this.
+            if new.dtype != average.dtype:
                 wide = jax.lax.reduce_precision(wide, jnp.finfo(new.dtype).nexp, jnp.finfo(new.dtype).nmant)
+            # As a step towards the weights: weights that stay leave the average as it is, to the bit.
             return (average + weight * (wide - average)).astype(average.dtype)
 
         average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
@@ -117,6 +119,7 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 f"ema_params: the average of '{path}' has the shape {np.shape(mean)}, and the parameter "
                 f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
             )
+        # The average may lie in host memory (`Offload`) while its parameter does not. Tracers have no place.
         is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
         there = jax.device_put(mean, value.sharding) if is_placed else mean
         return rebox(leaf, jnp.array(there, value_dtype(value)))

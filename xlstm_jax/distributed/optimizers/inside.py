@@ -27,7 +27,7 @@ def check_transform(tx: Any, caller: str) -> None:
 
 
 class Part(NamedTuple):
-    """A transform within another: the function that made it, and what it holds, by name."""
+    """A transform within another: the name of the function that made it, and the values in its closure by name."""
 
     name: str
     held: dict[str, Any]
@@ -35,6 +35,7 @@ class Part(NamedTuple):
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
     """The transforms of an ``optax.chain``, nested ones flattened; of any other the transform itself."""
+    # Of optax's transforms only `chain` closes over variables of these names.
     inits, updates = _closure(tx.init).get("init_fns"), _closure(tx.update).get("update_fns")
     if not (inits and updates):
         return [tx]
@@ -52,6 +53,7 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     inside = [name_of(part, flags) for part in _inside(tx, held)]
     inside += [made.__name__ for made in [held.get("inner_factory")] if made]  # of inject_hyperparams
     inside += sorted(name for name, value in held.items() if value is True) if flags else []
+    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the name of their maker.
     own = getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
     return f"{own}({', '.join(inside)})" if inside else own
 
@@ -76,10 +78,11 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 
 def schedules(tx: optax.GradientTransformation) -> list[Callable[[Any], Any]]:
-    """What scales updates, as functions of their count: schedules, then constant factors; [] without a schedule."""
+    """The factors of updates as functions of the count: schedules, then constants; [] without a schedule."""
     found: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
     for part in parts(tx):
+        # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
         if part.name == "scale_by_schedule":
             found.append(part.held["step_size_fn"])
         elif part.name == "scale" and isinstance(part.held.get("step_size"), int | float):
@@ -90,7 +93,7 @@ def schedules(tx: optax.GradientTransformation) -> list[Callable[[Any], Any]]:
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
-    """Which parameters, bare shapes, a mask of weight decay takes, by path; None where ``part`` has none to ask."""
+    """By path, whether weight decay takes a parameter (bare shapes); None if ``part`` has no mask to ask."""
     mask = part.held.get("mask")
     if part.name == "inject_hyperparams":
         mask = part.held.get("other_hps", {}).get("mask")
@@ -101,12 +104,14 @@ def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     try:
         tree = mask(params) if callable(mask) else mask
         taken = jax.tree.map(lambda takes, below: jax.tree.map(lambda _: bool(takes), below), tree, params)
-    except Exception:  # whatever a function of a user raises on shapes: optax asks it again, with values
+    # A user's function may raise anything on bare shapes. Optax will call it with values, and show its error then.
+    except Exception:
         return None
     return dict(trees.leaves_with_path(taken))
 
 
 def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
     several = held.get("transforms")
     inside = [held.get("inner"), held.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
     return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if _is_transform(part)]
@@ -122,5 +127,5 @@ def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
 
 
 def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function of optax holds, to read parts off; nothing is computed with it."""
+    """The closure variables of a function by name; no computed value depends on them."""
     return dict(inspect.getclosurevars(fn).nonlocals) if inspect.isfunction(fn) else {}

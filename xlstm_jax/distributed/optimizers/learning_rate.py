@@ -1,7 +1,7 @@
 """The learning rate of an update, for the metrics of its step.
 
 True        read out of the optimizer's state, where ``optax.inject_hyperparams`` keeps it
-a schedule  asked at the count of updates that the optimizer keeps for its own; a skipped step is no update
+a schedule  called with the optimizer's own count of updates, in which a skipped step does not count
 """
 
 from collections.abc import Callable, Mapping
@@ -40,13 +40,15 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
 
     Args:
       source: as ``make_train_step`` takes it; False for no metric.
-      before, after: the states. A schedule's count is that of the first schedule in ``before`` (below the name of the
-        group, in a dict of several), and ``step`` where the optimizer has none.
+      before, after: the states. A schedule is called with the count of the first schedule in ``before`` (in a dict, of
+        the first below the group's name), or with ``step`` if the optimizer has no schedule.
     Returns:
       ``learning_rate``, or ``learning_rate/<group>`` for each of several; float32 scalars.
     Raises:
       ValueError: ``source`` is True, and no ``optax.inject_hyperparams`` is in the optimizer.
     """
+    # `inject_hyperparams` stores the rate that an update has used, so the state after it has the rate; a schedule's
+    # rate is that of the count before.
     if source is True:
         return _injected(after)
     counts = _found(before, "count", lambda path: path[-1].tuple_name == "ScaleByScheduleState")
@@ -72,6 +74,7 @@ def _injected(opt_state: PyTree) -> Metrics:
     if len(found) == 1:
         return {LEARNING_RATE: found[0][1]}
     names = ["/".join(names[:-1]) for names, _ in found]
+    # Groups in a tuple have no names, and a metric's name must be its own: numbers take their place.
     unique = names if len(set(names)) == len(names) else list(map(str, range(len(names))))
     return {f"{LEARNING_RATE}/{name}": value for name, (_, value) in zip(unique, found, strict=True)}
 

@@ -35,7 +35,7 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Lets an optimizer pass over the steps in which the loss or an entry of a gradient is not finite.
+    """Makes an optimizer skip each step whose loss or gradient is not finite.
 
     Such a step leaves parameters and the optimizer's state as they are, bit for bit, on all devices alike. For global
     arrays (``make_train_step`` runs the optimizer on these, and hands it the loss) and for use inside ``shard_map``.
@@ -46,10 +46,10 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     Array([1., 1.], dtype=float32)
 
     Args:
-      tx: any optax optimizer, the whole chain: what stands outside of this one sees the bad gradients.
+      tx: any optax optimizer, the whole chain: transforms outside of ``skip_nonfinite`` see the bad gradients.
     Returns:
       The optimizer. Its ``update`` takes the loss as the extra argument ``value``, as in optax; without it only
-      gradients are looked at. ``skip_counts`` reads its counters.
+      gradients are checked. ``skip_counts`` reads its counters.
     Raises:
       TypeError: ``tx`` is no transform.
       ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes.
@@ -62,6 +62,7 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         check_averaged(updates, params, "skip_nonfinite")
+        # Before the inner update, which may clip a gradient of inf to a finite one.
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
         new_state = SkipNonfiniteState(
@@ -104,6 +105,7 @@ def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
     looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if leaf_of(leaf).is_differentiable]
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
+    # An "or" over devices. Devices that decided by their own shards would drift apart.
     if axes := collectives.manual_axes():
         (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
     return bad == 0

@@ -33,7 +33,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     Array(4., dtype=float32)
 
     Args:
-      tree: gradients or parameters, boxed where they are split; what is no float does not count, nor what is frozen.
+      tree: gradients or parameters, boxed where they are split; frozen leaves and leaves of no float do not count.
     Returns:
       A float32 scalar, or wider where a leaf is.
     Raises:
@@ -46,6 +46,7 @@ def global_norm(tree: PyTree) -> jax.Array:
             axes = _axes_of_values(path, leaf)
             value = leaf_of(leaf).value
             squares = jnp.square(jnp.abs(value.astype(wide_dtype(value.dtype))))
+            # Added up before the collective: one scalar travels for each set of axes, however many leaves have it.
             by_axes[axes] = by_axes.get(axes, 0) + jnp.sum(squares)
     sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
@@ -54,8 +55,8 @@ def global_norm(tree: PyTree) -> jax.Array:
 def _sum_over_devices(values: list[jax.Array], axes: AxesOfEach) -> list[jax.Array]:
     """Sums ``values[i]`` over ``axes[i]``; its gradient is that of a loss which is the mean over devices.
 
-    The transpose of a sum over N devices is a sum of their cotangents. Each device's loss contains the whole norm and
-    the mean over devices counts it once, so here it is their mean, without which a penalty would weigh N times as much.
+    The transpose of a sum over N devices is the sum of their cotangents. Each device's loss contains the whole norm,
+    and the mean over devices counts it once: so the mean of the cotangents is right, and their sum N times too large.
     """
     return collectives.psum(values, axes)
 
@@ -65,11 +66,13 @@ def _sum_fwd(values: list[jax.Array], axes: AxesOfEach) -> tuple[list[jax.Array]
 
 
 def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-    means = collectives.pmean(cotangents, axes)  # over tracked axes JAX has summed them: they are divided below
+    # Over tracked axes (check_vma) JAX has summed the cotangents, which pmean leaves as they are: divided below.
+    means = collectives.pmean(cotangents, axes)
 
     def mean(cotangent: jax.Array, value: jax.Array, over: tuple[str, ...]) -> jax.Array:
         varying = collectives.varying_axes(value)
         summed = [axis for axis in over if collectives.is_tracked(axis) and axis in varying]
+        # JAX wants a cotangent in the type of its value.
         return collectives.to_varying(cotangent / collectives.axis_size(summed), sorted(varying))
 
     return ([mean(*of_one) for of_one in zip(means, values, axes, strict=True)],)
@@ -80,7 +83,7 @@ _differentiable_sum.defvjp(_sum_fwd, _sum_bwd)
 
 
 def _axes_of_values(path: str, leaf: PyTree) -> frozenset[str]:
-    """The axes over which a leaf's values are spread here; none where its box is about a global array."""
+    """The axes over which a leaf's values are spread here; none outside of ``shard_map``, where arrays are global."""
     axes, names = leaf_of(leaf).axes, leaf_of(leaf).names
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
@@ -120,6 +123,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)
         live, put_back = trees.split_differentiable(updates)
+        # The expression of optax, operation by operation, so that results round alike.
         clipped = jax.tree.map(lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm), live)
         return put_back(clipped), state
 
@@ -129,8 +133,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
     """Raises a ``ValueError`` where the type of a float leaf shows a gradient that was not averaged over all axes.
 
-    Under ``check_vma=True`` it says over which axes a value differs between devices: for a gradient, those along which
-    its parameter does. Else the parameter drifts apart, and JAX's error names neither leaf nor cause.
+    Under ``check_vma=True`` a type says along which axes a value differs between devices. A parameter whose gradient
+    differs along more axes than itself would drift apart, and JAX's own error names neither leaf nor cause.
     """
     of_params = dict(trees.leaves_with_path(params))  # nothing where the optimizer was given no parameters
     for path, leaf in trees.leaves_with_path(grads):

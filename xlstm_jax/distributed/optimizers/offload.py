@@ -24,7 +24,7 @@ from xlstm_jax.distributed.optimizers.state import owner_of_state
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a training state lies in the memory of the host.
+    """Which parts of a training state lie in the memory of the host.
 
     Attributes:
       optimizer_state: the part of the optimizer's state that is split like the parameters.
@@ -55,7 +55,7 @@ NO_OFFLOAD = Offload(optimizer_state=False)
 
 
 def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offload) -> PyTree:
-    """The ``shardings`` of an optimizer's state, those of what is offloaded in the memory of the host.
+    """The ``shardings`` of an optimizer's state, with offloaded leaves in the memory of the host.
 
     Args:
       shardings: as ``optimizer_state_shardings`` gives them.
@@ -74,6 +74,7 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
 
 
 def _is_large(leaf: PyTree, owner: PyTree) -> bool:
+    # The state of owners has the shapes of groups, so no path names a parameter to compare it with.
     if is_owned(leaf):
         return True
     shapes = [np.shape(leaf_of(x).value) for x in (leaf, owner)]
@@ -81,5 +82,6 @@ def _is_large(leaf: PyTree, owner: PyTree) -> bool:
 
 
 def is_on_host(value: Any) -> bool:
-    """Whether an array lies in the memory of the host; while a step is traced, too."""
+    """Whether an array lies in the memory of the host."""
+    # By its type, which a tracer has, too.
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host

@@ -2,8 +2,8 @@
 
   trainable -> tx.update -> stored_state       in a step, on global arrays
 
-It sees arrays without boxes and without padding: a norm is then the norm, and a factored moment sees its whole matrix.
-What it keeps of a parameter is padded and split over devices like that parameter.
+An optimizer sees arrays without boxes and without padding, so that a norm is the norm of the parameters, and a factored
+moment sees its whole matrix. Its state of a parameter is padded and split over devices like the parameter.
 """
 
 import math
@@ -28,6 +28,8 @@ def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
     ``0/mu/dense/kernel`` belongs to ``dense/kernel``; a step counter belongs to none.
     """
     parts = path.split("/")
+    # From the longest on: `mu/a/kernel` is of `a/kernel`, also where another `kernel` is at the top.
+    # "." is the path of a tree that is a single leaf.
     endings = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((params[ending] for ending in endings if ending in params), params.get("."))
 
@@ -42,6 +44,7 @@ def values_of(opt_state: PyTree, state_type: type, name: str) -> list[Any]:
     """The field ``name`` of each state of a type, such as ``SkipNonfiniteState``, wherever it lies in ``opt_state``."""
 
     def is_it(path: tuple[Any, ...], _: Any) -> bool:
+        # By name, since optax passes the name of the tuple and not its class.
         return getattr(path[-1], "tuple_name", None) == state_type.__name__
 
     return [value for _, value in optax.tree.get_all_with_path(opt_state, name, filtering=is_it)]
@@ -60,7 +63,7 @@ def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
-    """An optimizer's state as it is stored: a leaf of a padded parameter's true shape is padded and boxed like it."""
+    """An optimizer's state as it is stored: a leaf with a padded parameter's true shape is padded and boxed like it."""
     by_path = dict(trees.leaves_with_path(params))
 
     def stored(path: str, leaf: PyTree) -> PyTree:
@@ -79,7 +82,7 @@ def initial_state(tx: optax.GradientTransformation, params: PyTree, layout: Para
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """A stored state as ``tx.update`` gets it: without boxes and padding. State that owners of matrices keep stays."""
+    """A stored state as ``tx.update`` gets it: without boxes and padding. State of matrices' owners stays boxed."""
     return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else true_value(leaf), opt_state)
 
 
@@ -87,7 +90,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     """The shardings of an optimizer's state: each leaf is split like the parameter that it belongs to.
 
     A leaf of another shape than its parameter's (a factored moment, a history) is split over the same axes along the
-    largest dim that they divide; what belongs to no parameter stays whole. The values do not depend on it.
+    largest dim that they divide. A leaf that belongs to no parameter stays whole. Shardings change no value.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> opt_state = optax.sgd(0.1, momentum=0.9).init(unbox(params))
@@ -109,7 +112,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
 
 
 def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-    """Where the leaves of an optimizer's trees lie that have the shapes of parameters: as ``params``, in boxes."""
+    """How gradients, updates and moments, which have the shapes of the boxed ``params``, are split."""
     owners = dict(trees.leaves_with_path(params))
     return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
 
@@ -123,6 +126,7 @@ def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> Parti
     if shape == np.shape(leaf_of(owner).value):
         return _split_further(placement.leaf_spec(owner, mesh), shape, owner, mesh)
     sizes = {axis: mesh.shape[axis] for axis in leaf_of(owner).axes if mesh.shape[axis] > 1}
+    # However small: the threshold spares parameters a gather in each use, which state does not have.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
 
@@ -130,12 +134,13 @@ def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> Parti
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], owner: PyTree, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """``spec``, with the largest dim that fits split over the owner's copies too, where its ``Replicas`` say so."""
+    """``spec``, with the largest fitting dim split over the owner's copies too, if its ``Replicas`` say so."""
     replicas = leaf_of(owner).communication.replicas
     if not (replicas and replicas.shard_optimizer_state):
         return spec
     axes = tuple(axis for axis in replicas.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+    # Sizes on one device: the copies divide further what the parameter's axes have left.
     own = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]
     fitting = [dim for dim, size in enumerate(own) if size % math.prod(mesh.shape[a] for a in axes) == 0]
     if not axes or not fitting:

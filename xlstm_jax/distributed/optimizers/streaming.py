@@ -4,7 +4,7 @@ Given moments on the host, XLA would bring in all of them before the first updat
 device's memory as without offload. So the update is traced once, as it is, and its equations are put in an order:
 
   0          what depends on no moment of the host: norms, counts, schedules
-  1 ... K    groups of moments of one or several parameters, and in each phase all that its moments were missing for
+  1 ... K    groups of moments of one or several parameters, each with the equations that waited for these moments
 
 The fetch of a group waits for the group before it (``optimization_barrier``): while group k is updated, k + 1 travels
 in and k - 1 out, so that the device holds two groups, and the new values of one. (XLA's schedule for TPUs begins many
@@ -74,6 +74,8 @@ def streamed(
         return flat
 
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
+    # Leaves that are on the device are constants of the jaxpr, there from phase 0 on. The second tracing opens the
+    # calls of jitted functions, such as jnp.where, whose equations must be ordered one by one.
     traced = jax.make_jaxpr(on_device)(*abstract)
     flat = jax.make_jaxpr(partial(_evaluated, traced))(*abstract)
     return jax.tree.unflatten(structure[0], _Streaming(flat, moments).outputs())
@@ -111,6 +113,7 @@ def _rows_at_once(group: Sequence[_Moment]) -> int:
     """How many entries of the leading dim come at once; 0 where the group comes whole."""
     (shape, *others), size = {moment.value.shape for moment in group}, sum(moment.bytes for moment in group)
     specs = [moment.sharding.spec for moment in group]
+    # A slice of a split leading dim would lie on a few devices, and moments of several shapes have no common rows.
     if others or size <= GROUP_BYTES or not shape or shape[0] == 1 or any(spec and spec[0] for spec in specs):
         return 0
     layers = shape[0]
@@ -134,11 +137,13 @@ def _read(values: Mapping[core.Var, jax.Array], x: _Atom) -> Any:
 
 
 def _results(eqn: core.JaxprEqn, values: Mapping[core.Var, jax.Array], rows: int | None = None) -> _Values:
-    """What an equation computes; an elementwise one also where ``values`` are so many rows of each array."""
+    """The results of an equation; with ``rows`` of an elementwise equation on that many rows of each array."""
     operands = [_read(values, x) for x in eqn.invars]
     primitive, scope = eqn.primitive, str(eqn.source_info.name_stack)
+    # As it was traced: in its context (its mesh, say) and under its name in profiles.
     with eqn.ctx.manager, jax.named_scope(scope or UPDATE_SCOPE):
         if rows and primitive.name == SPREAD:
+            # The equation's own parameters have the shape of the whole array.
             results = jax.lax.broadcast(operands[0], (rows, *_shape(eqn.outvars[0])[1:]))
         else:
             results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
@@ -159,7 +164,7 @@ def _evaluated(closed: Any, *arguments: jax.Array) -> list[Any]:
 
 
 def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether its result is an array, of this shape, each element made of those in its place and of scalars."""
+    """Whether an equation computes an array (of this shape) element by element, from such arrays and scalars."""
     own = _shape(eqn.outvars[0]) if eqn.outvars else ()
     if not own or (shape is not None and own != shape):
         return False
@@ -168,10 +173,10 @@ def _is_elementwise(eqn: core.JaxprEqn, shape: tuple[int, ...] | None = None) ->
 
 
 def _phases(jaxpr: core.Jaxpr, arrival: Mapping[core.Var, int]) -> tuple[dict[core.Var, int], dict[int, _Eqns]]:
-    """When each value is there, and what is computed in each phase, where inputs arrive one after the other.
+    """The phase in which each value is there, and the equations of each phase, from the phase in which inputs arrive.
 
-    An equation runs once its last input has arrived. It runs later if it is arithmetic on an array that only one later
-    phase needs, such as a clipped gradient: until then no memory holds the result.
+    An equation runs once its last input has arrived. Arithmetic on an array that only one later phase needs, such as a
+    clipped gradient, waits for that phase: until then no memory holds the result.
     """
     phase: dict[core.Var, int] = dict.fromkeys(jaxpr.constvars, 0) | dict(arrival)
     arrived: list[int] = []
@@ -180,6 +185,7 @@ def _phases(jaxpr: core.Jaxpr, arrival: Mapping[core.Var, int]) -> tuple[dict[co
         phase |= dict.fromkeys(eqn.outvars, arrived[-1])
     users: dict[core.Var, set[int]] = defaultdict(set, {x: {BY_CALLER} for x in _variables(jaxpr.outvars)})
     eqns: dict[int, _Eqns] = defaultdict(list)
+    # Backwards: the phases of an equation's users are settled before its own.
     for eqn, own in zip(reversed(jaxpr.eqns), reversed(arrived), strict=True):
         needed = set[int]().union(*(users[x] for x in eqn.outvars))
         if _is_elementwise(eqn) and len(needed) == 1 and BY_CALLER not in needed:
@@ -195,7 +201,7 @@ def _phases(jaxpr: core.Jaxpr, arrival: Mapping[core.Var, int]) -> tuple[dict[co
 
 
 class _Streaming:
-    """A program that is being run: the values so far, and which moments were written back last."""
+    """A run of the equations: the values so far, and the moments that were written back last."""
 
     def __init__(self, closed: Any, moments: Sequence[_Moment]):
         self.outvars, self.groups = closed.jaxpr.outvars, _grouped(moments)
@@ -232,7 +238,8 @@ class _Streaming:
         return [i for i, x in outvars.items() if (0 if isinstance(x, core.Literal) else self.phase[x]) == k]
 
     def _after_before(self, arrays: list[Any]) -> list[Any]:
-        """The arrays, which are used once the moments of the phase before are on the host."""
+        """The arrays, held back until the moments of the phase before are on the host."""
+        # XLA would begin all fetches at once. The barrier makes these wait for the write-backs before them.
         arrays, stored = jax.lax.optimization_barrier((arrays, [self.stored[i] for i in self.before]))
         self.stored |= dict(zip(self.before, stored, strict=True))
         return arrays
@@ -240,7 +247,7 @@ class _Streaming:
     # --------------------------------------------------------------------------------------- a large leaf, row by row
 
     def _is_by_element(self, k: int, group: Sequence[_Moment]) -> bool:
-        """Whether a phase computes each element from those in its place, and all moments of its group."""
+        """Whether a phase is elementwise throughout, and computes the next moments of its own group and no others."""
         computed = {x for eqn in self.eqns[k] for x in eqn.outvars}
         return (
             all(_is_elementwise(eqn, group[0].value.shape) for eqn in self.eqns[k])
@@ -249,11 +256,9 @@ class _Streaming:
         )
 
     def _buffers(self, k: int, shape: tuple[int, ...]) -> dict[Any, core.Var | None]:
-        """What a phase computes for other phases or the caller, each with an operand that it may overwrite; or None.
-
-        The next value of a parameter overwrites the parameter, whose buffer was donated to the step. An update ends
-        with their sum, so the operand that is used last is looked at first.
-        """
+        """The values that a phase computes for others or the caller, each with an operand to overwrite, or None."""
+        # The next value of a parameter overwrites the parameter, whose buffer was donated to the step. An update ends
+        # with parameter + update, so the operand that is used last comes first.
         used = {x for j, eqns in self.eqns.items() if j != k for eqn in eqns for x in _variables(eqn.invars)}
         used |= {x for i, x in enumerate(self.outvars) if i not in self.var and not isinstance(x, core.Literal)}
         operands = [x for eqn in reversed(self.eqns[k]) for x in _variables(eqn.invars) if x in self.values]
@@ -267,6 +272,7 @@ class _Streaming:
     def _run_in_rows(self, k: int, group: Sequence[_Moment], rows: int) -> None:
         shape, eqns = group[0].value.shape, self.eqns[k]
         buffers = self._buffers(k, shape)
+        # Read from the carry, which replaces it row by row: outside of the carry the loop would keep a second copy.
         kept = {y: x for x, y in buffers.items() if y is not None}
         operands = {x for eqn in eqns for x in _variables(eqn.invars) if x in self.values}
 
@@ -284,6 +290,7 @@ class _Streaming:
 
         places = [moment.place for moment in group]
         host = dict(zip(places, self._after_before([moment.value for moment in group]), strict=True))
+        # Zeros, which the loop overwrites row by row, where no operand's buffer is free.
         device = {x: jnp.zeros(shape, x.aval.dtype) if y is None else self.values[y] for x, y in buffers.items()}
         host, device = jax.lax.fori_loop(0, shape[0] // rows, body, (host, device))
         self.stored |= host

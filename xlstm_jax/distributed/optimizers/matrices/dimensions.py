@@ -2,7 +2,7 @@
 
   kernel     2048 x 8192            a matrix
   kernel     24 x 2048 x 8192       24 of them, where the module's norms or biases have a dim of 24 in front too
-  kernel     2048 x 16 x 128        one of 2048 x (16 x 128), where its bias is 16 x 128: outputs are what has a bias
+  kernel     2048 x 16 x 128        one of 2048 x (16 x 128), where its bias is 16 x 128, the shape of the outputs
   embedding                         a table that is looked up, and so no linear map
   outputs as many as its rows       the output layer, where its module stands beside that of the embedding
   fewer than two dims               vectors
@@ -74,12 +74,13 @@ def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
     ((0,), (1, 2))
     """
     each = ((dim,) if isinstance(dim, int) else tuple(dim) for dim in dims)
+    # Dims out of range stay as they are, for `check_dims` to name.
     inputs, outputs = (tuple(dim % ndim if -ndim <= dim < ndim else dim for dim in side) for side in each)
     return inputs, outputs
 
 
 def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], PyTree]:
-    """Says of every leaf whether it is a matrix, and along which dims: what ``muon`` goes by.
+    """A function that says of each leaf whether it is a matrix, and along which dims; the default of ``muon``.
 
     >>> layers = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}}  # by nn.scan
     >>> found = matrix_dimensions({"w": None})({"layers": layers, "w": jnp.ones((8, 8))})
@@ -138,6 +139,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     own = shape[stacked:]
     if sum(size > 1 for size in own) < 2:
         return None, "a vector"
+    # Flax puts the dims of the outputs last, and gives the bias their shape.
     bias = shapes.get(_beside(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
     if len(own) > 2 and name != _KERNEL:
@@ -146,6 +148,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
         raise ValueError(_unsettled(path, shape, stacked))
     split = ndim - outputs
     size = math.prod(shape[split:])
+    # Muon's authors train embeddings and the output layer by AdamW, and so does `muon`.
     tables = [found for found in shapes if _is_table(found) and _around(found) == _around(path)]
     if same := [table for table in tables if len(shapes[table]) == 2 and shapes[table][0] == size]:
         return None, f"the output layer: {size} outputs, as {same[0]!r} has rows"
@@ -155,9 +158,9 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """How many dims in front of a leaf count layers: those that all leaves of a module around it have in common.
+    """How many leading dims of a leaf count layers: those that all leaves of a module around it have in common.
 
-    The proof is a vector among them that has these dims too: a norm's scale or a bias of two dims.
+    The proof is a vector of that module with these dims: a norm's scale or a bias that has two dims.
     """
     parts, most = path.split("/"), 0
     for depth in range(len(parts)):
@@ -170,7 +173,7 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a leaf is a vector for each layer. The bias of a kernel with several output dims is none: 16 x 128."""
+    """Whether a leaf is a vector for each layer; a bias of 16 x 128 beside a kernel of 2048 x 16 x 128 is not."""
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
     kernel = shapes.get(_beside(path, _KERNEL))
@@ -231,7 +234,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 
 def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """The choices by path from what ``muon`` is given: a tree or a prefix of one, a function, one value, or None."""
+    """The choices by path from an argument of ``muon``: a tree or a prefix of a tree, a function, a value, or None."""
     shapes = whole_shapes(params)
     if given is None:
         return choose_matrices(shapes)

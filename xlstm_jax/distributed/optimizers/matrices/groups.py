@@ -30,7 +30,7 @@ class MatrixForm:
       short, long: sizes of the dims of each side; true ones, without padding.
       stored: sizes of all these dims with padding.
       splits: (dim, axes) for each dim that is split.
-      stack_axes: axes that split the matrices of a stack; along them devices have other matrices.
+      stack_axes: axes that split the matrices of a stack; along them devices have different matrices.
       dtype: of the values.
     """
 
@@ -84,7 +84,7 @@ class MatrixGroup:
       form: of each matrix.
       leaves: whose matrices they are, in order.
       copies: axes along which devices have equal shards, and share the work.
-      copies_dim: the dim that these split further; None where there are none.
+      copies_dim: the dim that ``copies`` split further; None without copies.
       axes: along which the owners stand, in the order of the mesh, the first being the outermost.
       owners: devices that share the work; ``per_owner`` is the number of places of each.
       first: the place of its first matrix.
@@ -104,7 +104,7 @@ class MatrixGroup:
 
     @property
     def count(self) -> int:
-        """How many matrices, of which all these devices have shards."""
+        """The number of matrices. Each of these devices has a shard of each matrix."""
         return sum(leaf.count for leaf in self.leaves)
 
     @property
@@ -128,13 +128,15 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """A leaf with shards of shape ``local`` on a mesh of ``sizes``, as the matrices that it is.
+    """The form of a leaf's matrices, and their place in the leaf; its shards have shape ``local``.
 
-    With ``any_order`` slices may be put together in another order than they lie in, so that leaves that are split over
-    the same axes in different orders have one form: the rule must not depend on the order of rows and columns.
+    With ``any_order`` slices are put together in the order of the mesh instead of their own, so that leaves that are
+    split over the same axes in different orders have one form. The rule must not depend on the order of rows and
+    columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
+    # Muon of a transpose is the transpose, and the Gram matrix of the shorter side is the smaller.
     if math.prod(choice.shape[dim] for dim in inputs) > math.prod(choice.shape[dim] for dim in outputs):
         inputs, outputs = outputs, inputs
     stack = tuple(dim for dim in range(ndim) if dim not in (*inputs, *outputs))
@@ -142,6 +144,7 @@ def matrix_leaf(
     stored = [size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(local, spread, strict=True)]
     sides = (*inputs, *outputs)
     if any_order:
+        # The padding of a dim must come last when slices are put together, so a padded dim keeps its own order.
         padded = [dim for dim in sides if stored[dim] != choice.shape[dim]]
         spread = [axes if dim in padded else _in_order(axes, sizes) for dim, axes in enumerate(spread)]
     form = MatrixForm(
@@ -165,14 +168,15 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
     for form, leaf in leaves:
         by_form[form].append(leaf)
     groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
+    # rows^2 * columns is proportional to the FLOP of a product of Newton-Schulz.
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """The groups in rounds: those of a round that have fewer matrices than owners have different ones.
+    """The groups in rounds: in a round, groups of fewer matrices than owners have different owners.
 
-    The devices that one leaves idle work on the others, so that a round takes as long as its largest matrix does. Only
-    for rules whose owners keep nothing: where a matrix is depends on the other groups.
+    Devices that one group leaves idle work on another, so a round takes as long as its largest matrix. Only for rules
+    without state: the owner of a matrix depends on the other groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -194,15 +198,17 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)
-    if group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE:  # done sooner than sent
+    # So little work is done sooner by every copy than it is sent.
+    if group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE:
         return alone
     others = [axis for axis, size in sizes.items() if size > 1 and axis not in (*form.split_axes, *form.stack_axes)]
     shared = [_with_copies(alone, tuple(others[:n]), sizes) for n in range(1, len(others) + 1)]
+    # More owners than it takes for the least work would only send more.
     return min([alone, *filter(None, shared)], key=lambda found: (found.per_owner, found.owners))
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
-    """The group with these axes among its owners', if their devices divide a dim of the shards."""
+    """The group with owners along ``copies``, too; None if their devices divide no dim of the shards."""
     count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
     for dim, axes in group.form.splits:
         local[dim] //= math.prod(sizes[axis] for axis in axes)

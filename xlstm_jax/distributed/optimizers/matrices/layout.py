@@ -30,7 +30,7 @@ OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The mesh, and by path the boxed parameters and the specs of what an optimizer keeps of each.
+    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each.
 
     Matrix optimizers that are initialised with it add to ``reports``, which a plan shows.
     """
@@ -50,7 +50,8 @@ class MatrixReport:
     choices: Mapping[str, MatrixChoice]
 
 
-# Between the step, which knows the layout, and a transform of the library stand optax's own, which hand on no layout.
+# A context variable, since optax's own transforms (`chain`, say) stand between the step, which knows the layout, and
+# `muon`, and hand on no layout.
 _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
 
 
@@ -101,6 +102,7 @@ class Place:
 def place_of(tree: PyTree) -> Place:
     """How the leaves of a tree are split: inside ``shard_map`` by their boxes, outside by the layout that is set."""
     leaves = trees.leaves_with_path(tree)
+    # Inside `shard_map` arrays are shards already, also where a step around it has set a layout.
     layout = None if collectives.manual_axes() else _LAYOUT.get()
     if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
         return _on_mesh(layout, {path: leaf_of(leaf).value for path, leaf in leaves})

@@ -35,6 +35,8 @@ DEFAULT_NS_COEFFS = (3.4445, -4.7750, 2.0315)
 DEFAULT_NS_STEPS = 5
 DEFAULT_BETA = 0.95
 DEFAULT_EPS = 1e-8
+# As in optax. "standard": github.com/KellerJordan/modded-nanogpt; "dion": three for each step, of Ahn et al., "Dion:
+# Distributed Orthonormalized Updates", 2025.
 NS_COEFFS = {
     "standard": DEFAULT_NS_COEFFS,
     "dion": (
@@ -164,7 +166,7 @@ def _scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = jnp.asarray(optax.safe_increment(state.count))
         coeffs = jnp.asarray(state.ns_coeffs)
-        # Without the bias of its start; with ``nesterov`` one step ahead.
+        # Bias correction as in Adam. Nesterov's momentum is one step ahead, so it is corrected for the next count.
         momentum = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
         if nesterov:
             now = optax.tree.bias_correction(updates, beta, count)
@@ -177,6 +179,7 @@ def _scale_by_muon(
                     new |= by_owners(lambda x: orthogonal(x, coeffs), together, values, exchange_dtype)
             return new, state
 
+        # In any order: p(P X Q) = P p(X) Q for permutations P and Q of rows and columns.
         updates, _ = map_groups(of_groups, momentum, choices, any_order=True)
         if adaptive:
             updates = trees.map_leaves(_scaled_by_dual_norm, updates, momentum)
@@ -194,12 +197,14 @@ def _scaled_by_dual_norm(update: PyTree, momentum: PyTree) -> PyTree:
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
-    """As in optax: by what makes steps alike for matrices of any width, or as large as those of AdamW."""
+    """As in optax: makes steps alike for matrices of any width, or (``consistent_rms``) as large as AdamW's.
+
+    The first is of github.com/KellerJordan/Muon, the second of Liu et al., "Muon is Scalable for LLM Training", 2025.
+    """
 
     def scale(choice: MatrixChoice) -> jax.Array:
-        inputs, outputs = np.array(
-            choice.matrix
-        )  # numbers of NumPy have a dtype, which narrow updates take on as in optax
+        # NumPy's numbers, unlike Python's, have a dtype, to which narrow updates are widened, as in optax.
+        inputs, outputs = np.array(choice.matrix)
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, outputs / inputs))
         return jnp.sqrt(jnp.maximum(inputs, outputs)) * consistent_rms
@@ -239,6 +244,7 @@ def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning:
     """Newton-Schulz of x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
     coeffs = coeffs.astype(x.dtype)
     each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs
+    # Newton-Schulz diverges for singular values far above 1, and each of these norms is at least the largest.
     if order := _NORMS.get(preconditioning):
         x = x / (jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True) + eps)
     else:  # by the Gram matrix, which the first step needs anyway
@@ -250,12 +256,13 @@ def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning:
             scale = jax.lax.rsqrt(jnp.clip(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True), min=eps))
             x, gram = x * scale, gram * scale**2
         x, each = _stepped(x, gram, each[0]), each[1:]
-    # A loop, which is compiled once: written out, it takes a compiler several times as long.
+    # A loop, whose body is compiled once: written out, the steps take XLA several times as long.
     return jax.lax.scan(lambda x, abc: (_stepped(x, x @ _adjoint(x), abc), None), x, each)[0]
 
 
 def _stepped(x: jax.Array, gram: jax.Array, abc: jax.Array) -> jax.Array:
     a, b, c = abc
+    # a X + (b A + c A^2) X with A = X X^T: polynomials of the small matrix come first, one product with X last.
     return a * x + (b * gram + c * gram @ gram) @ x
 
 

@@ -27,6 +27,7 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
     """The matrices that this device owns, [places, rows, columns] with rows <= columns, from its shards by path."""
     stacked = _as_stacks(group, shards)
     empty = group.owners * group.per_owner - group.count
+    # Narrow on the wire alone: the rule computes in the dtype of the leaves.
     sent = jnp.pad(stacked.astype(exchange_dtype or stacked.dtype), [(0, empty)] + [(0, 0)] * (stacked.ndim - 1))
     received = collectives.all_to_all(sent.reshape(group.owners, group.per_owner, *sent.shape[1:]), group.axes)
     return _merged(group, received).astype(stacked.dtype)
@@ -62,6 +63,8 @@ def by_owners(
         new = _cut(group, fn(_merged(group, own)))
         return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
 
+    # Groups lie one after the other, so the number that end before this device is the index of its own group, or one
+    # past the last for a device without a matrix. A switch runs that branch alone; no branch has a collective.
     own = collectives.axis_index(axes)
     mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
     sent = jax.lax.switch(mine, [*(partial(of_one, group) for group in groups), lambda received: received], received)
@@ -89,6 +92,7 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
     stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
     if group.copies_dim is None:
         return stacked
+    # Devices with equal shards send a part each, so that nothing travels twice.
     return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
 
 
@@ -106,6 +110,7 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     """[n, p, slice dims] -> [p, rows, columns]: the slices of the n senders put together, without padding."""
     form, (shape, order) = group.form, _by_axis(group, received.shape[1])
     stored = received.reshape(shape).transpose(order).reshape(received.shape[1], *form.stored)
+    # Without padding: a rule may count rows, and zeros would widen the Gram matrix.
     return stored[(slice(None), *map(slice, form.true))].reshape(-1, form.rows, form.columns)
 
 

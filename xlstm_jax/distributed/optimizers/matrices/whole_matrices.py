@@ -32,7 +32,7 @@ from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_own
 
 
 class OnWholeMatricesState(NamedTuple):
-    """By group of matrices the state of the inner rule, each leaf with a dim of matrices in front."""
+    """The inner rule's state by group of matrices; each leaf has a leading dim of matrices."""
 
     of_owners: dict[str, PyTree]
 
@@ -62,8 +62,8 @@ def on_whole_matrices(
     Returns:
       The transform, for ``make_train_step``, inside ``shard_map`` on boxed trees, or on one device.
     Raises:
-      ValueError: (in ``init`` and ``update``) what ``matrix_dimensions`` raises; or layers that are split over devices
-        are no multiple of those that share each, so that no state of theirs can be split evenly.
+      ValueError: (in ``init`` and ``update``) what ``matrix_dimensions`` raises; or stacked layers are split over
+        devices, and the devices that share a part of the layers do not divide its number of matrices.
       TypeError: ``tx`` is no transform, or ``exchange_dtype`` no dtype.
     """
     check_transform(tx, "on_whole_matrices")
@@ -86,10 +86,11 @@ def on_whole_matrices(
 
 
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
-    """The state of all matrices of a group at its start: of this device's inside ``shard_map``, else of all."""
+    """The first state of a group's matrices: inside ``shard_map`` of this device's matrices, else of all."""
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
     left_over = group.per_owner * group.owners - group.count
+    # Empty places would lie between the matrices of two parts, and a box can only say how many lie at the end.
     if left_over and stacks > 1:
         raise ValueError(
             f"on_whole_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of the "
@@ -97,6 +98,7 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
         )
     places = group.per_owner * (1 if place.mesh is None else group.owners * stacks)
     zeros = jnp.zeros((places, group.form.rows, group.form.columns), group.form.dtype)
+    # A state for each matrix: a rule's count becomes a vector of counts.
     state = jax.vmap(tx.init)(zeros)
 
     def boxed(leaf: jax.Array) -> Any:
@@ -104,6 +106,7 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
         return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), true_sizes=sizes) if axes else leaf
 
     if place.mesh is None and axes:
+        # Zeros are equal on all devices. Later states are not, and a state keeps its type.
         state = collectives.to_varying(state, axes)
     return jax.tree.map(boxed, state)
 
