@@ -28,7 +28,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of slices
 
 
 class Efficiency(NamedTuple):
-    """Which part of a chip's published rates kernels reach: of FLOP/s by matrix products, of HBM's bytes/s by all."""
+    """The fractions of a chip's published rates that kernels reach: of its FLOP/s, and of its HBM's bytes/s."""
 
     products: float
     memory: float
@@ -52,13 +52,14 @@ class Chip:
       torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
       network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
       host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
-      efficiency: what kernels reach of ``peak_flops`` and ``hbm_bandwidth``; None for TPUs, whose compiler estimates.
+      efficiency: the fractions of ``peak_flops`` and ``hbm_bandwidth`` that kernels reach; None for TPUs, whose
+        compiler estimates the time of each kernel.
       devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, the largest one last.
       cube: TPU: the side of the cubes that larger slices are made of; None without cubes.
-      sparse_cores: TPU: it has SparseCores that can run collectives, of every kind.
-      xla_options: TPU: XLA's options that make collectives asynchronous, all of them switches to turn on, each with
-        the slices on which it was compiled; None where none are known.
+      sparse_cores: TPU: whether it has SparseCores, which can run all kinds of collectives.
+      xla_options: TPU: XLA's switches that make collectives asynchronous, each with the slices on which a program was
+        compiled with it; None where none are known.
 
     >>> CHIPS["v5e"].hbm_bytes / 2**30, CHIPS["v5e"].peak_flops["bfloat16"]
     (16.0, 197000000000000.0)
@@ -107,6 +108,7 @@ def slices_up_to(pod: tuple[int, ...]) -> Shapes:
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
     """
+    # Larger slices are joined by optical switches between whole cubes, so each side is a multiple of a cube's.
     of_cubes = product(*(range(CUBE, size + 1, CUBE) for size in pod))
     below = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
     return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
@@ -131,14 +133,14 @@ def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[s
     return {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
 
 
-# What kernels of a training step reach: products as benchmarks/published.py found them, of A100 on two published runs,
-# of H100 on one; of later chips nothing was found, and that of H100 is taken. Of memory a plain copy reaches some 0.9,
-# and 0.8 is taken for all. docs/forecast.md compares them with runs that they were not fitted to.
+# What kernels of a training step reach. Products: fitted by benchmarks/published.py, to two published runs of A100 and
+# one of H100; no run of a later chip was found, so those have H100's fraction. Memory: a plain copy reaches some 0.9,
+# and 0.8 is taken for all. docs/forecast.md compares these fractions with runs that they were not fitted to.
 A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
-# The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock; v4 and v5p have 2 cores of 4 units each,
-# v5e 1 of 4. For v6e (256 x 256) 4 units are taken: cloud.google.com names 2, but the cycles that the compiler
-# estimates for a matrix product are fewer than 2 units could take.
+# The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
+# v5e has 1 core of 4 units. For v6e, with units of 256 x 256, 4 units are taken: cloud.google.com names 2, but the
+# cycles that the compiler estimates for a matrix product are fewer than 2 units could take.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -204,5 +206,6 @@ def chip_of(device_kind: str) -> Chip | None:
 
 def peak_rate(chip: Chip, dtype: str) -> float:
     """FLOP/s of matrix products in a dtype: float8 at the rate of int8, a dtype without a rate at that of float32."""
+    # GPUs have equal published rates for these pairs. Without units for a dtype products run in float32.
     alike = "bfloat16" if dtype == "float16" else "int8" if dtype.startswith("float8") else dtype
     return chip.peak_flops.get(alike, chip.peak_flops["float32"])

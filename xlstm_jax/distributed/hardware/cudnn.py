@@ -1,4 +1,4 @@
-"""What JAX asks of a GPU before it traces attention of cuDNN, answered for a GPU that is not there.
+"""Answers to what JAX asks a GPU before it traces attention of cuDNN, where that GPU is not there.
 
     jax.nn.dot_product_attention(..., implementation="cudnn")
       tracing    asks the GPU at hand for cuDNN's version and its compute capability    answered by the chip's target
@@ -25,9 +25,9 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 @contextlib.contextmanager
 def answered_for(chip: Chip | None) -> Iterator[None]:
-    """A context in which JAX traces and lowers cuDNN's attention as on this chip; with None as on any, for the shapes.
+    """A context in which JAX traces and lowers cuDNN's attention as on this chip; with None as on any GPU.
 
-    Nothing is changed for a chip that is no GPU.
+    For a TPU the context changes nothing.
     """
     if chip is not None and chip.torus_axes:
         yield
@@ -35,6 +35,7 @@ def answered_for(chip: Chip | None) -> Iterator[None]:
     has = compute_capability(chip) if chip else None
 
     def is_at_least(capability: str) -> bool:
+        # Without a chip only shapes are wanted, and they are the same at any capability.
         return has is None or has >= _pair(capability)
 
     def is_equal(capability: str) -> bool:
@@ -51,6 +52,7 @@ def answered_for(chip: Chip | None) -> Iterator[None]:
     try:
         for name, answer in answers.items():
             setattr(fused, name, answer)
+        # Only the primitives of attention: others still refuse a mesh without devices.
         dispatch.prim_requires_devices_during_lowering -= needs_devices
         yield
     finally:

@@ -1,8 +1,8 @@
 """What XLA must know of a GPU to compile for it where there is none: a ``GpuTargetConfigProto``, as text.
 
 The facts are those of XLA's own descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80,
-h100_sxm, h200, b200, gb200). They decide which kernels the compiler can make and how it weighs them; what the library
-itself computes with, the maker's figures, is in ``chips``, and may differ by some percent.
+h100_sxm, h200, b200, gb200). They decide which kernels the compiler can make and how it weighs them. The library itself
+computes with the makers' figures in ``chips``, which may differ by some percent.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ runtime_version { major: 12 minor: 9 patch: 0 }"""
 
 @dataclass(frozen=True)
 class _Target:
-    """Of one GPU. A core is a streaming multiprocessor; memory in bytes, bandwidth in bytes/s."""
+    """XLA's facts about a GPU. A core is a streaming multiprocessor; memory in bytes, bandwidth in bytes/s."""
 
     compute_capability: int  # the major version; the minor one is 0
     core_count: int

@@ -6,9 +6,9 @@ GPUs   two networks: NVLink within a host, and between hosts an adapter (NIC) fo
 A collective over n GPUs, g of them in each of h hosts, sends s bytes from each, as a ring does: s = payload x (n-1)/n,
 twice that in an all-reduce. The border of a host is crossed by s bytes too, which its g adapters share:
 
-    seconds    max(s / NVLink, s / (g x NIC)) by their published rates; of h = 1 the first, of g = 1 the second
-    nic_bytes  s / g, of h = 1 none; the least that there can be, staged, is payload x (h-1)/h / g
-    choice     what NCCL takes for it, latency included, by the rates that were measured: ``nccl``
+    seconds    max(s / NVLink, s / (g x NIC)) by published rates; on one host s / NVLink alone
+    nic_bytes  s / g, and 0 on one host; a staged collective needs payload x (h-1)/h / g, the least possible
+    choice     NCCL's algorithm and its time, latency included, by measured rates: ``nccl``
 
 A host is what NVLink joins.
 """
@@ -34,8 +34,8 @@ class Links:
     Attributes:
       chip: the device.
       axis_sizes: the mesh, outermost axis first.
-      topology: of TPUs always; of GPUs None for those at hand, whose hosts have as many as the chip's usually do.
-      coords: of TPUs: where on the torus each device of the mesh lies, in the mesh's order: [devices, 3].
+      topology: always given for TPUs; None for the GPUs at hand, whose hosts are taken to have the usual number.
+      coords: of TPUs, in the mesh's order, the place of each device on the torus: [devices, 3].
 
     >>> from xlstm_jax.distributed.hardware import CHIPS
     >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
@@ -58,10 +58,10 @@ class Links:
         return sent / bandwidth if bandwidth else 0.0
 
     def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
-        """The least time for several collectives, which run side by side as far as they use other links.
+        """The least time for several collectives, which run side by side where they use different links.
 
-        On TPUs a collective uses the dims of the torus along which its groups lie, each in proportion to its bandwidth;
-        on GPUs NVLink, the network between hosts, or both. The busiest decides.
+        It is the time of the busiest link. On TPUs a collective uses the dims of the torus along which its groups lie,
+        each in proportion to its bandwidth; on GPUs NVLink, the network between hosts, or both.
         """
         busy: dict[int | str, float] = defaultdict(float)
         for axes, sent in wire_bytes.items():
@@ -70,20 +70,20 @@ class Links:
         return max(busy.values(), default=0.0)
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Which networks of GPUs a collective over these axes uses: NVLink, that between hosts, both; TPUs: none."""
+        """The networks that a collective of GPUs over these axes uses: NVLink, the network, or both; () for TPUs."""
         if self.chip.torus_axes:
             return ()
         group = self._group(axes)
         return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
-        """What the adapter of each GPU carries to other hosts, where each sends so many bytes; TPUs have none."""
+        """The bytes that each GPU's adapter carries to other hosts, where each GPU sends ``sent``; 0 for TPUs."""
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """What NCCL takes for a collective of GPUs, and for how long; None of one device alone, and of TPUs.
+        """NCCL's algorithm for a collective of GPUs, and its time; None for a single device.
 
-        Of TPUs no latency is known.
+        None for TPUs, too: their latency is not known.
         """
         if not self.networks(axes):
             return None
@@ -92,11 +92,12 @@ class Links:
         return nccl.choice(kind, group, sent, reached)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
-        """The numbers of the devices of each group that a collective over these axes connects: [groups, devices]."""
+        """The device numbers of each group that a collective over these axes connects: [groups, devices]."""
         unknown = [axis for axis in axes if axis not in self.axis_sizes]
         if unknown:
             raise ValueError(f"wire_bytes names the axis {unknown[0]!r}; the mesh has {dict(self.axis_sizes)}.")
         names, sizes = list(self.axis_sizes), tuple(self.axis_sizes.values())
+        # The collective's axes last, so that each row of the reshaped numbers is a group; the order of axes stays.
         order = sorted(range(len(names)), key=lambda i: names[i] in axes)
         numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
@@ -105,6 +106,7 @@ class Links:
         """The group that spans the most hosts; groups differ where the GPUs of a host are no multiple of a group."""
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
+        # A mesh fills one host after another. Sorted, a group crosses a border wherever the host's number rises.
         hosts = np.sort(self._groups(axes) // per_host, axis=1)
         borders = (np.diff(hosts, axis=1) > 0).sum(axis=1)
         _, devices = np.unique(hosts[borders.argmax()], return_counts=True)
@@ -117,6 +119,7 @@ class Links:
         goes both ways; on a line it must come back along it, which leaves one way.
         """
         assert self.topology is not None  # a TPU
+        # One group stands for all: along the axes of a mesh they lie alike on the torus.
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
         bandwidths = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
@@ -128,7 +131,7 @@ class Links:
         return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
-        """Bytes/s of a GPU: NVLink inside a host; between hosts the adapters of those of its group in its host."""
+        """Bytes/s of a GPU: on one host NVLink; between hosts the adapters of its group's GPUs on its host, too."""
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
         if group.hosts == 1:

@@ -16,7 +16,7 @@ LL128 and of trees, treeCorrectionFactor), with hosts of Intel's processors. Lef
 algorithms of later releases (PAT). Its model for 256 A100 gives 65 us for an all-reduce of some bytes; 62 to 71 us were
 measured on 32 hosts of 8 (NVIDIA/nccl#652).
 
-``bus_bandwidth`` of a link is not its published rate, but what was measured of it, by NCCL's own tests.
+``bus_bandwidth`` of a link is not its published rate, but the rate that NCCL's own tests have measured.
 """
 
 import math
@@ -50,8 +50,9 @@ _HOP = {  # seconds of each hop, over NVLink and over the network
 _POST = {LL: 1.0 * _US, LL128: 1.0 * _US, SIMPLE: 3.0 * _US}  # the least of a hop of a ring that crosses hosts
 _LL_MOST = {1: 87.7e9, 2: 39.0e9}  # bytes/s of LL on so many hosts
 _LL_MOST_BEYOND = 20.4e9  # on more
-_PLATEAU, _PLATEAU_BYTES = 1.4, 64 * 16  # Simple rings across hosts are slower to start from so many bytes a GPU on
-# By the power of two of 64 bytes that an array has: 1 stands for all that are larger.
+# All-reduces by Simple rings across hosts start slower where each GPU has more than so many bytes.
+_PLATEAU, _PLATEAU_BYTES = 1.4, 64 * 16
+# By the power of two of 64 bytes that an array has; larger arrays than the table has reach all (1).
 _TREE_REACHES = {
     LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1",
     LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1",
@@ -62,7 +63,7 @@ _TREE_FACTORS = {protocol: [float(word) for word in text.split()] for protocol, 
 
 @dataclass(frozen=True)
 class Group:
-    """The GPUs that a collective connects: their number, that of their hosts, and the fewest on one host."""
+    """The GPUs that a collective connects: how many, on how many hosts, and the fewest on one host."""
 
     devices: int
     hosts: int
@@ -70,7 +71,7 @@ class Group:
 
 
 def network_fraction(kind: str, hosts: int) -> float:
-    """What collectives over so many hosts reach of the network's published rate.
+    """The fraction of the network's published rate that collectives over so many hosts reach.
 
     >>> network_fraction("reduce-scatter", 16), network_fraction("all-gather", 16), network_fraction("all-gather", 32)
     (0.8, 0.8, 0.5)
@@ -81,7 +82,7 @@ def network_fraction(kind: str, hosts: int) -> float:
 
 
 class Way(NamedTuple):
-    """What NCCL chooses: "Tree LL"; the time before its bytes count, and that of its bytes, in seconds."""
+    """An algorithm and its protocol, "Tree LL"; the seconds before its bytes count, and those of its bytes."""
 
     name: str
     latency_s: float
@@ -101,8 +102,8 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
     ('Tree LL', '65 us', 'Ring Simple', '10.03 ms')
 
     Args:
-      kind: as of ``Collective``.
-      group: that it connects, of more than one device.
+      kind: the kind of collective, as XLA names it.
+      group: the GPUs that it connects, more than one.
       sent: bytes by each GPU around a ring; ``payload x (n-1)/n``, twice that in an all-reduce.
       bus_bandwidth: bytes/s of each GPU that NCCL reaches with large arrays.
     """
@@ -111,6 +112,7 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 
 def _ways(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Iterator[Way]:
     reduces = kind == "all-reduce"
+    # A ring sends (n-1)/n of the payload, twice that in an all-reduce; a tree sends the payload itself, twice.
     payload = sent * group.devices / (group.devices - 1) / (2 if reduces else 1)
     for protocol in (LL, LL128, SIMPLE):
         bandwidth = _ring_bandwidth(kind, group, protocol, bus_bandwidth)
@@ -124,6 +126,7 @@ def _ring_latency(kind: str, group: Group, protocol: str, payload: float) -> flo
     over_nvlink, over_network = _HOP[RING, protocol]
     hops, crossing = group.devices - 1, group.hosts - 1
     if kind == "all-reduce":
+        # An all-reduce goes around twice: a reduce-scatter, then an all-gather.
         hops, crossing = 2 * hops, 2 * group.hosts if group.hosts > 1 else 0
     elif kind in SENT_AT_ONCE:
         crossing = min(crossing, 1)
@@ -137,15 +140,18 @@ def _ring_latency(kind: str, group: Group, protocol: str, payload: float) -> flo
 
 def _tree_latency(group: Group, protocol: str) -> float:
     over_nvlink, over_network = _HOP[TREE, protocol]
+    # Up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))
     return _BASE[TREE, protocol] + 2 * ((group.devices // group.hosts - 1) * over_nvlink + levels * over_network)
 
 
 def _ring_bandwidth(kind: str, group: Group, protocol: str, bus_bandwidth: float) -> float:
     if protocol == LL:
+        # LL sends a flag with every 4 bytes of data, so half the rate is out of reach; tuning.cc takes less still.
         quarter = group.hosts > 1 or kind == "all-reduce"
         return min(_LL_MOST.get(group.hosts, _LL_MOST_BEYOND), bus_bandwidth / (4 if quarter else 3))
     if protocol == LL128:
+        # Of 128 bytes 120 are data. tuning.cc takes off more where a host has one GPU.
         return bus_bandwidth * (0.7 if group.devices < 2 * group.hosts else 0.92)
     return bus_bandwidth
 

@@ -17,8 +17,8 @@ GPUS_OF_TRAY = 4  # in a host of GB200, of which NVLink joins 18
 class Topology:
     """Devices that need not be there: ``name`` as "v5e:16x16" or "h100:32x8".
 
-    ``shape`` is of TPUs that of the torus; JAX sees one device per chip. Of GPUs it is how many NVLink domains there
-    are, and GPUs in each: (hosts, GPUs per host), of GB200 (racks, GPUs per rack).
+    ``shape`` of TPUs is the torus of chips, each of which JAX sees as one device. ``shape`` of GPUs is (hosts, GPUs per
+    host), or for GB200 (racks, GPUs per rack): the number of NVLink domains, and the GPUs in each.
 
     >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
     (False, True)
@@ -58,9 +58,11 @@ class Topology:
             return arguments | {"topology": self._slices_of_hosts(), "target_config": target_config(self.chip)}
         arguments["topology_name"] = self.name
         if self.chip.name == "v4":
-            arguments["chip_config_name"] = "megacore"  # both cores are one device, as on machines that have the chips
+            # Both cores are one device, as JAX shows them on machines that have the chips.
+            arguments["chip_config_name"] = "megacore"
         if self.num_devices == 1:
-            arguments["chips_per_host_bounds"] = (1, 1, 1)  # less than a host
+            # One chip is less than a host, which by default has several.
+            arguments["chips_per_host_bounds"] = (1, 1, 1)
         return arguments
 
     def _slices_of_hosts(self) -> str:
@@ -75,15 +77,15 @@ class Topology:
 def parse_topology(name: str) -> Topology:
     """Reads "v5e:16x16" and "h100:32x8".
 
-    Of TPUs: the chip, and how many of them along each axis of the torus. Of GPUs: the chip, hosts, and GPUs per host
-    ("h100:8": of one host); of GB200, NVLink domains, which are racks, and GPUs in each, up to 72.
+    TPUs: the chip, and the number of chips along each axis of the torus. GPUs: the chip, hosts, and GPUs per host, or
+    for one host GPUs alone ("h100:8"). GB200: racks, which are NVLink domains, and GPUs per rack, up to 72.
 
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("h100:32x8").num_devices
     (128, 256)
 
     Raises:
-      ValueError: an unknown chip, or a slice that does not exist; lists those that do. No host, or more GPUs in one
-        than there are.
+      ValueError: an unknown chip, or a slice that does not exist (the error lists the slices that do); no host or no
+        GPU; or more GPUs per host than NVLink joins.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
@@ -103,10 +105,11 @@ def parse_topology(name: str) -> Topology:
 
 
 def slice_shape(device: Any) -> tuple[int, ...] | None:
-    """The whole slice that a TPU belongs to, of which a mesh may take a part; None for GPUs, CPUs and unknown TPUs."""
+    """The shape of a TPU's whole slice, also where a mesh takes a part of it; None for GPUs, CPUs and unknown TPUs."""
     chip = chip_of(device.device_kind)
     if chip is None or not chip.torus_axes:
         return None
+    # Slices that a network joins share one client, and their coordinates begin anew in each.
     number = getattr(device, "slice_index", None)
     others = [other for other in device.client.devices() if getattr(other, "slice_index", None) == number]
     spans = [1 + max(column) - min(column) for column in zip(*(other.coords for other in others), strict=True)]

@@ -12,8 +12,8 @@ gathers. These options change it; the code of the step stays as it is:
   NVIDIA     several collectives may be under way at once (by default one), and gathers in a loop over layers begin a
              layer ahead                                            nearly nothing in the loops is waited for
 
-Those of TPUs stand in the table of chips, each with the slices on which it was compiled: what one slice takes another
-may refuse. docs/compiler_options.md has what each option does to compiled programs.
+The options of TPUs stand in the table of chips, each with the slices on which a program was compiled with it: another
+slice may refuse an option. docs/compiler_options.md has what each option does to compiled programs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,10 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.distributed.hardware.chips import CHIPS, ICI_PIPELINING, chip_of
 from xlstm_jax.distributed.hardware.topologies import in_order, slice_shape
 
-PIPELINES_BY_MODE = (0, 11, 1)  # the release of JAX from which on XLA's GPU pipelining has modes, and other names
-AT_ONCE = 8  # collectives under way on a GPU; four do nearly as well, two do not
+# From this release of JAX on XLA's pipelining on GPUs has modes, and its options have other names.
+PIPELINES_BY_MODE = (0, 11, 1)
+# Collectives under way on a GPU: four do nearly as well, two do not.
+AT_ONCE = 8
 # Bytes up to which GPUs combine scatters; by default the last ones of a step are combined, and waited for.
 APART = 2**20
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
@@ -42,8 +44,8 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
 
     Args:
       device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
-      shape: of TPUs the slice, as (16, 16): an option is returned only where a program was compiled with it on that
-        slice. None: only where on every slice of the chip. GPUs have the same options whatever their number.
+      shape: the slice of a TPU, as (16, 16): the options with which a program was compiled on that slice. None: those
+        that were compiled on every slice of the chip. GPUs have the same options whatever their number.
       pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which does so
         itself, and scatters a layer later.
     Returns:
@@ -70,6 +72,7 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
         )
     asked = set(chip.slices if shape is None else [in_order(shape)])
     compiled = (name for name, slices in chip.xla_options.items() if asked <= set(slices))
+    # `scan_layers` gathers ahead itself: with the compiler's pipelining as well, a step waits longer.
     return {name: True for name in compiled if pipelined or name != ICI_PIPELINING}
 
 
@@ -88,7 +91,7 @@ def resolved(
 
 
 def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``resolved`` for the devices of a mesh, or without one for those at hand, and the slice that they belong to.
+    """``resolved`` for the devices of a mesh and the slice that they belong to; without a mesh for the devices at hand.
 
     Raises:
       ValueError: as of ``resolved``; or "auto", and the mesh has no devices.
