@@ -262,7 +262,7 @@ REFUSED = {
     ),
     "parameters among a batch": (
         lambda: traced(batch=BATCH | {"teacher": abstract().params}),
-        r"batch\['teacher/kernel'\] is a parameter in a box, .*state.replace\(collections=\{'teacher': its params\}\)",
+        r"batch\['teacher/kernel'\] is a parameter in a box, .*step\(..., others=\{'teacher': its params\}\)",
     ),
 }
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.device_mesh.batches import any_padded
@@ -31,6 +31,8 @@ STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
+Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
+LOSS_SIGNATURE, EVAL_SIGNATURE = "loss_fn(params, apply_fn, batch, rng)", "eval_fn(params, apply_fn, batch)"
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
 NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
@@ -39,9 +41,7 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 # -------------------------------------------------------------------------------------------------- model, loss and key
 
 
-def check_loss_fn(
-    loss_fn: Any, taker: str = "make_train_step", signature: str = "loss_fn(params, apply_fn, batch, rng)"
-) -> None:
+def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", signature: str = LOSS_SIGNATURE) -> None:
     """Raises a ``TypeError`` where the first argument of ``taker`` is not a function of these arguments."""
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         name, count = signature.partition("(")[0], signature.count(",") + 1
@@ -55,22 +55,62 @@ def check_loss_fn(
     raise TypeError(f"{taker} takes first a function {signature}, not {kind_of(loss_fn)}; {cure}.")
 
 
-def binds(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with ``count`` arguments; True where it has no signature to read."""
+def binds(function: Callable[..., Any], count: int, names: Iterable[str] | None = None) -> bool:
+    """Whether a function can be called with ``count`` arguments and some by name; True where it has no signature.
+
+    ``names`` None: with all those that it takes by name alone.
+    """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*[None] * count)
+        signature.bind(*[None] * count, **dict.fromkeys(_by_name(signature) if names is None else names))
     except TypeError:
         return False
+    except ValueError:  # there is no signature
+        return True
     return True
 
 
-def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+def _by_name(signature: inspect.Signature) -> list[str]:
+    """The arguments that must be passed by name."""
+    every = signature.parameters.values()
+    return [one.name for one in every if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+
+
+def check_takes_others(
+    function: Callable[..., Any], signature: str, others: Any, collections: Mapping[str, PyTree]
+) -> None:
+    """Raises a ``TypeError`` where a function of ``signature`` does not take by name what stands in ``others``."""
+    if not isinstance(others, Mapping):
+        raise TypeError(
+            f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
+            "step(..., others={'teacher': teacher_state.params})."
+        )
+    name, count = signature.partition("(")[0], signature.count(",") + 1 + bool(collections)
+    with_names = signature.replace(")", ", collections" * bool(collections) + ", *, {})")
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    if missing := [one for one in _by_name(takes) if one not in others]:
+        raise TypeError(
+            f"{name} takes {missing[0]!r} by name, and the step was not given it: "
+            f"step(..., others={{{missing[0]!r}: tree}})."
+        )
+    every = [*takes.parameters.values()]
+    if not any(one.kind is one.VAR_KEYWORD for one in every):
+        further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
+        if unknown := [one for one in others if one not in further]:
+            raise TypeError(
+                f"the step was given others with the name {unknown[0]!r}, and {name} takes "
+                f"{sorted(further) or 'no further trees'}. Write {with_names.format(unknown[0])}."
+            )
+
+
+def check_eval_takes_collections(
+    eval_fn: Callable[..., Any], collections: Mapping[str, PyTree], others: Iterable[str] = ()
+) -> None:
     """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
-    if binds(eval_fn, 3 + bool(collections)) or not binds(eval_fn, 3 + (not collections)):
+    if binds(eval_fn, 3 + bool(collections), others) or not binds(eval_fn, 3 + (not collections), others):
         return
     if collections:
         raise TypeError(
@@ -83,9 +123,11 @@ def check_eval_takes_collections(eval_fn: Callable[..., Any], collections: Mappi
     )
 
 
-def check_takes_collections(loss_fn: Callable[..., Any], collections: Mapping[str, PyTree]) -> None:
+def check_takes_collections(
+    loss_fn: Callable[..., Any], collections: Mapping[str, PyTree], others: Iterable[str] = ()
+) -> None:
     """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
-    if binds(loss_fn, 4 + bool(collections)) or not binds(loss_fn, 4 + (not collections)):
+    if binds(loss_fn, 4 + bool(collections), others) or not binds(loss_fn, 4 + (not collections), others):
         return
     if collections:
         raise TypeError(
@@ -134,7 +176,18 @@ def collections_of(state: Any) -> Mapping[str, PyTree]:
     return getattr(state, "collections", {})
 
 
-def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None) -> None:
+def frozen_trees(others: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+    """Further trees of a step as a loss function gets them inside ``shard_map``: in boxes as before, and frozen."""
+
+    def still(leaf: Any) -> Any:
+        return frozen(split_by_model(leaf)) if is_box(leaf) else jax.lax.stop_gradient(leaf)
+
+    return trees.map_leaves(still, others)
+
+
+def check_call(
+    state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, others: PyTree = None
+) -> None:
     """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
 
     Raises:
@@ -151,7 +204,7 @@ def check_call(state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, m
         )
     of_state = {name: getattr(state, name) for name in ("step", "params", "opt_state")}
     of_state["collections"] = collections_of(state)
-    check_mesh_of({"state": of_state, "rng": rng, "local": local}, mesh)
+    check_mesh_of({"state": of_state, "rng": rng, "local": local, "others": others}, mesh)
     if (local is None) != (metric is None):
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
 
@@ -218,9 +271,8 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             name = path.partition("/")[0]
             raise ValueError(
                 f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf_of(leaf).names}, and a batch "
-                "is split by its rows. Parameters of a second model (a teacher, a reference) go with the state: "
-                f"state.replace(collections={{'{name}': its params}}), and loss_fn(params, apply_fn, batch, rng, "
-                f"collections) reads collections['{name}'] and returns a pair of the loss and {{}}."
+                "is split by its rows. Hand parameters of a second model (a teacher, a reference) in beside it: "
+                f"step(..., others={{'{name}': its params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
@@ -307,11 +359,14 @@ class CheckedStep:
         self._is_weighted = is_weighted
         self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
         self._mesh = layout.mesh
+        self._donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._placed: set[tuple[Any, ...]] = set()  # shardings of batches that were looked at
         self._has_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        if named.get("others"):
+            _check_others(named["others"], [named.get(name) for name in self._donated])
         for name, argument in named.items():
             if any(map(_is_deleted, _some_leaves(name, argument))):
                 raise _deleted(name, name)
@@ -380,6 +435,25 @@ def _first_leaf(tree: PyTree) -> Any:
     return leaf_of(tree).value
 
 
+def _check_others(others: PyTree, donated: PyTree) -> None:
+    """Raises where a leaf has lost its box, or is donated at once: some releases of JAX then end the process."""
+    taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    for path, leaf in trees.leaves_with_path(others):
+        value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)
+        if id(value) in taken:
+            raise ValueError(
+                f"{where} is a leaf of the state too, and a step takes over the memory of its state. Pass a copy: "
+                "jax.tree.map(jnp.copy, state.params). (ema_params returns a copy.)"
+            )
+        its = _sharding(leaf)
+        if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
+            raise ValueError(
+                f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "
+                "all of it before the step. Hand in params as create_train_state and init_sharded make them, not "
+                "unboxed; box_like(tree, params) puts boxes back. Of a state pass state.params alone."
+            )
+
+
 def _is_deleted(leaf: Any) -> bool:
     """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
     is_deleted = getattr(leaf, "is_deleted", None)
@@ -411,6 +485,11 @@ def _deleted(name: str, where: str) -> ValueError:
             f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
             f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
             f"jax.tree.map(jnp.copy, {name})."
+        )
+    if name == "others":
+        return ValueError(
+            f"{where} was deleted: a step has taken over the state that it belonged to. Hand in what the newest state "
+            "of that model holds, or a copy that was made before: jax.tree.map(jnp.copy, state.params)."
         )
     return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
 

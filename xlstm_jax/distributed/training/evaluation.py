@@ -23,12 +23,16 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
+    EVAL_SIGNATURE,
     CheckedStep,
+    Others,
     check_eval_takes_collections,
     check_global_batch,
     check_loss_fn,
     check_mesh_of,
+    check_takes_others,
     collections_of,
+    frozen_trees,
 )
 from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained
@@ -40,15 +44,17 @@ PADDING = "which shard_batch(..., pad=True) returns"
 
 
 class EvalFn(Protocol):
-    """What is observed of this device's shard of a batch; collections of the state come last."""
+    """What is observed of this device's shard of a batch; collections of the state come last, further trees by name."""
 
-    def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /) -> Mapping[str, Any]: ...
+    def __call__(
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **others: Any
+    ) -> Mapping[str, Any]: ...
 
 
 class EvalStep(jax.stages.Wrapped, Protocol):
     """What ``make_eval_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
 
-    def __call__(self, state: Any, batch: PyTree, local: Local, /) -> Local: ...
+    def __call__(self, state: Any, batch: PyTree, local: Local, /, *, others: Others = None) -> Local: ...
 
 
 def make_eval_step(
@@ -83,7 +89,8 @@ def make_eval_step(
     Args:
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
         arguments of ``metric.update``: one value for each row, and the weights of the rows, rather than means. Where
-        ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``.
+        ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``. Trees that are handed in
+        as ``step(..., others={"teacher": params})`` it takes by name, ``eval_fn(params, apply_fn, batch, *, teacher)``.
       mesh, batch_axes, batch_spec, check_vma, compiler_options: as of ``make_train_step``.
       metric: takes in what each device has observed, without communication. Several metrics are a ``Compose``.
     Returns:
@@ -95,11 +102,11 @@ def make_eval_step(
         state or ``local`` lie on a mesh of other axes, or a step before has taken them over. Names leaf and both
         numbers.
       TypeError: ``eval_fn`` is no function, ``metric`` no ``PureMetric``; or (at the call) the state has no parameters,
-        or ``eval_fn`` returned no dict.
+        or ``eval_fn`` returned no dict, or takes other names than ``others`` has.
     """
     mesh = auto_mesh(mesh)
     layout = batch_layout(mesh, batch_axes, batch_spec)
-    check_loss_fn(eval_fn, "make_eval_step", "eval_fn(params, apply_fn, batch)")
+    check_loss_fn(eval_fn, "make_eval_step", EVAL_SIGNATURE)
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
     evaluation = _Evaluation(eval_fn, metric, layout, check_vma)
@@ -123,17 +130,20 @@ class _Evaluation:
     check_vma: bool
     is_weighted: bool = False  # whether the metric gets weights of rows, as the step was traced last
 
-    def step(self, state: Any, batch: PyTree, local: Local) -> Local:
+    def step(self, state: Any, batch: PyTree, local: Local, others: Others = None) -> Local:
         check_no_explicit_mesh()
+        others = {} if others is None else others
         if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
             raise TypeError(
                 f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
                 f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
             )
         variables = {"params": state.params, "collections": collections_of(state)}
-        check_eval_takes_collections(self.eval_fn, variables["collections"])
+        check_takes_others(self.eval_fn, EVAL_SIGNATURE, others, variables["collections"])
+        check_eval_takes_collections(self.eval_fn, variables["collections"], others)
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
-        check_mesh_of({"state": variables, "local": local}, mesh)
+        check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
+        variables["others"] = others
         check_global_batch(batch, self.layout, padding=PADDING)
         in_specs = (placement.partition_specs(variables, mesh), self.layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn)
@@ -145,7 +155,9 @@ class _Evaluation:
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # Without types a layer asks here which axes split the batch, as it asks in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), rules_of_mesh():
-            observed = self.eval_fn(variables["params"], apply_fn, batch, *collections)
+            observed = self.eval_fn(
+                variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["others"])
+            )
         if not isinstance(observed, Mapping):
             raise TypeError(
                 f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "

@@ -71,8 +71,16 @@ class LossWithCollections(Protocol):
     ) -> tuple[LossOutput, PyTree]: ...
 
 
+class LossWithOthers(Protocol):
+    """The loss of this device's shard of the batch, which takes further trees by name."""
+
+    def __call__(
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /, *collections: Any, **others: Any
+    ) -> Any: ...
+
+
 MinibatchLossFn = MinibatchLoss | MinibatchLossWithCollections  # what ``accumulate_gradients`` takes
-LossFn = LossOfParams | LossWithCollections  # what ``make_train_step`` takes
+LossFn = LossOfParams | LossWithCollections | LossWithOthers  # what ``make_train_step`` takes
 
 
 @jax.tree_util.register_dataclass

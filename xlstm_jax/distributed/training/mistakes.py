@@ -24,6 +24,7 @@ from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import Stacks
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
@@ -196,6 +197,18 @@ def warn_if_nothing_is_split(
         f"optimizer. The largest: {'; '.join(named)}. {' '.join(cures)} If it is meant, pass whole_ok=True.",
         key,
     )
+
+
+def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
+    """Warns of a leaf of a further tree that a wrapper would have split by default, and that has no box."""
+    for path, leaf in trees.leaves_with_path(others):
+        if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
+            _warn(
+                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is whole on each of the {mesh.size} "
+                "devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it into such "
+                "parameters. If it is meant, pass whole_ok=True."
+            )
+            return
 
 
 def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> Any:

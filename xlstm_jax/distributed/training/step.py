@@ -21,12 +21,16 @@ from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
 from xlstm_jax.distributed.training.arguments import (
+    LOSS_SIGNATURE,
     CheckedStep,
+    Others,
     check_call,
     check_global_batch,
     check_loss_fn,
     check_takes_collections,
+    check_takes_others,
     collections_of,
+    frozen_trees,
 )
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
@@ -35,6 +39,7 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_gathered_stacks,
     warn_of_idle_axes,
     warn_of_options,
+    warn_of_whole_trees,
 )
 from xlstm_jax.distributed.training.state import State, updated_state
 
@@ -43,10 +48,12 @@ class TrainStep(jax.stages.Wrapped, Protocol):
     """What ``make_train_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
 
     @overload
-    def __call__(self, state: State, batch: PyTree, rng: jax.Array, /) -> tuple[State, Metrics]: ...
+    def __call__(
+        self, state: State, batch: PyTree, rng: jax.Array, /, *, others: Others = None
+    ) -> tuple[State, Metrics]: ...
     @overload
     def __call__(
-        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /
+        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /, *, others: Others = None
     ) -> tuple[State, Metrics, Local]: ...
 
 
@@ -104,16 +111,20 @@ def make_train_step(
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
       minibatch gets (all processes pass the same); ``rng`` is folded with the step and the device, so
-      one key serves a whole run and dropout differs everywhere. Metrics are ``loss`` and ``grad_norm``, the norm over
-      all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
+      one key serves a whole run and dropout differs everywhere. ``step(..., others={"teacher": params})`` hands further
+      trees to ``loss_fn(params, apply_fn, batch, rng, *, teacher)``, by their names: parameters of a second model,
+      gathered as their boxes say, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm
+      over all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; both of ``batch_axes`` and ``batch_spec`` are given, or name what
         is no axis of the mesh; or (at the call) devices times minibatches do not divide a leaf of the batch, devices do
         not divide another dim of it, a leaf has not the dims of its spec, or leaves have different numbers of examples;
-        the state lies on a mesh of other axes, belongs to another optimizer, or was used already. Names the leaf and
-        both numbers. Or processes differ in what must be the same in their first batch (scalars, shapes, arrays that
-        are no global ones): all raise it, and where they pass equal rows as different parts of the batch, all warn.
-      TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else.
+        the state lies on a mesh of other axes, belongs to another optimizer, or was used already; a leaf of ``others``
+        is a shard without a box, or belongs to the state, which is donated. Names the leaf and both numbers. Or
+        processes differ in what must be the same in their first batch (scalars, shapes, arrays that are no global
+        ones): all raise it, and where they pass equal rows as different parts of the batch, all warn.
+      TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else, or the names of
+        ``others`` are not those that ``loss_fn`` takes by keyword.
     """
     mesh = auto_mesh(mesh)
     layout = batch_layout(mesh, batch_axes, batch_spec)
@@ -156,18 +167,22 @@ class StepOptions:
     def mesh(self) -> Mesh | AbstractMesh:
         return self.layout.mesh
 
-    def step(self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None) -> tuple[Any, ...]:
+    def step(
+        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, others: Others = None
+    ) -> tuple[Any, ...]:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
-        check_call(state, rng, local, self.mesh, self.metric)
+        others = {} if others is None else others
+        check_takes_others(self.loss.fn, LOSS_SIGNATURE, others, collections_of(state))
+        check_call(state, rng, local, self.mesh, self.metric, others)
         check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
-        check_takes_collections(self.loss.fn, collections_of(state))
+        check_takes_collections(self.loss.fn, collections_of(state), others)
         # One key serves the whole run: each step folds its number into it, and each device its index.
-        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state))
-        on_mesh = self._on_mesh(state, batch)
+        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
+        on_mesh = self._on_mesh(state, batch, others)
         with noting_stacks() as stacks:
             result = on_mesh(state.params, *rest)
-        self._warn(state, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
+        self._warn(state, others, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
@@ -178,35 +193,39 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree) -> Callable[..., OfBatch]:
-        """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections), as ``OfBatch``."""
+    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., OfBatch]:
+        """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
         kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
         specs, of_kept = placement.partition_specs(state.params, self.mesh), placement.partition_specs(kept, self.mesh)
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
-        def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
-            return self.loss.fn(params, state.apply_fn, *rest)
+        def on_device(
+            params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
+        ) -> OfBatch:
+            rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
 
-        loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
+            def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
+                return self.loss.fn(params, state.apply_fn, *rest, **others)
 
-        def on_device(params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree]) -> OfBatch:
-            rng = fold_rng_over_axis(rng, axes)
+            loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
             return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-        in_specs = specs, self.layout.in_specs(batch), whole, of_aux, of_kept
+        of_others = placement.partition_specs(others, self.mesh)
+        in_specs = specs, self.layout.in_specs(batch), whole, of_aux, of_kept, of_others
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(
             on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
         )
 
-    def _warn(self, state: Any, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
+    def _warn(self, state: Any, others: PyTree, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
         """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
-        warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state)), jaxpr)
+        warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
         if not self.whole_ok:
             warn_if_nothing_is_split(state.params, self.mesh)
             warn_of_gathered_stacks(stacks, self.mesh)
+            warn_of_whole_trees(others, self.mesh)
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.training.arguments import Others
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -70,6 +72,7 @@ def check_step(
     weighted: bool = False,
     has_aux: bool = False,
     batch_spec: PyTree | None = None,
+    others: Others = None,
 ) -> StepCheck:
     """Runs one step on the mesh, and compares its gradients with those of one device.
 
@@ -95,6 +98,7 @@ def check_step(
       weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used without ``loss_fn``.
       batch_spec: how a step of your own splits its batch, where not by examples alone; see ``make_train_step``, whose
         steps say it themselves.
+      others: further trees, which step and loss take by name, as of ``make_train_step``.
     Returns:
       A ``StepCheck``. Only for a step of your own can its verdict be "cannot tell".
     Raises:
@@ -115,7 +119,8 @@ def check_step(
     mesh = _mesh_of(state.params)
     layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
-    comparison = Comparison(step, state, (batch, rng, *rest), OneDevice(loss, layout, minibatches, state, batch, mesh))
+    one = OneDevice(loss, layout, minibatches, state, batch, mesh, others or {})
+    comparison = Comparison(partial(step, others=others) if others else step, state, (batch, rng, *rest), one)
     return comparison.of_ready_step() if options else comparison.of_own_step()
 
 

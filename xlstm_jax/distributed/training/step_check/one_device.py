@@ -12,9 +12,10 @@ They are computed on the mesh, where each device has unsharded weights, and JAX 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
@@ -72,19 +73,27 @@ class Found(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 or 4 bits, or None; ``rest`` all
-    others."""
+    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 or 4 bits, or None; ``rest`` are
+    not. ``others`` are further trees of the step, as they are gathered."""
 
     base: list[Any]
     rounded: list[Any]
     rest: list[Any]
+    others: Mapping[str, PyTree]
 
 
 class OneDevice:
     """The loss of a step, its state and a batch, on the first device of the mesh."""
 
     def __init__(
-        self, loss: LossFunction, layout: BatchLayout, num_minibatches: int, state: Any, batch: PyTree, mesh: Mesh
+        self,
+        loss: LossFunction,
+        layout: BatchLayout,
+        num_minibatches: int,
+        state: Any,
+        batch: PyTree,
+        mesh: Mesh,
+        others: Mapping[str, PyTree] = MappingProxyType({}),
     ):
         self.loss = replace(loss, has_collections=bool(collections_of(state)))
         self.layout, self.axes, self.num_minibatches = layout, layout.axes, num_minibatches
@@ -96,8 +105,10 @@ class OneDevice:
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not leaf_of(leaf).is_differentiable]
         rounded = [_rounded_on_mesh(leaf, mesh) for leaf in self._leaves]
-        self._others, kept = rest, collections_of(state)
-        weights = _Weights(live, rounded, list(map(true_value, rest)))
+        self._rest, kept = rest, collections_of(state)
+        self._of_others = trees.map_leaves(lambda leaf: _spec_of_model(split_by_model(leaf)), dict(others))
+        arrived = trees.map_leaves(lambda leaf: _arrived(split_by_model(leaf), mesh), dict(others))
+        weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
         self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
         self._jitted: dict[Any, Any] = {}
         self._traced: dict[str, Traced] = {}
@@ -197,7 +208,7 @@ class OneDevice:
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
         with inside_loss(RunningLoss(is_reference=True, laid_out_for=dict(self.mesh.shape))):
-            loss = self.loss(params, self._apply_fn, batch, rng, *kept)
+            loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.others)
         if kept:
             kept = ({**kept[0], **readable(dict(loss.collections))},)
         wide = wide_dtype(jnp.result_type(loss.total))
@@ -238,8 +249,8 @@ class OneDevice:
         devices, axes = self.devices, placement.batch_spec(self.axes, self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         kept = self._inputs[3]
-        of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._others))
-        of_weights = _Weights(of_live, of_live, of_rest)
+        of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
+        of_weights = _Weights(of_live, of_live, of_rest, self._of_others)
 
         def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: Any, index: Any) -> tuple[Any, Any]:
             def part(kept: Any, j: Any) -> tuple[Any, Any]:
@@ -322,6 +333,12 @@ def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
         return rounded + (value - lax.stop_gradient(start))
     how = leaf_of(leaf).communication
     return value.astype(how.dtypes(leaf_of(leaf).value)[0]) if leaf_of(leaf).gathered_axes else value
+
+
+def _arrived(leaf: Any, mesh: Mesh) -> Any:
+    """A leaf of a further tree, whole, as modules read it."""
+    value = true_value(leaf)
+    return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf_of(leaf).trainable else value
 
 
 def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:

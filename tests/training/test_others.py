@@ -1,0 +1,275 @@
+"""Further trees of a step: gathered, never differentiated, never donated; programs of two models are one device's."""
+
+import re
+from functools import cache, partial
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose
+
+from tests.support import AXES, Block, Model, assert_same_params, blocks_of, data, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import (
+    check_step,
+    create_train_state,
+    ema_params,
+    freeze_params,
+    make_eval_step,
+    make_train_step,
+    scan_layers,
+    unbox,
+    with_ema,
+)
+from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+from xlstm_jax.distributed.training import mistakes
+
+KEY, BATCH = jax.random.key(0), data()
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
+
+
+@cache
+def state_of(mesh, seed=0, model=None, tx=None):
+    model, tx = model or Model(fsdp), tx or optax.sgd(0.1)
+    return create_train_state(model, tx, mesh, jax.random.key(seed), BATCH["x"], batch_axes=AXES)
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def through(params, apply_fn, batch, rng, *, teacher, of_teacher=None):
+    """The teacher says what is wanted, and judges, too: gradients flow through it, not to it."""
+    of_teacher = of_teacher or apply_fn
+    out = apply_fn({"params": params}, batch["x"])
+    wanted = of_teacher({"params": teacher}, batch["x"])
+    judged = of_teacher({"params": teacher}, jnp.tanh(jnp.concatenate([out, out], -1)))
+    return jnp.mean((out - wanted) ** 2) + jnp.mean(judged**2)
+
+
+@cache
+def on_one_device(steps=3):
+    mesh = mesh_of(1, 1)
+    params, teacher = (jax.device_get(unbox(state_of(mesh, seed).params)) for seed in (0, 1))
+    loss_and_grad = jax.jit(jax.value_and_grad(lambda p, t: through(p, Model().apply, BATCH, None, teacher=t)))
+    losses = []
+    for _ in range(steps):
+        loss, grads = loss_and_grad(params, teacher)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        losses.append(float(loss))
+    return losses, params, teacher
+
+
+OTHER_POLICY = Model(partial(fsdp, axis_name=("dp", "fsdp")))  # of the teacher: another split of the same model
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "mesh, options, policy",
+    [
+        ((2, 4), {}, None),
+        ((2, 4), {"num_minibatches": 2, "accumulation": "reduce_once"}, OTHER_POLICY),
+        ((1, 8), {"num_minibatches": 2}, None),
+        ((8, 1), {}, None),
+    ],
+    ids=["2x4", "2x4-once-other", "1x8-each", "8x1"],
+)
+def test_a_second_model_in_a_step_is_that_of_one_device(mesh, options, policy, check_vma):
+    mesh = mesh_of(*mesh)
+    state, teacher = copied(state_of(mesh)), state_of(mesh, 1, policy).params
+    loss = partial(through, of_teacher=policy.apply) if policy else through
+    step = make_train_step(loss, mesh, AXES, check_vma=check_vma, whole_ok=True, **options)
+    losses, want, same = on_one_device()
+    for right in losses:
+        state, metrics = step(state, BATCH, KEY, others={"teacher": teacher})
+        assert_allclose(metrics["loss"], right, rtol=1e-5)
+    assert_same_params(state.params, want)
+    assert_same_params(teacher, same)  # as it was, and alive
+    assert step._cache_size() == 1
+    start = unbox(state_of(mesh).params)["blocks"]["Dense_0"]["kernel"]
+    assert np.abs(np.asarray(start) - want["blocks"]["Dense_0"]["kernel"]).max() > 1e-3  # guard
+
+
+class Ahead(nn.Module):
+    """Layers whose weights are gathered ahead, by a gradient rule of the library's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        x, _ = scan_layers(fsdp(Block), 3)(name="blocks")(nn.Dense(16)(x), None)
+        return nn.Dense(4)(x)
+
+
+@pytest.mark.parametrize("model", [Model(fsdp), Model(fsdp, remat=True), Ahead()], ids=["", "remat", "ahead"])
+def test_nothing_is_scattered_for_a_further_tree(model):
+    """It is gathered where it is used, and again in the backward pass of layers that are rematerialised."""
+    mesh = mesh_of(2, 4)
+    state, teacher = state_of(mesh, 0, model), state_of(mesh, 1, model).params
+
+    def count(loss, **given):
+        text = make_train_step(loss, mesh, AXES).lower(state, BATCH, KEY, **given).as_text()
+        return [text.count(f"stablehlo.{kind}") for kind in ("reduce_scatter", "all_reduce", "all_gather")]
+
+    def own(params, apply_fn, batch, rng):
+        return through(params, apply_fn, batch, rng, teacher=params)
+
+    got, plain = count(through, others={"teacher": teacher}), count(mean_loss)
+    assert got[:2] == plain[:2]
+    assert got[2] > plain[2]
+    assert count(own)[0] > got[0]  # guard: trained, it is scattered
+
+
+def test_a_narrow_teacher_and_an_average_are_further_trees():
+    mesh = mesh_of(2, 4)
+    state = copied(state_of(mesh, 0, None, with_ema(optax.sgd(0.1), 0.5)))
+    small = freeze_params(state_of(mesh, 1).params, lambda path: False, frozen_dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), on_one_device()[2])
+    plain = jax.jit(lambda params, teacher: through(params, Model().apply, BATCH, None, teacher=teacher))
+    want = plain(on_one_device(0)[1], rounded)
+    step = make_train_step(through, mesh, AXES)
+    state, metrics = step(state, BATCH, KEY, others={"teacher": small})
+    assert_allclose(metrics["loss"], want, rtol=1e-5)
+    average = ema_params(state.opt_state, state.params)
+    inside = jax.jit(
+        lambda state: step(state, BATCH, KEY, others={"teacher": ema_params(state.opt_state, state.params)})
+    )
+    _, metrics = inside(state)
+    want = plain(*jax.device_get((unbox(state.params), unbox(average))))
+    assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return fsdp(nn.Dense)(4)(nn.BatchNorm(use_running_average=False, axis_name=AXES)(x))
+
+
+def with_statistics(params, apply_fn, batch, rng, collections, *, teacher, temperature):
+    variables = {"params": params, **collections}
+    out, updated = apply_fn(variables, batch["x"], mutable=["batch_stats"])
+    wanted, _ = apply_fn(teacher, batch["x"], mutable=["batch_stats"])
+    return jnp.mean((out - temperature * wanted) ** 2), updated
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_collections_scalars_and_check_step(check_vma):
+    mesh = mesh_of(2, 4)
+    state = copied(state_of(mesh, 0, Normed()))
+    second = state_of(mesh, 1, Normed())
+    others = {"teacher": {"params": second.params, **second.collections}, "temperature": 2.0}
+    step = make_train_step(with_statistics, mesh, AXES, check_vma=check_vma)
+    found = check_step(step, state, BATCH, KEY, others=others)
+    assert found.ok, found
+
+    def squared(*args, **others):
+        return with_statistics(*args, **others)[0] ** 2, {}
+
+    assert not check_step(make_train_step(squared, mesh, AXES), state, BATCH, KEY, others=others).ok  # guard
+    state, metrics = step(state, BATCH, KEY, others=others)
+    normed = (BATCH["x"] - BATCH["x"].mean(0)) / jnp.sqrt(BATCH["x"].var(0) + 1e-5)
+    out, wanted = (normed @ unbox(made.params)["Dense_0"]["kernel"] for made in (state_of(mesh, 0, Normed()), second))
+    assert_allclose(metrics["loss"], jnp.mean((out - 2 * wanted) ** 2), rtol=1e-5)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_evaluation_takes_them_too(check_vma):
+    mesh, metric = mesh_of(2, 4), WeightedMean()
+    state, teacher = state_of(mesh), state_of(mesh, 1).params
+
+    def eval_fn(params, apply_fn, batch, *, teacher):
+        return {
+            "values": jnp.sum(apply_fn({"params": params}, batch["x"]) * apply_fn({"params": teacher}, batch["x"]), -1)
+        }
+
+    step = make_eval_step(eval_fn, mesh, AXES, metric=metric, check_vma=check_vma)
+    local = step(state, BATCH, metric.empty(AXES, mesh), others={"teacher": teacher})
+    params, same = on_one_device(0)[1:]
+    want = eval_fn(params, Model().apply, BATCH, teacher=same)["values"].mean()
+    assert_allclose(make_log_step(metric, mesh, AXES)(local)[0], want, rtol=1e-5)
+    own = step(state, BATCH, metric.empty(AXES, mesh), others={"teacher": state.params})  # nothing is donated
+    assert not np.isclose(make_log_step(metric, mesh, AXES)(own)[0], want)
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+def given(others, loss=through, mesh=None, **options):
+    mesh = mesh or mesh_of(2, 4)
+    return make_train_step(loss, mesh, AXES)(copied(state_of(mesh)), BATCH, KEY, others=others, **options)
+
+
+def deleted():
+    mesh = mesh_of(2, 4)
+    old = copied(state_of(mesh))
+    jax.tree.map(lambda x: x.delete(), old.params)
+    given({"teacher": old.params})
+
+
+def of_the_state():
+    state = copied(state_of(mesh_of(2, 4)))
+    make_train_step(through, mesh_of(2, 4), AXES)(state, BATCH, KEY, others={"teacher": state.params})
+
+
+def by_position(params, apply_fn, batch, rng, teacher, second):
+    return through(params, apply_fn, batch, rng, teacher=teacher)
+
+
+REFUSED = {
+    "no dict": (lambda: given([1]), TypeError, r"others is a list of 1; .*others=\{'teacher': teacher_state.params\}"),
+    "another name": (
+        lambda: given({"teacher": 1.0, "techer": 2.0}),
+        TypeError,
+        r"others with the name 'techer', and loss_fn takes \[.*'teacher'\]. Write loss_fn\(.*rng, \*, techer\)",
+    ),
+    "none": (lambda: given(None), TypeError, r"takes 'teacher' by name, .*step\(..., others=\{'teacher': tree\}\)"),
+    "by position": (
+        lambda: given({}, by_position),
+        TypeError,
+        r"calls loss_fn\(params, apply_fn, batch, rng\), with 4",
+    ),
+    "no box": (
+        lambda: given({"teacher": unbox(state_of(mesh_of(2, 4)).params)}),
+        ValueError,
+        r"others\['teacher/.*'\] of shape .* has no box and is split as .*box_like\(tree, params\)",
+    ),
+    "another mesh": (
+        lambda: given({"teacher": state_of(mesh_of(4, 2)).params}),
+        ValueError,
+        r"'others/teacher/.*' lies on a mesh \{'dp': 4, 'fsdp': 2\}, and the step was made for a mesh",
+    ),
+    "of the state": (of_the_state, ValueError, r"others\['teacher/.*'\] is a leaf of the state too.*jnp.copy, state.p"),
+    "deleted": (deleted, ValueError, r"others\['teacher/.*'\] was deleted: a step has taken over the state"),
+}
+
+
+@pytest.mark.parametrize("make, error, says", REFUSED.values(), ids=REFUSED)
+def test_what_is_handed_in_wrongly_is_refused(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_a_large_tree_that_is_whole_on_each_device_is_told():
+    mistakes._warned.clear()
+    large = {"kernel": jnp.zeros((512, 512))}
+    with pytest.warns(UserWarning, match=r"others\['teacher/kernel'\], 1 MiB, is whole on each of the 8 devices"):
+        make_train_step(lambda *args, teacher: through(*args, teacher=args[0]), mesh_of(2, 4), AXES).lower(
+            state_of(mesh_of(2, 4)), BATCH, KEY, others={"teacher": large}
+        )
+
+
+# --------------------------------------------------------------------------------------------------- whole programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("page", ["gan", "dpo", "distill", "actor_critic"])
+def test_the_programs_of_the_pages_are_exact_in_both_modes(page, check_vma):
+    program = "\n".join(blocks_of(PAGES / f"{page}.md"))
+    program, count = re.subn(r"(make_(?:train|eval)_step\([^)]*)\)", rf"\1, check_vma={check_vma})", program)
+    assert count == {"gan": 2, "distill": 2}.get(page, 1)
+    exec(compile(program, f"{page}.md", "exec"), {"__name__": page})
