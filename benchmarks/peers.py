@@ -187,7 +187,7 @@ def tables(rows: Rows) -> Iterator[Any]:
 def _of_targets(rows: Rows) -> Iterator[tuple[str, str, str]]:
     for one in judged(rows).values():
         in_all = f"{one['in all']:.2f}" if "in all" in one else ""
-        missed = ", ".join(f"{where} {value:.2f}" for where, value in one["missed"].items())
+        missed = ", ".join(f"{where} {value:.3f}" for where, value in one["missed"].items())
         yield one["asked"], f"{one['met']} of {one['of']}", in_all or missed
 
 

@@ -179,16 +179,19 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
 
     The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the whole
     array and slice it, at twice the bytes: where a shard does not fill the tiles in which a TPU lays out an array, or
-    where an array of more dims is laid out with another one outermost. The dim itself is moved to the front, and back
-    in the shard: the matrix product that makes a gradient writes it in that layout, where parts of another dim are
-    copied.
+    where an array of more dims is laid out with another one outermost.
+
+    Of narrow dtypes the dim itself is moved to the front: the matrix product that makes a gradient writes it in that
+    layout, where shards of another dim are copied. (In float32 that takes XLA on CPU 6 % of a step longer.)
     """
+    if dim and value.dtype.itemsize < 4:
+        return jnp.moveaxis(reduce_scatter(jnp.moveaxis(value, dim, 0), 0, axes), 0, dim)
     for axis in spread_axes(axes):
-        first, n = jnp.moveaxis(value, dim, 0), lax.axis_size(axis)
-        shards = first.reshape(n, first.shape[0] // n, *first.shape[1:])
+        size, n = value.shape[dim], lax.axis_size(axis)
+        shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
+        shards = jnp.moveaxis(shards, dim, 0)
         matrices = shards.reshape(n, *_matrix_shape(shards.shape[1:]))
-        shard = lax.psum_scatter(matrices, axis, scatter_dimension=0, tiled=False).reshape(shards.shape[1:])
-        value = jnp.moveaxis(shard, 0, dim)
+        value = lax.psum_scatter(matrices, axis, scatter_dimension=0, tiled=False).reshape(shards.shape[1:])
     return value
 
 
