@@ -17,18 +17,21 @@ from numpy.testing import assert_allclose
 from tests.support import FLOAT32_ROUNDING, assert_same_params
 from xlstm_jax.distributed import (
     DeviceMeshManager,
+    Replicas,
     check_step,
     create_train_state,
     make_eval_step,
     make_train_step,
+    partition_specs,
     shard_batch,
     shard_modules,
     unbox,
+    value_and_grad,
 )
 from xlstm_jax.distributed.forecast import forecast
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
-from xlstm_jax.distributed.model_parallel import context_attention, context_positions, to_zigzag
+from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, to_zigzag
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 16, 13, 16
 KEY = jax.random.key(0)
@@ -102,8 +105,9 @@ def specs_of(name):
     return DeviceMeshManager.create_device_mesh(mesh), of_tokens | {"of_row": P(rows), "scale": P()}
 
 
-def split_model(name, **options):
-    return shard_modules(Transformer(**options), (nn.Dense, nn.DenseGeneral, nn.Embed), MESHES[name][2], 64)
+def split_model(name, replicas=None, **options):
+    classes = nn.Dense, nn.DenseGeneral, nn.Embed
+    return shard_modules(Transformer(**options), classes, MESHES[name][2], 64, replicas=replicas)
 
 
 def state_of(name, tx, **options):
@@ -176,6 +180,19 @@ def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl,
     assert_allclose(got[0][1], norm_of(grads), rtol=FLOAT32_ROUNDING)
     assert got[0][1] > 0.5  # guard: gradients are clipped
     assert_same_params(state.params, params, tolerance=5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("accumulation", ["reduce_each", "reduce_once", "reduce_replicas_once"])
+def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
+    """Parameters are split over "fsdp", with copies along "dp" and "cp"."""
+    mesh, spec = specs_of("dp_fsdp_cp")
+    state = state_of("dp_fsdp_cp", keep_gradients(), replicas=Replicas(("dp", "cp")))
+    how = {"num_minibatches": 2, "accumulation": accumulation, "weighted": True, "check_vma": check_vma}
+    step = make_train_step(weighted_loss, mesh, batch_spec=spec, **how)
+    state, _ = step(state, shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec), KEY)
+    assert_same_params(state.opt_state, one_device(weighted_loss)[1])
 
 
 def keep_gradients():
@@ -280,6 +297,42 @@ def test_check_step_of_split_sequences(case):
     assert found.verdict == ("wrong" if finding else "right"), found
     if finding:
         assert re.search(finding, " ".join(found.findings)), found.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["right", "no exchange"])
+def test_check_step_of_a_step_of_ones_own(case):
+    mesh, spec = specs_of("fsdp_cp")
+    state = state_of("fsdp_cp", optax.sgd(0.1), exchange=case == "right")
+    specs = partition_specs(state.params, mesh)
+
+    @jax.jit
+    def step(state, batch, rng):
+        gradients = value_and_grad(lambda params, batch: mean_loss(params, state.apply_fn, batch, None), ("fsdp", "cp"))
+        on_mesh = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, spec), out_specs=(P(), specs))
+        loss, grads = on_mesh(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    found = check_step(step, state, batch, KEY, loss_fn=mean_loss, batch_spec=spec)
+    assert found.ok == (case == "right"), found
+    assert found.ok or "must exchange them over 'cp'" in " ".join(found.findings), found
+
+
+def test_an_axis_that_splits_a_layer_is_none_of_the_batch():
+    mesh, metric = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2}), WeightedMean()
+    x, spec = jnp.ones((8, 4, 6)), P("fsdp", "tp")
+    state = create_train_state(
+        ColumnDense(16, axis_name="tp"), optax.sgd(0.1), mesh, KEY, x, batch_axes="fsdp", whole_ok=True
+    )
+    loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()  # noqa: E731
+    eval_fn = lambda params, apply_fn, x: {"values": apply_fn({"params": params}, x)}  # noqa: E731
+    for check_vma in (True, False):
+        with pytest.raises(ValueError, match=r"'tp' splits this layer, and the loss is averaged over \('fsdp', 'tp'\)"):
+            make_train_step(loss_fn, mesh, batch_spec=spec, check_vma=check_vma)(state, x, KEY)
+        with pytest.raises(ValueError, match=r"'tp' splits this layer, and the loss is averaged over \('fsdp', 'tp'\)"):
+            step = make_eval_step(eval_fn, mesh, batch_spec=spec, metric=metric, check_vma=check_vma)
+            step(state, x, metric.empty(("fsdp", "tp"), mesh))
 
 
 # -------------------------------------------------------------------------------------------------------- a forecast
