@@ -198,7 +198,7 @@ def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
 def keep_gradients():
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+        lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
     )
 
 
