@@ -1,21 +1,11 @@
-"""What README says beside peers is what the benchmarks wrote, in its table and in its picture."""
+"""What README says beside peers is what the benchmarks wrote, (its table of peers is held by tests/benchmarks)."""
 
 import json
 import re
-import sys
 
 from tests.house.test_docs import ROOT
 
-sys.path.insert(0, str(ROOT / "docs"))
-
-import draw_peers  # docs/ is no package
-
 README = (ROOT / "README.md").read_text()
-
-
-def test_its_table_and_its_picture_have_the_numbers_of_the_results():
-    assert draw_peers.table() in README, "run: python docs/draw_peers.py"
-    assert draw_peers.table().encode() in (ROOT / "docs" / "images" / "peers.png").read_bytes()
 
 
 def test_its_times_of_a_step_are_those_of_the_results():
