@@ -169,7 +169,7 @@ def _fitted(cell: Cell, entry: Entry) -> Cell:
     arrays = jax.tree.leaves(cell)
     if wrong := [x.shape for x in arrays if x.shape != entry.shape]:
         raise ValueError(
-            f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce what is observed "
-            "over the dims of the batch."
+            f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce the observed "
+            "values over the dims of the batch."
         )
     return entry.cell_type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))

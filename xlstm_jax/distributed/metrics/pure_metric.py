@@ -175,8 +175,8 @@ class PureMetric(ABC):
         """The value of a synchronized state; a ``TypeError`` for a local state, which holds one device's value."""
         if not isinstance(state, Synced):
             raise TypeError(
-                f"compute got a {type(state).__name__}, and reads synchronized states: sync(state) first, or "
-                "compute_local(state) for every device's own value."
+                f"compute got a {type(state).__name__}, but takes a synchronized state: sync(state) first, or "
+                "compute_local(state) for each device's own value."
             )
         self._check_own(state)
         return self.result(state.cells)
@@ -219,15 +219,15 @@ class PureMetric(ABC):
         for axis in sorted(varying - set(axes)):
             if collectives.axis_size([axis]) > 1:
                 raise ValueError(
-                    f"what is observed differs along {axis!r}, but the state was declared over {axes}, so only one of "
+                    f"the batch differs along {axis!r}, but the state was declared over {axes}, so only one of "
                     f"{collectives.axis_size([axis])} devices would count. Begin with empty({(*axes, axis)})."
                 )
         # Where nothing varies, `check_vma` is off or the batch is a constant: types tell nothing then.
         for axis in axes if varying else ():
             if axis not in varying and collectives.is_bound(axis) and collectives.axis_size([axis]) > 1:
                 raise ValueError(
-                    f"what is observed is the same along {axis!r}, over which the state was declared: it would count "
-                    f"{collectives.axis_size([axis])} times. Declare only the axes that it differs along: empty("
+                    f"the batch is the same along {axis!r}, over which the state was declared: it would count "
+                    f"{collectives.axis_size([axis])} times. Declare only the axes along which it differs: empty("
                     f"{tuple(a for a in axes if a != axis)})."
                 )
 

@@ -288,8 +288,8 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
     else:
         if jnp.shape(weight) != ():
             raise ValueError(
-                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the count that its means "
-                "are over; pass its sum."
+                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the weight of all that its "
+                "means are over. Pass the sum of the weights."
             )
         # In the dtype of the sums, so that it joins their collective; float32 counts tokens exactly up to 2^24.
         weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))

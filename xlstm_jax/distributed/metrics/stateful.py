@@ -217,7 +217,7 @@ def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
     if _rank(jnp.result_type(value)) > _rank(dtype):
         raise TypeError(
             f"update got {jnp.result_type(value)}, which an accumulator of {dtype} cannot hold; begin with an initial "
-            "value that can."
+            "value of a dtype that can."
         )
     if jnp.issubdtype(dtype, jnp.integer) and not isinstance(value, jax.Array) and np.size(value):
         bounds = jnp.iinfo(dtype)
@@ -352,7 +352,7 @@ class StatefulMetric(Metric[PyTree]):
           RuntimeError: something was added since the last ``sync``.
         """
         if self.state.synced is None:
-            raise RuntimeError("compute reads what all devices have seen: sync() first, or compute_local() for each.")
+            raise RuntimeError("compute reads the value of all devices: sync() first, or compute_local() for each.")
         return _compute(self.metric, self.state.synced)
 
     def compute_local(self) -> PyTree:

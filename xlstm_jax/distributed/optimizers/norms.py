@@ -116,8 +116,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         raise TypeError(f"clip_by_global_norm: max_norm is {kind_of(max_norm)}, where one number is needed, as 1.0.")
     if not isinstance(max_norm, Tracer) and not max_norm > 0:
         raise ValueError(
-            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative one would turn updates "
-            "around, 0 make them 0 or NaN. To clip nothing: float('inf')."
+            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative norm would turn "
+            "updates around, and 0 would make them 0 or NaN. To clip nothing: float('inf')."
         )
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -150,6 +150,6 @@ def not_averaged(path: str, leaf: PyTree, stray: list[str], caller: str) -> str:
     return (
         f"{caller}: '{path}' of shape {np.shape(leaf_of(leaf).value)} differs between devices along "
         f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
-        f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all that the "
-        "batch is split over, in one call (value_and_grad does it for you). If it is a shard, it must come in its box."
+        f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all axes that "
+        "the batch is split over, in one call (value_and_grad does it for you). A shard must come in its box."
     )

@@ -45,9 +45,9 @@ class Offload:
         if self.params:
             raise ValueError(
                 "Offload(params=True): parameters stay on the device. All are read in forward and backward, and "
-                "brought in as the step begins they would fill as much memory. Leave params=False, and need less by "
-                "more devices along the axes that split them, by remat_policy(..., offload=[BLOCK_INPUT]) for "
-                "activations, or by freezing what need not be trained (freeze_params), which is stored in int8, say."
+                "brought in as the step begins they would fill as much memory. Leave params=False. More devices along "
+                "the axes that split the parameters save memory, as do remat_policy(..., offload=[BLOCK_INPUT]) for "
+                "activations, and freeze_params for parameters that need no training and may be stored in int8."
             )
 
 

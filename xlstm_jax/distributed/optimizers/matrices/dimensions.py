@@ -229,7 +229,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
     if not (inputs and outputs) or len(set(both)) < len(both) or not set(both) <= set(range(len(shape))):
         raise ValueError(
             f"{path!r} of shape {shape} is labelled as a matrix with inputs along {inputs} and outputs along "
-            f"{outputs}, and has the dims {tuple(range(len(shape)))}: name at least one for each, and none twice."
+            f"{outputs}, and has the dims {tuple(range(len(shape)))}: name at least one dim for each, and no dim twice."
         )
 
 

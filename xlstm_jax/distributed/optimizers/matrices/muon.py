@@ -233,7 +233,7 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
     if len(shape) == 1:
         return ns_coeffs
     if shape[0] > ns_steps:
-        raise ValueError(f"muon: ns_coeffs are for {shape[0]} steps, more than {ns_steps=}; pass as many.")
+        raise ValueError(f"muon: ns_coeffs are for {shape[0]} steps, more than {ns_steps=}; pass at most as many.")
     return tuple(ns_coeffs)[-ns_steps:]
 
 
