@@ -91,6 +91,11 @@ def test_an_unknown_operation_is_refused_with_key_and_choices(batch_mesh, reduce
         jax.eval_shape(jax.shard_map(local, mesh=batch_mesh, in_specs=P("batch"), out_specs=P()), jnp.ones(8))
 
 
+def test_operations_by_name_for_a_list_of_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"reduce_fn\['a'\] is a dictionary, but that metric is list"):
+        m.reduce_custom({"a": [1.0]}, {"a": {"x": "sum"}})
+
+
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, skip_nonfinite, unbox
+from xlstm_jax.distributed.optimizers.learning_rate import learning_rates
 
 KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
 MODEL = fsdp(nn.Dense)(4)
@@ -71,6 +72,14 @@ def test_a_skipped_step_does_not_count():
 def test_an_optimizer_without_a_count_is_asked_at_the_step():
     seen = trained(optax.sgd(1.0), lambda step: step * 0.5)
     assert [metrics["learning_rate"] for metrics, _ in seen] == [0, 0.5, 1]
+
+
+def test_parameters_may_be_called_count_and_learning_rate():
+    opt_state = optax.adam(DOWN).init({"count": jnp.ones(2), "learning_rate": jnp.ones(2)})
+    assert_allclose(learning_rates(DOWN, opt_state, opt_state, 7)["learning_rate"], DOWN(0), rtol=1e-6)
+    for unlike in (opt_state, {"learning_rate": 1.0}):
+        with pytest.raises(ValueError, match="this optimizer's state has none of it"):
+            learning_rates(True, unlike, unlike, 7)
 
 
 def test_what_is_no_schedule_is_refused():

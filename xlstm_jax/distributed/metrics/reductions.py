@@ -154,7 +154,8 @@ def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
     for key in path:
         # One operation for a nested dictionary holds for all leaves below it.
         if isinstance(chosen, Mapping):
-            chosen = chosen.get(key.key, UNNAMED)
+            # A list has no keys: `_check_operations` refuses a dictionary of operations for it.
+            chosen = chosen.get(getattr(key, "key", None), UNNAMED)
     return chosen
 
 

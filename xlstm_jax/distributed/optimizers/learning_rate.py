@@ -51,7 +51,8 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
     # rate is that of the count before.
     if source is True:
         return _injected(after)
-    counts = _found(before, "count", lambda path: path[-1].tuple_name == "ScaleByScheduleState")
+    # A parameter may be called "count", too, and is a dict's entry in the moments.
+    counts = _found(before, "count", lambda path: getattr(path[-1], "tuple_name", None) == "ScaleByScheduleState")
 
     def at_count(schedule: Schedule, group: str | None) -> jax.Array:
         of_group = [count for names, count in counts if group in names]
@@ -64,7 +65,9 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
 
 
 def _injected(opt_state: PyTree) -> Metrics:
-    found = _found(opt_state, LEARNING_RATE, lambda path: getattr(path[-2], "name", None) == "hyperparams")
+    found = _found(
+        opt_state, LEARNING_RATE, lambda path: [getattr(key, "name", None) for key in path[-2:-1]] == ["hyperparams"]
+    )
     if not found:
         raise ValueError(
             "learning_rate=True reads what optax.inject_hyperparams keeps, and this optimizer's state has none of it. "
