@@ -12,8 +12,8 @@ sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, 
 rates without sparsity; for networks the DGX data sheets.
 
 Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for its two
-GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; of the others no figure is published, and the
-same is taken for them.
+GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no figure is published for the other TPUs,
+for which the same is taken.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Chip:
       host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
       efficiency: the fractions of ``peak_flops`` and ``hbm_bandwidth`` that kernels reach; None for TPUs, whose
         compiler estimates the time of each kernel.
-      devices_per_node: GPUs joined by NVLink: those of a host, of GB200 those of a rack; None for TPUs.
+      devices_per_node: GPUs that NVLink joins: of a host, or for GB200 of a rack; None for TPUs.
       slices: TPU: shapes of the slices that can be rented, the largest one last.
       cube: TPU: the side of the cubes that larger slices are made of; None without cubes.
       sparse_cores: TPU: whether it has SparseCores, which can run all kinds of collectives.
@@ -90,7 +90,7 @@ class Chip:
 
     @property
     def reached(self) -> "Chip":
-        """The same chip with the rates that kernels reach in place of those that its maker publishes."""
+        """The same chip with the rates that kernels reach in place of the published rates."""
         if self.efficiency is None:
             return self
         peaks = {dtype: self.efficiency.products * peak for dtype, peak in self.peak_flops.items()}
@@ -103,7 +103,7 @@ CUBE = 4  # the side of the cubes that larger slices of v4 and v5p are made of
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
-    """Slices of less than a cube; then those of cubes, multiples of its side in ascending order, up to the pod.
+    """Slices of less than a cube; then of whole cubes, sides in ascending order, up to the pod.
 
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))

@@ -1,4 +1,4 @@
-"""What XLA must know of a GPU to compile for it where there is none: a ``GpuTargetConfigProto``, as text.
+"""What XLA must know to compile for a GPU that is not there: a ``GpuTargetConfigProto``, as text.
 
 The facts are those of XLA's own descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80,
 h100_sxm, h200, b200, gb200). They decide which kernels the compiler can make and how it weighs them. The library itself

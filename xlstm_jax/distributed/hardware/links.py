@@ -51,7 +51,7 @@ class Links:
     coords: Sequence[Sequence[int]] = ()
 
     def seconds(self, axes: Sequence[str], sent: float) -> float:
-        """The time of a collective over these axes alone, in which each device sends so many bytes; no latency."""
+        """The time of a collective over ``axes`` in which each device sends ``sent`` bytes, without latency."""
         if not self.chip.torus_axes:
             return sent / self._switched_bandwidth(axes)
         bandwidth = sum(self._torus_bandwidths(axes).values())

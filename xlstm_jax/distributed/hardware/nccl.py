@@ -8,7 +8,7 @@ latencies a (NVLink) and b (network) of its own for each algorithm and protocol:
 
     Ring   base + hops x a or b; n-1 hops, of which h-1 cross hosts; of an all-reduce 2(n-1), of which 2h
     Tree   base + 2 x ((g-1) x a + log2(h) x b); all-reduces alone; sends 2 x payload
-    one hop for what is sent from each GPU to others, as an all-to-all; NCCL's send and receive are no collective
+    Sends  one hop, from each GPU to others, as in an all-to-all: NCCL has sends and receives for them, no collective
 
 Tables and factors are those of ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
 LL128 and of trees, treeCorrectionFactor), with hosts of Intel's processors. Left out: what NCCL adds by the switch

@@ -34,7 +34,7 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which dims are rings: on v5e and v6e those as long as the pod; on v4 and v5p all dims, or none.
+        """Which dims are rings: on v5e and v6e the dims as long as the pod; on v4 and v5p all dims, or none.
 
         The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
         so smaller slices have none. A dim that is no ring has half the bandwidth for collectives. Switches join
@@ -117,7 +117,7 @@ def slice_shape(device: Any) -> tuple[int, ...] | None:
 
 
 def in_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a slice as its name has it: dims ascend, and those of size 1 come last.
+    """The shape of a slice as in its name: dims ascend, and dims of size 1 come last.
 
     >>> in_order((1, 2, 2))
     (2, 2, 1)

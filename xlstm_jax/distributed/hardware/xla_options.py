@@ -1,6 +1,6 @@
 """XLA's options that let collectives run while the cores compute, by kind of chip. Nothing is set unless asked for.
 
-    make_train_step(..., compiler_options="auto")                 those of the slice that the mesh lies on
+    make_train_step(..., compiler_options="auto")                 the options for the slice that the mesh lies on
     jax.jit(step, compiler_options=compiler_options("TPU v5 lite", shape=(4, 4)))
 
 By default XLA waits for most collectives of a training step: on v5p and v6e for all of them, on v5e for all but some
@@ -29,7 +29,7 @@ from xlstm_jax.distributed.hardware.topologies import in_order, slice_shape
 PIPELINES_BY_MODE = (0, 11, 1)
 # Collectives under way on a GPU: four do nearly as well, two do not.
 AT_ONCE = 8
-# Bytes up to which GPUs combine scatters; by default the last ones of a step are combined, and waited for.
+# Bytes up to which GPUs combine scatters; by default the last scatters of a step are combined, and waited for.
 APART = 2**20
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # what the kinds of all of them begin with
 
@@ -51,7 +51,7 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
     Returns:
       A new dict, which the caller may change; {} for a CPU, on which nothing is asynchronous.
     Raises:
-      ValueError: a kind for which no options are known; lists those that are.
+      ValueError: no options are known for this kind; lists the kinds for which they are.
     """
     if device_kind == CPU:
         return {}

@@ -6,8 +6,8 @@
   sums_and_means, classification, ranking    the metrics
   metric_logger   values to files without stalling the device
 
-Below them: ``cells`` are the values that merge without losing count, ``layout`` puts those of a state into one vector
-per dtype, and ``mesh_state`` is the state that a stateful metric keeps.
+Below them: ``cells`` are values that merge without losing count, ``layout`` puts the cells of a state into one vector
+per dtype, and ``mesh_state`` is the state of a stateful metric.
 """
 
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 older code has them here

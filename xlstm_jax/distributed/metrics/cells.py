@@ -6,9 +6,9 @@
   Minimum   smallest value
 
 ``X.identity(shape)`` is the cell of nothing. ``X.of(values, weight)`` is the cell of observed values, reduced over all
-dims, or over all but the last ``keep``. ``a.merge(b)`` is the cell of both, and ``a.value`` what it holds. A cell that
-is too large to be gathered from all devices is merged by plain all-reduces: ``pieces`` are the arrays that they sum or
-maximize, and ``from_pieces`` makes a cell of the results.
+dims, or over all but the last ``keep``. ``a.merge(b)`` is the cell of both, and ``a.value`` its value. Cells that
+are too large to be gathered from all devices are merged by plain all-reduces: of ``pieces``, arrays to be summed or
+maximized, from whose results ``from_pieces`` makes a cell.
 
 Why not a float32: it stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31, half an hour
 of tokens on a larger cluster. Where x64 is on, floats are float64, still in pairs.
@@ -88,7 +88,7 @@ class Cell(ABC):
 
 @struct.dataclass
 class Total(Cell):
-    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value as such.
+    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value.
 
     >>> total = Total.of(2.0**24)
     >>> float(total.merge(Total.of(1.0)).merge(Total.of(1.0)).value)  # a float32 would stay at 16777216

@@ -16,9 +16,9 @@ A task turns scores into decisions. The state counts them by outcome, and a stat
 One state serves all statistics. In the examples ``metric.result(metric.observe(scores, labels))`` is the value of one
 batch on one device; in a training step take ``empty``, ``update``, ``sync`` and ``compute``.
 
-Averages are those of scikit-learn: "micro" counts the decisions of all classes as those of one, "macro" is the mean of
-the classes, "weighted" their mean by support (tp + fn, the weight of the rows of a class), "per_class" is no average:
-[C]. Balanced accuracy is ``Recall(average="macro")``, with ``zero_division=nan`` where some class may not occur at all.
+Averages are those of scikit-learn: "micro" adds up the decisions of all classes first, "macro" is the mean over
+classes, "weighted" the mean by support (tp + fn, the weight of the rows of a class), and "per_class" no average: [C].
+Balanced accuracy is ``Recall(average="macro")``, with ``zero_division=nan`` where some class may not occur at all.
 
 A NaN score makes every statistic NaN that its row counts in. Rows with weight 0 (padding) are ignored, whatever they
 hold.
@@ -63,7 +63,7 @@ class Task(Protocol):
     def num_classes(self) -> int: ...
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Raises ValueError where the shapes or dtypes are not those that the task takes."""
+        """Raises a ValueError where the task does not take these shapes or dtypes."""
         ...
 
 
@@ -71,7 +71,7 @@ class Task(Protocol):
 class Binary:
     """Yes or no: scores [b...] and labels [b...]; yes is predicted where ``score >= threshold``. C = 1.
 
-    Statistics are those of the positive class, whatever their average. Every label but 1 is negative, such as 0 or -1.
+    Statistics are of the positive class, whatever their average. Label 1 is positive; others, as 0 or -1, are negative.
 
     >>> Binary(threshold=0.5).decide(jnp.array([0.9, 0.2]), jnp.array([1, 1])).predicted.tolist()
     [[True], [False]]
@@ -90,7 +90,7 @@ class Binary:
 class Multilabel:
     """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
 
-    The weight may be that of rows, [b...], or of single labels, [b..., L].
+    Weights are of rows, [b...], or of single labels, [b..., L].
 
     >>> Multilabel(3).decide(jnp.array([[0.9, 0.2, 0.7]]), jnp.array([[1, 0, 0]])).predicted.tolist()
     [[True, False, True]]

@@ -26,7 +26,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.metrics.cells import Cell
 
 Cells = Any  # a Cell, or a dict of Cells
-Vectors = dict[str, jax.Array]  # [..., k] each; leading dims are those of devices
+Vectors = dict[str, jax.Array]  # [..., k] each; leading dims count devices
 Path = tuple[str, ...]  # of a cell in nested dicts, such as ("loss", "total")
 Group = tuple[type, tuple[str, ...]]  # the type of the cells, and the dtypes of their arrays
 
@@ -98,7 +98,7 @@ class Layout:
         return spans
 
     def pack(self, cells: Cells, identity: Cells) -> Vectors:
-        """The vectors of ``cells``; a cell that they leave out is that of ``identity``.
+        """The vectors of ``cells``; the cell of ``identity`` stands for a cell that they leave out.
 
         Raises:
           ValueError: a cell that the state does not have, or of another shape.

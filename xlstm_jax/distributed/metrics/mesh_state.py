@@ -24,7 +24,7 @@ from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced,
 from xlstm_jax.distributed.processes.devices import Device
 
 DEVICES_AXIS = "devices"
-# Where a state is moved: a device, its number among those of this process, or the name of a platform, as "cpu".
+# Where a state moves: a device, its number among this process's devices, a mesh, or a platform, as "cpu".
 Place = Device | Mesh | str | int
 StateDict = dict[str, Any]  # nested dicts of arrays, by the names of states and cells
 
@@ -119,7 +119,7 @@ class MeshState:
         """Takes up a state that was saved on any number of devices; with another number, merged into the first.
 
         Raises:
-          ValueError: entries, shapes or dtypes are not those of this state; nothing has been changed then.
+          ValueError: entries, shapes or dtypes do not fit this state, which has not been changed then.
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
@@ -187,7 +187,7 @@ def _device_of(place: Device | str | int) -> Device:
 
 
 def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
-    """Raises where a state dict has other entries than those wanted."""
+    """Raises a ValueError where a state dict does not have exactly the entries ``wanted``."""
     if given.keys() != set(wanted):
         raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
 

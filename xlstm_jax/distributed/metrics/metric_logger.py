@@ -3,13 +3,13 @@
 ``float(loss)`` in a training loop waits until the device has caught up; the device then waits for the host to dispatch
 the next step. A ``MetricLogger`` reads a value one interval later, when it has long arrived:
   log(10, metrics)   starts the copies of step 10 to the host
-  log(20, metrics)   starts those of step 20, then writes the row of step 10
+  log(20, metrics)   starts the copies of step 20, then writes the row of step 10
   close()            writes the row of step 20
 
 ``metrics.jsonl`` is the record, and the only file that is ever read. ``metrics.csv`` holds the same rows as a table,
-which is made anew from the record where a run goes on, and where a name comes up that has no column yet. A row is
-handed to the operating system as it is written, so a killed process loses at most the row that was pending. What
-follows the last line break of the record is a line that a kill cut short.
+which is made anew from the record when a run goes on, and when a metric comes up that has no column yet. A row is
+handed to the operating system as it is written, so a killed process loses at most the pending row. Text after the last
+line break of the record is a line that a kill cut short.
 
 A float becomes the shortest decimal that reads back to it in its own dtype: 0.1 in float32 is written 0.1, not
 0.10000000149011612.
@@ -43,7 +43,7 @@ STEP = "step"
 LINE_SHOWN = 500  # characters of a line in an error
 
 Number = int | float
-Row = Mapping[str, Number | list[Number]]  # what is not finite is read back as a string
+Row = Mapping[str, Number | list[Number]]  # NaN and infinities are read back as strings
 Held = jax.Array | Number | list[Number]
 
 
@@ -65,9 +65,9 @@ class MetricLogger:
       folder: where the files go, on a file system; made if it is not there.
       tensorboard: None writes event files where tensorboardX can be imported; True demands it; False never does.
         tensorboardX buffers event files: they are finished after ``close``, not after a kill.
-      resume_step: goes on with the files that are there. It is the last step whose row stays: later ones are dropped,
-        as is a line that a kill cut short. A job that passes the step it has restored, and -1 where it has restored
-        none, can be killed and started again at any time.
+      resume_step: the last step whose row stays in the files that are there; later rows are dropped, as is a line that
+        a kill cut short. A job that passes the step that it has restored, or -1 without a restored step, can be killed
+        and started again at any time.
     Raises:
       FileExistsError: the folder holds metrics, and ``resume_step`` is not given.
       ImportError: ``tensorboard=True`` without tensorboardX.
@@ -153,7 +153,7 @@ class MetricLogger:
         except Exception as failure:
             if error is None:
                 raise
-            # Callers handle the error of the block by its type, so it is the one that goes on.
+            # Callers handle the error of the block by its type, so the block's error goes on, with a note.
             error.add_note(f"MetricLogger could not write its last row: {failure}")
 
     def _write_pending(self, following: tuple[int, dict[str, Held]] | None = None) -> None:
@@ -367,7 +367,7 @@ def _by_column(row: Row) -> dict[str, Number]:
 
 
 def _json_line(step: int, row: Row) -> str:
-    """JSON has no word for what is not finite: the strings "nan", "inf" and "-inf" stand for it."""
+    """A row as JSON, which has no NaN and no infinities: the strings "nan", "inf" and "-inf" stand for them."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

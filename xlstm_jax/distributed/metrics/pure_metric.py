@@ -1,10 +1,10 @@
 """Metrics as pure functions over frozen states, for use inside the training step.
 
-  metric = WeightedMean()                             what is measured: a frozen description, no state
+  metric = WeightedMean()                             the metric: a frozen description, no state
   local  = metric.empty(axes)                         Local:  what each device has seen so far
   local  = metric.update(local, losses, weight=mask)          ... and what it sees now; never communicates
   synced = metric.sync(local)                         Synced: what all have seen; one collective, if small
-  value  = metric.compute(synced)                     what a state means
+  value  = metric.compute(synced)                     the value of a state
 
 A ``Local`` is one value per device. Every array in it has a leading device dim: n outside of ``shard_map``, split over
 the axes that the batch is split over, and 1 inside. So ``PartitionSpec(axes)`` is the spec of the whole state:
@@ -16,9 +16,9 @@ the axes that the batch is split over, and 1 inside. So ``PartitionSpec(axes)`` 
                      |
                   [ 4.7 ]                       Synced, [...], PartitionSpec(): equal everywhere
 
-The axes are declared once, in ``empty``. Along them every device counts; along others (tensor parallel) devices see the
-same and it counts once, in both ``check_vma`` modes. The two states have two types, and only ``compute_local`` reads
-the first.
+The axes are declared once, in ``empty``. Along them every device counts; along other axes (tensor parallel) devices see
+equal batches, which count once, in both ``check_vma`` modes. The two states have two types: ``compute`` takes a
+``Synced``, and only ``compute_local`` reads a ``Local``.
 """
 
 import functools

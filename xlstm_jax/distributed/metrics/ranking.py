@@ -6,7 +6,7 @@ either class in bins and takes the scores in one bin for equal::
     low                                   high
      |  n   | p n  | p n  | p n  |  p   |        weight of positives and negatives by bin, [bins] each
      |______|______|______|______|______|
-                      b    '--- above --'        P, N all positives and negatives; TP, FP those above bin b
+                      b    '--- above --'        P, N all positives and negatives; TP, FP the same above bin b
 
 What that costs is computed from the same histogram. It is a bound, not an estimate, whatever the scores are:
 
@@ -16,9 +16,9 @@ AUROC is the fraction of pairs (positive, negative) in which the positive has th
       |binned - exact|  <=  1/2 sum_b p_b n_b / (P N)
 
 Average precision is the mean, over positives, of the precision at the score of each: the fraction of positives among
-  what scores as high or higher. At a positive in bin b these are, besides those above b, some of the bin: p' <= p_b
-  positives, itself among them, and n' <= n_b negatives. (TP + p') / (TP + p' + FP + n') rises with p' and falls with
-  n', so::
+  all examples that score as high or higher. For a positive in bin b these are all examples above b and some of the bin:
+  p' <= p_b positives, itself among them, and n' <= n_b negatives. (TP + p') / (TP + p' + FP + n') rises with p' and
+  falls with n', so::
 
       TP / (TP + FP + n_b)  <=  precision  <=  (TP + p_b) / (TP + p_b + FP)
 
@@ -53,8 +53,7 @@ class BinnedRanking(PureMetric):
 
     ``update(state, scores, labels, weight=None)``: scores [b...] and integer or bool labels [b...], of which 1 is
     positive and every other negative; the weight has one number for all or the leading dims of the labels, and may be
-    fractional. Rows with weight 0 are not looked at; a NaN among the other scores shows in the values. The value is the
-    dict
+    fractional. Rows with weight 0 are ignored; a NaN among the other scores makes the values NaN. The value is the dict
 
       auroc, auroc_error_bound                            where a class is missing: ``empty_auroc`` and 0
       average_precision, average_precision_error_bound    where no positive was seen: ``empty_average_precision`` and 0

@@ -4,10 +4,10 @@
   inside shard_map or pmap           the same names with _collective, and all_gather
   outside, on gathered arrays        collect_from_devices
 
-Dictionaries may be nested. What is no ``jax.Array`` (a name, a Python number, a NumPy array, a key) passes through
-untouched, unless ``reduce_fn`` names an operation for it. However many metrics there are, a call issues one collective
-per operation and dtype; means are sums that are divided afterwards, and values narrower than 32 bits are summed in
-float32.
+Dictionaries may be nested. Values other than ``jax.Array`` (a name, a Python number, a NumPy array, a key) pass through
+untouched, unless ``reduce_fn`` names an operation for them. However many metrics there are, a call issues one
+collective per operation and dtype; means are sums that are divided afterwards, and values narrower than 32 bits are
+summed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -305,7 +305,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
 def collect_from_devices(metrics: Metrics) -> Metrics:
     """Arrays with a leading device dim, as ``pmap`` and ``all_gather`` return, become lists of n values.
 
-    Scalars and what is no ``jax.Array`` stay. Call it outside of ``shard_map`` and ``pmap``.
+    Scalars and values other than ``jax.Array`` stay. Call it outside of ``shard_map`` and ``pmap``.
 
     >>> [float(loss) for loss in collect_from_devices({"loss": jnp.array([0.5, 1.5])})["loss"]]
     [0.5, 1.5]

@@ -126,8 +126,8 @@ class MetricAccumulator(MeshState):
     ) -> None:
         """
         Args:
-          initial_value: an array or number, whose shape and dtype are those of the value. It counts once, whatever the
-            number of devices: 0 for a sum, -inf for a maximum.
+          initial_value: an array or number, which gives the accumulator its shape and dtype. It counts once, whatever
+            the number of devices: 0 for a sum, -inf for a maximum.
           reduce_op: "sum", "max" or "min", for updates and for ``sync``.
           mesh: the devices that have a local value each; all devices of all processes by default.
           axes: the axes of the mesh along which devices count; all by default. Along other axes they hold equal values.
@@ -241,10 +241,8 @@ def _observe_rows(metric: PureMetric, value: jax.Array) -> Vectors:
 class Metric(ABC, Generic[Value]):
     """A metric with a state of its own, ``Metric[T]`` where ``compute`` returns a ``T``.
 
-    A subclass makes accumulators (or other metrics) its attributes.
-
-    ``sync``, ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` reach all of them, also those in lists, tuples
-    and dicts.
+    A subclass makes accumulators (or other metrics) its attributes, alone or in lists, tuples and dicts. ``sync``,
+    ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` reach all of them.
 
     >>> class MaxMetric(Metric):
     ...     def __init__(self):
@@ -266,7 +264,7 @@ class Metric(ABC, Generic[Value]):
 
     @abstractmethod
     def compute(self) -> Value:
-        """The value of the metric; after ``sync`` that of all devices and processes."""
+        """The value of the metric; after ``sync`` the value of all devices and processes."""
 
     def sync(self) -> None:
         """Synchronizes all states in the same collectives, as ``PureMetric.sync``; every process must call it."""

@@ -20,9 +20,9 @@ from xlstm_jax.distributed.optimizers.state import owner_of_state
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_SHARDS = 2
-# The gradients of the steps, as scales of (the first shard, the second and what is whole). Common and small ones, so
-# that moments and learned step sizes move; then one shard large and the other small, so that any threshold on a norm
-# lies between them; then a NaN in one shard alone.
+# Scales of the gradients of each step: (of the first shard, of the second shard and of whole leaves). First common and
+# small gradients, so that moments and learned step sizes move; then a large and a small shard, so that any threshold on
+# a norm lies between them; then a NaN in one shard alone.
 _PROBE_SCALES = ((1.0, 1.0), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0), (1e4, 1e-4), (1.0, 1.0), (math.nan, 1.0), (1.0, 1.0))
 # Both runs do the same arithmetic on every element, up to the order of sums that collectives make.
 _PROBE_TOLERANCE_EPS = 64
@@ -117,7 +117,7 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
-    """Leaves of the same ranks, dtypes and paths with 4 values along the dim that is cut and 3 along the others.
+    """A tree of the same paths, ranks and dtypes, with 4 values along the dim that is cut and 3 along other dims.
 
     Returns the tree, boxed, and that dim for each leaf: the ``cut``-th of its split dims, or the last, or None.
     """
@@ -203,7 +203,7 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Says which moment is shaped unlike its parameter at the real, global shapes; None if there is none."""
+    """A message for the first moment whose shape differs from its parameter's at the real shapes, or None."""
     # At the real shapes: optax factors moments only of dims from 128 on, which the small tree does not reach.
     params = trees.unbox(tree)
     small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transforms of an ``optax.chain``, nested ones flattened; of any other the transform itself."""
+    """The transforms of an ``optax.chain``, nested chains flattened; any other transform alone."""
     # Of optax's transforms only `chain` closes over variables of these names.
     inits, updates = _closure(tx.init).get("init_fns"), _closure(tx.update).get("update_fns")
     if not (inits and updates):
@@ -70,7 +70,7 @@ def parts(tx: optax.GradientTransformation) -> Iterator[Part]:
 
 
 def after_average(tx: optax.GradientTransformation) -> str | None:
-    """The name of a transform that stands after a ``with_ema`` in a chain, at any depth; None where there is none."""
+    """The name of the transform after a ``with_ema`` in a chain, at any depth, or None."""
     for link, following in itertools.pairwise(links(tx)):
         if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
             return name_of(following)

@@ -53,7 +53,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def _sum_over_devices(values: list[jax.Array], axes: AxesOfEach) -> list[jax.Array]:
-    """Sums ``values[i]`` over ``axes[i]``; its gradient is that of a loss which is the mean over devices.
+    """Sums ``values[i]`` over ``axes[i]``; its gradient is for a loss that is averaged over devices.
 
     The transpose of a sum over N devices is the sum of their cotangents. Each device's loss contains the whole norm,
     and the mean over devices counts it once: so the mean of the cotangents is right, and their sum N times too large.

@@ -4,7 +4,7 @@
   kernel     24 x 2048 x 8192       24 of them, where the module's norms or biases have a dim of 24 in front too
   kernel     2048 x 16 x 128        one of 2048 x (16 x 128), where its bias is 16 x 128, the shape of the outputs
   embedding                         a table that is looked up, and so no linear map
-  outputs as many as its rows       the output layer, where its module stands beside that of the embedding
+  outputs as many as its rows       the output layer, where its module stands beside the embedding's
   fewer than two dims               vectors
 
 What this does not settle is refused: a kernel of three dims and more with neither bias nor norms beside it.
@@ -51,7 +51,7 @@ class MatrixChoice:
 
     @property
     def axes(self) -> tuple[Shape, Shape]:
-        """The dims of the inputs and those of the outputs; only a matrix has them."""
+        """The dims of the inputs, and the dims of the outputs; only for a matrix."""
         assert self.dims is not None
         return normalized(self.dims, len(self.shape))
 
@@ -63,7 +63,7 @@ class MatrixChoice:
 
     @property
     def count(self) -> int:
-        """How many matrices; 0 where there is none."""
+        """The number of matrices in the leaf; 0 if it is no matrix."""
         return math.prod(self.shape) // math.prod(self.matrix) if self.dims else 0
 
 
@@ -89,7 +89,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
     Args:
       overrides: by path, or by a pattern of paths as ``*/query/kernel``, the dims of a leaf's matrix, or None for a
-        leaf that is none. The first pattern that fits a leaf decides.
+        leaf that is no matrix. The first pattern that fits a leaf decides.
     Returns:
       A function of the parameters, boxed or not, whole or shards, that returns a tree with an
       ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims that it does not name count matrices.
@@ -229,7 +229,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
     if not (inputs and outputs) or len(set(both)) < len(both) or not set(both) <= set(range(len(shape))):
         raise ValueError(
             f"{path!r} of shape {shape} is labelled as a matrix with inputs along {inputs} and outputs along "
-            f"{outputs}, and has the dims {tuple(range(len(shape)))}: name at least one dim for each, and no dim twice."
+            f"{outputs}, and has the dims {tuple(range(len(shape)))}: name at least one dim for each, and none twice."
         )
 
 

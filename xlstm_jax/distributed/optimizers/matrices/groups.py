@@ -5,8 +5,8 @@ all-to-all, updated as one batch, and sent back. With M matrices and D owners ea
 without a matrix holds zeros.
 
 The owners are the devices along the axes that split the matrices. Along the other axes devices have copies of the same
-shards, and may be owners too: a group takes in the fewest of these axes that make the work of each device smallest.
-Along the axes that it leaves out, devices repeat the same work.
+shards, and may be owners, too: a group takes in as few of these axes as make the work of each device smallest. Along
+the remaining axes devices repeat the same work.
 """
 
 import math
@@ -27,8 +27,8 @@ class MatrixForm:
     """What the matrices of a group have in common. Dims are in the order: shorter side, longer side.
 
     Attributes:
-      short, long: sizes of the dims of each side; true ones, without padding.
-      stored: sizes of all these dims with padding.
+      short, long: sizes of the dims of each side, without padding.
+      stored: sizes of the dims of both sides, with padding.
       splits: (dim, axes) for each dim that is split.
       stack_axes: axes that split the matrices of a stack; along them devices have different matrices.
       dtype: of the values.
@@ -51,7 +51,7 @@ class MatrixForm:
 
     @property
     def true(self) -> Shape:
-        """Sizes of all these dims without padding."""
+        """Sizes of the dims of both sides, without padding."""
         return (*self.short, *self.long)
 
     @property
@@ -63,8 +63,8 @@ class MatrixForm:
 class MatrixLeaf:
     """A leaf of a group.
 
-    ``order`` lists the leaf's dims: those that count matrices, the shorter side, the longer side. ``stack`` has the
-    sizes of the first ones on this device.
+    ``order`` lists the leaf's dims: the dims that count matrices, then the shorter side, then the longer side.
+    ``stack`` has the sizes on this device of the dims that count matrices.
     """
 
     path: str
@@ -163,7 +163,7 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """The groups, those with the most work first, so that there is something to do while the others travel."""
+    """The groups, the most work first, so that devices work on large groups while small ones travel."""
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)

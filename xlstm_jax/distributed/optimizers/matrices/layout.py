@@ -1,7 +1,7 @@
 """How the leaves of an optimizer's trees are split over devices.
 
 Inside ``shard_map`` the boxes of the leaves say so. Outside, an optimizer sees global arrays without boxes, whose types
-do not say it: ``make_train_step`` and ``create_train_state`` set the layout for the time of ``tx.update`` and
+do not tell: ``make_train_step`` and ``create_train_state`` set the layout for the time of ``tx.update`` and
 ``tx.init``. Without a layout an optimizer runs on whole arrays, as on one device.
 """
 
@@ -158,7 +158,7 @@ def map_groups(
 
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
-    """The groups by name, those of one size with a number."""
+    """The groups by name; groups of one size get numbers."""
     found: dict[str, MatrixGroup] = {}
     for group in groups:
         number = sum(other.name == group.name for other in found.values())

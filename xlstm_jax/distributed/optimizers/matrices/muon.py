@@ -1,9 +1,9 @@
 """Muon, for leaves that are split: momentum and all else element by element on the shards, Newton-Schulz by owners.
 
 Newton-Schulz finds the nearest orthogonal matrix by matrix products alone. With X = U S V^T an odd polynomial p acts on
-the singular values: p(X) = U p(S) V^T. Each step is one of degree five, a X + (b A + c A^2) X with A = X X^T, whose
-coefficients drive all singular values towards 1, the small ones fast. They must be at most about 1 at the start, which
-is what ``preconditioning`` sees to.
+the singular values: p(X) = U p(S) V^T. Each step is of degree five, a X + (b A + c A^2) X with A = X X^T, whose
+coefficients drive all singular values towards 1, the small ones fast. At the start the singular values must be at most
+about 1: ``preconditioning`` scales them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,8 +76,8 @@ def muon(
     """``optax.contrib.muon`` at the cost of its arithmetic: each device orthogonalises whole matrices of its own.
 
     Matrices of one shape are a group: every device gets its share of them by one all-to-all, runs Newton-Schulz on
-    these as one batch, and sends the updates back by another. The rest of the leaves is trained by AdamW. Arguments,
-    defaults and state are those of optax, and so is every update, to rounding; use it in ``make_train_step``, inside
+    them as one batch, and sends the updates back by another. The other leaves are trained by AdamW. Arguments, defaults
+    and state are as in optax, and so is every update, to rounding. Use it in ``make_train_step``, inside
     ``shard_map`` on boxed trees, or on one device.
 
     >>> params = {"up": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
@@ -87,13 +87,13 @@ def muon(
     MaskedNode()
 
     Args:
-      learning_rate: and all others that are not named below: as in ``optax.contrib.muon``; ``ns_steps`` is a Python
-        number.
+      learning_rate: this and every argument that is not named below: as in ``optax.contrib.muon``; ``ns_steps`` is a
+        Python number.
       muon_weight_dimension_numbers: as there, a tree of ``optax.contrib.MuonDimensionNumbers`` and None, a prefix of
         one, or a function of the parameters; None: ``matrix_dimensions()``, which knows stacked layers, embeddings and
         output layers. (Optax's default takes all leaves of two dims, and no others.)
       exchange_dtype: in which momentum and updates travel; None: as they are, float32 for float32 parameters. bfloat16
-        halves the bytes, and rounds what Newton-Schulz is given and what it returns.
+        halves the bytes, and rounds the arguments and results of Newton-Schulz.
     Raises:
       ValueError: an unknown preset, preconditioning or dtype; coefficients of another shape than (3,) or (n, 3); or (in
         ``init`` and ``update``) what ``matrix_dimensions`` raises.

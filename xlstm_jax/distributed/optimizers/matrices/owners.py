@@ -57,7 +57,7 @@ def by_owners(
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
-        """What this device sends back, from what it has received as an owner of the group."""
+        """The updates that this device sends back as an owner of the group, from the slices that it received."""
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
         new = _cut(group, fn(_merged(group, own)))
@@ -97,7 +97,7 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
-    """The inverse of ``_as_stacks``: the shards by path, those of copies gathered."""
+    """The inverse of ``_as_stacks``: the shards by path, with the parts of copies gathered."""
     if group.copies_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
     ends = np.cumsum([leaf.count for leaf in group.leaves])[:-1]
