@@ -105,7 +105,7 @@ class Total(Cell):
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
         """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
-        # A metric may be observed within a loss. It takes no gradient: the bits of `halves` have none.
+        # A metric may be observed within a loss, but is no part of it: no gradient goes through its merges.
         values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
         if weight is not None:
             weight = like_rows(weight, values).astype(values.dtype)

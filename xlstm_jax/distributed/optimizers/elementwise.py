@@ -119,7 +119,8 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     """A tree of the same paths, ranks and dtypes, with 4 values along the dim that is cut and 3 along other dims.
 
-    Returns the tree, boxed, and that dim for each leaf: the ``cut``-th of its split dims, or the last, or None.
+    Returns the tree, boxed, and for each leaf the dim that is cut: the ``cut``-th of its split dims, or the last of
+    them, or None.
     """
     rng = np.random.default_rng(0)
     live, put_back = trees.split_differentiable(tree)

@@ -2,11 +2,11 @@
 
   shards     [M, d, f / n]      stacked from the leaves of the group
   places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros where there is no matrix
-  received   [n, p, d, f / n]   all-to-all: the first dim is now the device that a slice comes from
+  received   [n, p, d, f / n]   all-to-all: the first dim now counts the devices that slices come from
   whole      [p, d, f]
 
-Several groups that have fewer matrices than owners in all travel together, a matrix to each owner, in rows that are as
-long as the longest: places [n, longest of d * f / n].
+Groups that together have fewer matrices than owners travel together, a matrix to each owner. Their rows are padded to
+the longest: places [n, longest of d * f / n].
 """
 
 import math
@@ -126,7 +126,7 @@ def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
 def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
     """The shape of slices with a dim for each axis in front, [axes ..., p, ...], and the order that merges its dims.
 
-    In that order the axes that split a dim stand before what each device has of it.
+    In that order the axes that split a dim stand directly before a device's part of that dim.
     """
     sizes = [collectives.axis_size([axis]) for axis in group.axes]
     order, by_dim = [len(sizes)], dict(group.splits)
