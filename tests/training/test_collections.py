@@ -329,7 +329,7 @@ def test_a_collection_that_is_left_out_stays():
      ValueError, rf"did not return '{STATS}/var'.*It returns a collection whole, or leaves it out"),
     (_updated(lambda new: jax.tree.map(jnp.bfloat16, new)), ValueError,
      rf"made '{STATS}/mean' bfloat16\[16\], which was float32\[16\]"),
-    (mean_loss, TypeError, r"state has the collections \['batch_stats'\], and loss_fn takes four .*mutable=list"),
+    (mean_loss, TypeError, r"state has the collections \['batch_stats'\], and loss_fn takes 4 .*mutable=list"),
 ], ids=["no pair", "no dict", "unknown", "part", "dtype", "four arguments"])  # fmt: skip
 def test_what_a_step_cannot_carry_on_is_refused(loss, error, message):
     with pytest.raises(error, match=message):
@@ -338,7 +338,7 @@ def test_what_a_step_cannot_carry_on_is_refused(loss, error, message):
 
 def test_a_loss_that_takes_collections_is_refused_where_the_state_has_none():
     plain_state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=TX)
-    with pytest.raises(TypeError, match=r"takes collections as a fifth argument, and the state has none. Make it with"):
+    with pytest.raises(TypeError, match=r"takes collections as argument 5, and the state has none. Make it with"):
         traced(loss_fn, state=plain_state, whole_ok=True)
 
 

@@ -170,7 +170,7 @@ def test_collections_are_handed_in_where_there_are_some():
 
 def test_the_other_number_of_arguments_is_refused_with_the_collections():
     given = state_of(), next(batches()), METRIC.empty(AXES, MESH)
-    with pytest.raises(TypeError, match="eval_fn takes collections as a fourth argument, and the state has none"):
+    with pytest.raises(TypeError, match="eval_fn takes collections as argument 4, and the state has none"):
         eval_step(lambda params, apply_fn, batch, collections: {}).trace(*given)
     kept = given[0].replace(collections={"batch_stats": {"mean": jnp.zeros(8)}})
     with pytest.raises(TypeError, match=r"the state has the collections \['batch_stats'\], and eval_fn takes three"):

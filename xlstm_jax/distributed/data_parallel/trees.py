@@ -9,7 +9,8 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import BOXES, leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import BOXES, leaf_of, rebox, split_by_model, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.logical_names import is_logical
 
 OneLeaf = type[Any] | tuple[type[Any], ...] | Callable[[Any], bool]
 
@@ -66,6 +67,22 @@ def unbox(tree: PyTree) -> PyTree:
         return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
     return map_leaves(bare, tree)
+
+
+def with_mesh_names(variables: PyTree) -> PyTree:
+    """What ``model.init`` returns under ``rules_of_mesh``, its logical names as axes of the mesh that is set.
+
+    Parameters are boxed by these axes; collections beside them are whole, and lose their logical boxes.
+    """
+    return {
+        name: map_leaves(partial(_with_mesh_names, split=name == "params"), tree) for name, tree in variables.items()
+    }
+
+
+def _with_mesh_names(leaf: Any, split: bool) -> Any:
+    if not is_logical(leaf):
+        return leaf
+    return split_by_model(leaf) if split else leaf.unbox()
 
 
 def check_alive(tree: PyTree, reader: str) -> None:

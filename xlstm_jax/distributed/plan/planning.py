@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
-from xlstm_jax.distributed.data_parallel.logical_names import is_logical, rules_of_mesh
+from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, with_mesh_names
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
@@ -126,10 +126,7 @@ def _planned_init(
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), rules_of_mesh():
-            variables = model.init(rng, *inputs, **kwargs)
-            # Logical names mean something on this mesh, under these rules.
-            variables = map_leaves(lambda leaf: split_by_model(leaf) if is_logical(leaf) else leaf, variables)
-            return freeze(variables)
+            return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))
 
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     with answered_for(None):

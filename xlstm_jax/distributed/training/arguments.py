@@ -106,40 +106,41 @@ def check_takes_others(
             )
 
 
-def check_eval_takes_collections(
-    eval_fn: Callable[..., Any], collections: Mapping[str, PyTree], others: Iterable[str] = ()
-) -> None:
-    """Raises a ``TypeError`` where ``eval_fn`` takes collections and the state has none, or the reverse."""
-    if binds(eval_fn, 3 + bool(collections), others) or not binds(eval_fn, 3 + (not collections), others):
-        return
-    if collections:
-        raise TypeError(
-            f"the state has the collections {sorted(collections)}, and eval_fn takes three arguments. Write eval_fn("
-            "params, apply_fn, batch, collections), with apply_fn({'params': params, **collections}, ...)."
-        )
-    raise TypeError(
-        "eval_fn takes collections as a fourth argument, and the state has none; leave the argument out, or evaluate a "
-        "state that has them, as create_train_state makes it."
-    )
+# By the name of a function: its arguments, what it returns with collections, what to do where the state has none.
+_TAKERS = {
+    "loss_fn": (
+        ("params", "apply_fn", "batch", "rng"),
+        (
+            "which returns a pair of what it returns now and the updated collections: out, updated = apply_fn("
+            "{'params': params, **collections}, x, mutable=list(collections))"
+        ),
+        (
+            "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed "
+            "(Flax's own TrainState has no such field); for a model without them leave the argument out"
+        ),
+    ),
+    "eval_fn": (
+        ("params", "apply_fn", "batch"),
+        "with apply_fn({'params': params, **collections}, ...)",
+        "Leave the argument out, or evaluate a state that has them, as create_train_state makes it",
+    ),
+}
 
 
 def check_takes_collections(
-    loss_fn: Callable[..., Any], collections: Mapping[str, PyTree], others: Iterable[str] = ()
+    function: Callable[..., Any], name: str, collections: Mapping[str, PyTree], others: Iterable[str] = ()
 ) -> None:
-    """Raises a ``TypeError`` where ``loss_fn`` takes collections and the state has none, or the reverse."""
-    if binds(loss_fn, 4 + bool(collections), others) or not binds(loss_fn, 4 + (not collections), others):
+    """Raises a ``TypeError`` where a function of ``_TAKERS`` takes collections that the state lacks, or the reverse."""
+    arguments, returns, cure = _TAKERS[name]
+    count = len(arguments)
+    if binds(function, count + bool(collections), others) or not binds(function, count + (not collections), others):
         return
     if collections:
         raise TypeError(
-            f"the state has the collections {sorted(collections)}, and loss_fn takes four arguments. Write loss_fn("
-            "params, apply_fn, batch, rng, collections), which returns a pair of what it returns now and the updated "
-            "collections: out, updated = apply_fn({'params': params, **collections}, x, mutable=list(collections))."
+            f"the state has the collections {sorted(collections)}, and {name} takes {count} arguments. Write {name}("
+            f"{', '.join(arguments)}, collections), {returns}."
         )
-    raise TypeError(
-        "loss_fn takes collections as a fifth argument, and the state has none. Make it with create_train_state, or "
-        "TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own TrainState has no such field); "
-        "for a model without them leave the argument out."
-    )
+    raise TypeError(f"{name} takes collections as argument {count + 1}, and the state has none. {cure}.")
 
 
 def check_model(model: Any) -> None:

@@ -26,10 +26,10 @@ from xlstm_jax.distributed.training.arguments import (
     EVAL_SIGNATURE,
     CheckedStep,
     Others,
-    check_eval_takes_collections,
     check_global_batch,
     check_loss_fn,
     check_mesh_of,
+    check_takes_collections,
     check_takes_others,
     collections_of,
     frozen_trees,
@@ -140,7 +140,7 @@ class _Evaluation:
             )
         variables = {"params": state.params, "collections": collections_of(state)}
         check_takes_others(self.eval_fn, EVAL_SIGNATURE, others, variables["collections"])
-        check_eval_takes_collections(self.eval_fn, variables["collections"], others)
+        check_takes_collections(self.eval_fn, "eval_fn", variables["collections"], others)
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
         variables["others"] = others

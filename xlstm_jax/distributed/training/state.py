@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
-from xlstm_jax.distributed.data_parallel.logical_names import is_logical, rules_of_mesh
+from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
@@ -195,7 +195,7 @@ def jitted_init(
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), rules_of_mesh():
-            variables = _without_logical_boxes(model.init(rng, *inputs, **kwargs))
+            variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
             variables = with_frozen(variables, trainable, frozen_dtype)
@@ -211,14 +211,6 @@ def jitted_init(
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
     out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
     return jax.jit(init, in_shardings=given, out_shardings=out)
-
-
-def _without_logical_boxes(variables: PyTree) -> PyTree:
-    """The variables, where collections beside "params" have values in place of logical boxes: they are whole."""
-    return {
-        name: tree if name == "params" else trees.map_leaves(lambda x: x.unbox() if is_logical(x) else x, tree)
-        for name, tree in variables.items()
-    }
 
 
 def create_train_state(

@@ -176,7 +176,7 @@ class StepOptions:
         check_takes_others(self.loss.fn, LOSS_SIGNATURE, others, collections_of(state))
         check_call(state, rng, local, self.mesh, self.metric, others)
         check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
-        check_takes_collections(self.loss.fn, collections_of(state), others)
+        check_takes_collections(self.loss.fn, "loss_fn", collections_of(state), others)
         # One key serves the whole run: each step folds its number into it, and each device its index.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)
