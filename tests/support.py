@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from xlstm_jax.distributed import DeviceMeshManager, shard_module_params, unbox
+from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
@@ -97,6 +98,45 @@ def weighted_loss(params, apply_fn, batch, rng=None):
     del rng
     error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
     return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"])
+
+
+# An optimizer that changes nothing, and whose state is the gradients of the last step.
+KEPT = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
+)
+
+
+def train_on_one_device(model, tx, params, loss_fn, batch, steps: int = 1):
+    """Parameters, optimizer state and losses after some steps; ``loss_fn`` returns a mean, or (sum, weight)."""
+
+    def mean(params):
+        loss = loss_fn(params, model.apply, batch, None)
+        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+    @jax.jit
+    def update(params, opt_state):
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, losses = tx.init(params), []
+    for _ in range(steps):
+        params, opt_state, loss = update(params, opt_state)
+        losses.append(float(loss))
+    return params, opt_state, losses
+
+
+def gradients_are_those_of_one_device(model, plain_model, loss_fn, mesh, axes, *batch, check_vma):
+    """Asserts it of a step on the mesh, and of the initial values; returns the parameters of the state, boxed."""
+    start = jax.jit(plain_model.init)(jax.random.key(0), *batch)["params"]
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), *batch, batch_axes=axes, whole_ok=True)
+    params = jax.tree.map(jnp.copy, state.params)
+    assert_same_params(params, start, 1e-6)
+    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, whole_ok=True)
+    inputs = batch[0] if len(batch) == 1 else batch
+    grads = train_on_one_device(plain_model, KEPT, unbox(start), loss_fn, inputs)[1]
+    assert_same_params(step(state, inputs, jax.random.key(0))[0].opt_state, grads)
+    return params
 
 
 def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING) -> None:

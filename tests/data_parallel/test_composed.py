@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, FLOAT32_ROUNDING, fsdp, mesh_of
+from tests.support import AXES, FLOAT32_ROUNDING, KEPT, fsdp, mesh_of
 from xlstm_jax.distributed import (
     accumulate_gradients,
     create_train_state,
@@ -22,12 +21,11 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import larger_than
 
-KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
 X = jax.random.normal(jax.random.key(1), (16, 16))
 
 
 def state_of(model, *inputs):
-    return create_train_state(model, KEEP, mesh_of(2, 4), jax.random.key(0), *inputs, batch_axes=AXES, whole_ok=True)
+    return create_train_state(model, KEPT, mesh_of(2, 4), jax.random.key(0), *inputs, batch_axes=AXES, whole_ok=True)
 
 
 def gradients(model, loss_fn, batch, inputs, check_vma):

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING
+from tests.support import FLOAT32_ROUNDING, KEPT
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -32,7 +32,6 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
 EXPERTS, DIM, HIDDEN = 4, 6, 8
 AXES = ("dp", "fsdp", "ep")
-KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
 X = jax.random.normal(jax.random.key(1), (32, DIM)) * (1 + jnp.arange(32) % 3)[:, None]
 WEIGHTS = (jnp.arange(32) % 4 / 2).astype(jnp.float32)
 
@@ -84,7 +83,7 @@ def wrapped(**options):
     return shard_module_params(MoE, "fsdp", **{"min_weight_size": 8, **options})()
 
 
-def state_of(model, mesh, tx=KEEP):
+def state_of(model, mesh, tx=KEPT):
     return create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
 
 

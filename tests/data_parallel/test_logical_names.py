@@ -5,11 +5,10 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of, plain
+from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, plain
 from xlstm_jax.distributed import (
     create_train_state,
     init_sharded,
@@ -20,7 +19,6 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
-KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
 # "mlp" has a rule whose axis the mesh does not have; "in" and "layers" have none.
 RULES = (("batch", "fsdp"), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", None))
 X = jax.random.normal(jax.random.key(1), (8, 8)) * (1 + jnp.arange(8))[:, None]

@@ -18,7 +18,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_same_params, fsdp, on_mesh, plain
+from tests.support import KEPT, assert_same_params, fsdp, on_mesh, plain
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     fold_rng_over_axis,
@@ -32,7 +32,6 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, own_shard
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
-KEPT = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, _, __=None: (g, g))
 TX = optax.chain(KEPT, optax.adamw(1e-2))  # its state has the gradients of the last step
 BATCH = jax.random.normal(jax.random.key(1), (8, 4, WIDTH)) * (1 + jnp.arange(8) % 3)[:, None, None]  # [b, t, d]
 MESHES = {"4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, ColumnDense, RowDense, columns_of
+from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, Split, columns_of
 
 
 def causal_attention(query: Array, key: Array, value: Array) -> Array:
@@ -23,7 +22,7 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
-class SplitAttention(nn.Module):
+class SplitAttention(Split):
     """Self-attention with its heads split over ``axis_name``; on one device as in ``nn.MultiHeadDotProductAttention``.
 
     Parameters have the names, shapes and initial values of that layer: ``query``, ``key``, ``value`` of [d, heads, e],
@@ -47,12 +46,6 @@ class SplitAttention(nn.Module):
     num_kv_heads: int | None = None
     attention_fn: Callable[..., Array] = causal_attention
     use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
-    axis_name: str = DEFAULT_AXIS
-    sequence_dim: int | None = None
-    ring: bool = False
 
     @nn.compact
     def __call__(self, x: Array, *args: Any) -> Array:
@@ -60,15 +53,13 @@ class SplitAttention(nn.Module):
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % kv_heads:
             raise ValueError(
-                f"'{'/'.join(self.path)}': num_kv_heads={kv_heads} key heads do not divide num_heads={heads} query "
+                f"{self._called}: num_kv_heads={kv_heads} key heads do not divide num_heads={heads} query "
                 "heads, so no group of queries shares a key head."
             )
-        fields = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
-        how = {name: getattr(self, name) for name in fields}
         counts = {"query": heads, "key": kv_heads, "value": kv_heads}
         layers = [
-            ColumnDense((count, self.head_dim), **how, copied=name != "query", name=name)
+            ColumnDense((count, self.head_dim), **self._how(), copied=name != "query", name=name)
             for name, count in counts.items()
         ]
         y = self.attention_fn(*columns_of(layers, x), *args)
-        return RowDense(x.shape[-1], axis=(-2, -1), **how, name="out")(y)
+        return RowDense(x.shape[-1], axis=(-2, -1), **self._how(), name="out")(y)

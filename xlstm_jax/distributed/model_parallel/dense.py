@@ -117,12 +117,8 @@ def column_products(
 ) -> list[Array]:
     """``product(x, kernel)`` for each device's part of several kernels; ``x`` enters, or is gathered, once for all.
 
-    Args:
-      x: [..., d], equal on all devices; with ``sequence_dim`` each device's share of the tokens.
-      kernels: this device's columns of each.
-      sequence_dim: the dim of tokens that is split over the axis; None: none is.
-      ring: gather in the steps of a ring, beside the products.
-      product: of some tokens and a kernel.
+    ``x`` [..., d] is equal on all devices, or with ``sequence_dim`` each device's share of the tokens along that dim,
+    which are gathered; with ``ring`` in the steps of a ring, beside the products.
     """
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
@@ -159,12 +155,8 @@ def row_product(
 ) -> Array:
     """The sum over devices of ``product(x, kernel)`` with each device's features and rows.
 
-    Args:
-      x: [..., f / n], this device's features of all tokens.
-      kernel: this device's rows.
-      sequence_dim: the dim of tokens that the result is split along; None: the result is whole, and equal everywhere.
-      ring: scatter in the steps of a ring, beside the products.
-      product: of some tokens and the kernel.
+    ``x`` [..., f / n] has all tokens. With ``sequence_dim`` the sum is split along that dim of tokens, with ``ring`` in
+    the steps of a ring, beside the products; without, it is whole, and equal everywhere.
     """
     n = devices_here(axis_name, caller)
     if sequence_dim is None:
@@ -235,28 +227,38 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
     return without
 
 
-class _SplitDense(nn.Module):
+class Split(nn.Module, kw_only=True):
+    """The fields of all layers that are split over an axis; by keyword."""
+
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    axis_name: str = DEFAULT_AXIS
+    sequence_dim: int | None = None
+    ring: bool = False
+
+    def _how(self) -> dict[str, Any]:
+        """These fields, for the layers within."""
+        names = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _called(self) -> str:
+        return f"'{'/'.join(self.path)}'"
+
+
+class _SplitDense(Split):
     """The fields of column- and row-split layers: as those of ``nn.DenseGeneral``, and how the layer is split."""
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
     use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     precision: Any = None
-    axis_name: str = DEFAULT_AXIS
-    sequence_dim: int | None = None
-    ring: bool = False
 
     @property
     def _outputs(self) -> tuple[int, ...]:
         return (self.features,) if isinstance(self.features, int) else tuple(self.features)
-
-    @property
-    def _called(self) -> str:
-        return f"'{'/'.join(self.path)}'"
 
     def _check_ring(self) -> None:
         if self.ring and self.sequence_dim is None:
@@ -422,7 +424,7 @@ class RowDense(_SplitDense):
         return y + (bias if self.sequence_dim is None else enter_split(bias, self.axis_name, caller=self._called))
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Split):
     """``down(silu(gate(x)) * up(x))`` with its hidden features split over an axis; one gather, and one sum.
 
     >>> SwiGLU(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -437,18 +439,10 @@ class SwiGLU(nn.Module):
     hidden: int
     activation: Callable[[Array], Array] = nn.silu
     use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
-    axis_name: str = DEFAULT_AXIS
-    sequence_dim: int | None = None
-    ring: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """[b, t, d] -> [b, t, d]; with ``sequence_dim`` both are this device's tokens."""
-        fields = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
-        how = {name: getattr(self, name) for name in fields}
-        layers = [ColumnDense(self.hidden, **how, name=name) for name in ("gate", "up")]
+        layers = [ColumnDense(self.hidden, **self._how(), name=name) for name in ("gate", "up")]
         gate, up = columns_of(layers, x)
-        return RowDense(x.shape[-1], **how, name="down")(self.activation(gate) * up)
+        return RowDense(x.shape[-1], **self._how(), name="down")(self.activation(gate) * up)
