@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, assert_same_params, equations
+from tests.support import FLOAT32_ROUNDING, KEPT, assert_same_params, equations, train_on_one_device
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -37,7 +37,6 @@ from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_
 from xlstm_jax.distributed.optimizers import matrix_dimensions, muon
 
 DIM, COUNT, ROWS = 6, 8, 64
-KEEP = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
 X = jax.random.normal(jax.random.key(1), (ROWS // 2, 2, DIM)) * (1 + jnp.arange(ROWS // 2) % 3)[:, None, None]
 
 
@@ -64,7 +63,7 @@ def of_one_device(**options):
     return params, *jax.jit(jax.value_and_grad(lambda params: loss_fn(params, model.apply, X, None)))(params)
 
 
-def step_on(shape, axes, check_vma, tx=KEEP, **options):
+def step_on(shape, axes, check_vma, tx=KEPT, **options):
     """State and metrics after a step on a mesh, and the state before, without its boxes."""
     mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
     said = {} if check_vma or "ep" in axes else {"batch_axes": axes}
@@ -117,20 +116,17 @@ def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
     state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     step = make_train_step(loss_fn, mesh, axes, whole_ok=True)
     params, *_ = of_one_device(**options)
-    plain, opt_state = Experts(MLP(), COUNT, axis=None, **options), tx.init(params)
-    grad = jax.jit(jax.grad(lambda params: loss_fn(params, plain.apply, X, None)))
     for number in range(10):
         state, _ = step(state, X, jax.random.key(number))
-        updates, opt_state = tx.update(grad(params), opt_state, params)
-        params = optax.apply_updates(params, updates)
-    assert_same_params(state.params, params, 1e-4)
+    plain = Experts(MLP(), COUNT, axis=None, **options)
+    assert_same_params(state.params, train_on_one_device(plain, tx, params, loss_fn, X, 10)[0], 1e-4)
 
 
 def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
     model = Experts(MLP(), COUNT, batch_axes=axes, **options)
-    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     specs = partition_specs(state.params, mesh)
 
     def local(params, x):
@@ -157,7 +153,7 @@ def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, whe
         return jnp.mean((apply_fn({"params": params}, x) - x) ** 2)
 
     model = shard_modules(Model(expert), where, "fsdp", 8)
-    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     assert state.params["mixture"]["experts"]["Dense_0"]["kernel"].axes == ("ep", "fsdp")
     params = unbox(state.params)
     want = jax.jit(jax.grad(lambda params: loss_fn(params, Model(MLP).apply, X, None)))(params)
@@ -166,7 +162,7 @@ def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, whe
 
 
 def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):
-    monkeypatch.setattr(experts_file, "_starts", lambda sizes: jnp.cumsum(sizes))
+    monkeypatch.setattr(experts_file, "starts_of", lambda sizes: jnp.cumsum(sizes))
     _, metrics, _ = step_on({"ep": 8}, ("ep",), False, top_k=2)
     assert abs(metrics["loss"] / of_one_device(top_k=2)[1] - 1) > 1e-3
 
@@ -175,7 +171,7 @@ def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monke
     """Without their own rule, slice and gather have other gradients where there are no types."""
     from xlstm_jax.distributed.data_parallel.wire import collectives
 
-    monkeypatch.setattr(experts_file, "_all_rows", lambda own, axes: collectives.all_gather_equal(own, 0, axes))
+    monkeypatch.setattr(experts_file, "all_parts", collectives.all_gather_equal)
     state, _, _ = step_on({"dp": 4, "ep": 2}, "dp", False, top_k=2)
     got, want = unbox(state.opt_state)["experts"], of_one_device(top_k=2)[2]["experts"]
     np.testing.assert_allclose(
@@ -194,7 +190,7 @@ def evaluated(axes, **options):
     """What ``make_eval_step`` finds without types on the mesh fsdp=2, ep=2; and the parameters."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "ep": 2}, devices=jax.devices()[:4])
     model, metric = Experts(MLP(), COUNT, 2, capacity_factor=0.8, **options), WeightedMean()
-    state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
     local = make_eval_step(on_rows, mesh, axes, metric=metric, check_vma=False)(state, X, metric.empty(axes, mesh))
     return make_log_step(metric, mesh, axes)(local)[0], unbox(state.params)
 
@@ -237,7 +233,7 @@ def test_tokens_of_sequence_parallelism_are_refused_without_types():
         ("fsdp", "tp"): "the step's batch",
     }.items():
         model = Model(said)
-        state = create_train_state(model, KEEP, mesh, jax.random.key(0), X, batch_axes="fsdp", whole_ok=True)
+        state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes="fsdp", whole_ok=True)
         step = make_train_step(error, mesh, "fsdp", check_vma=False, whole_ok=True)
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(step, state, X, jax.random.key(2))

@@ -15,7 +15,7 @@ weights of every layer; hence the whole loop has its own derivative (``jax.custo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     terms_to_scatter,
 )
 from xlstm_jax.distributed.data_parallel.wire.quantized import Packing
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers
@@ -144,6 +145,7 @@ class _Scan:
     layer: Layer
     structure: Any
     leaves: Sequence[_Leaf]
+    loss: RunningLoss = field(default_factory=running_loss)
 
     @property
     def length(self) -> int:
@@ -168,7 +170,9 @@ class _Scan:
             as_gathered(rebox(box, value), value, route.names_left, route.axes, route.how) if route else kept
             for (route, box, _), value, kept in zip(self.leaves, split, whole, strict=True)
         ]
-        return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
+        # For the backward pass it runs when the loss function has returned, of which it may ask (``Experts``).
+        with inside_loss(self.loss):
+            return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Any) -> Arrays:
         """What a layer's split leaves send."""

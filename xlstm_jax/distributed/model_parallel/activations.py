@@ -20,13 +20,12 @@ Without types it takes the transpose of a sum for another sum, so the rules are 
 Outside ``shard_map`` values are global and nothing is done, nor over an axis of one device.
 """
 
-from functools import partial
-
 import jax
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal_in, own_part, summed
 
 
 def devices_here(axis_name: str, caller: str) -> int:
@@ -85,7 +84,7 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     check_equal(x, axis_name, n, caller)
     if collectives.is_tracked(axis_name):
         return collectives.to_varying(x, (axis_name,))
-    return _equal(x, axis_name)
+    return equal_in(x, (axis_name,))
 
 
 def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
@@ -113,49 +112,17 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
     check_differs(x, axis_name, n, caller)
     if collectives.is_tracked(axis_name):
         return collectives.all_reduce_sum(x, (axis_name,))
-    return _summed(x, axis_name)
+    return summed(x, (axis_name,))
 
 
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
     """Raises where the type of ``x`` says that it is equal along the axis, so that it would count n times."""
-    if collectives.is_tracked(axis_name) and axis_name not in collectives.varying_axes(x):
+    if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
             "times in the sum over its devices. A row-split layer takes what a column-split one has returned: each "
             "device's share of the features."
         )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _equal(x: Array, axis_name: str) -> Array:
-    return x
-
-
-def _equal_fwd(x: Array, axis_name: str) -> tuple[Array, None]:
-    return x, None
-
-
-def _equal_bwd(axis_name: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (collectives.all_reduce_sum(cotangent, (axis_name,)),)
-
-
-_equal.defvjp(_equal_fwd, _equal_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _summed(x: Array, axis_name: str) -> Array:
-    return collectives.all_reduce_sum(x, (axis_name,))
-
-
-def _summed_fwd(x: Array, axis_name: str) -> tuple[Array, None]:
-    return _summed(x, axis_name), None
-
-
-def _summed_bwd(axis_name: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (cotangent,)
-
-
-_summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 # ----------------------------------------------------------------------------------------------- split along the tokens
@@ -209,9 +176,9 @@ def split_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "split_tok
     if (n := devices_here(axis_name, caller)) == 1:
         return x
     check_equal(x, axis_name, n, caller)
-    _check_any_dim(x, dim, caller)
+    _check_dim(x, dim, caller, 0)
     _check_divides(x, dim, axis_name, caller)
-    return _own_tokens(x, dim, axis_name)
+    return own_part(x, dim, (axis_name,))
 
 
 def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_tokens") -> Array:
@@ -226,9 +193,9 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     """
     if devices_here(axis_name, caller) == 1:
         return x
-    _check_any_dim(x, dim, caller)
+    _check_dim(x, dim, caller, 0)
     _check_differs_in_tokens(x, dim, axis_name, caller)
-    return _all_tokens(x, dim, axis_name)
+    return all_parts(x, dim, (axis_name,))
 
 
 def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
@@ -238,7 +205,7 @@ def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
 
 
 def _check_differs_in_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
-    if collectives.is_tracked(axis_name) and axis_name not in collectives.varying_axes(x):
+    if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
             f"tokens, and would get them {collectives.axis_size((axis_name,))} times. Take split_tokens(x, {dim}, "
@@ -246,17 +213,12 @@ def _check_differs_in_tokens(x: Array, dim: int, axis_name: str, caller: str) ->
         )
 
 
-def _check_dim(x: Array, dim: int, caller: str) -> None:
-    if not 0 <= dim < x.ndim - 1:
+def _check_dim(x: Array, dim: int, caller: str, features: int = 1) -> None:
+    if not 0 <= dim < x.ndim - features:
         raise ValueError(
-            f"{caller}: sequence_dim={dim} is no dim of tokens of an array of shape {x.shape}; pass one from 0 to "
-            f"{x.ndim - 2}, as 1 for [b, t, d]."
+            f"{caller}: dim {dim} is no dim of tokens of an array of shape {x.shape}; pass one from 0 to "
+            f"{x.ndim - 1 - features}, as 1 for [b, t, d]."
         )
-
-
-def _check_any_dim(x: Array, dim: int, caller: str) -> None:
-    if not 0 <= dim < x.ndim:
-        raise ValueError(f"{caller}: an array of shape {x.shape} has the dims 0 to {x.ndim - 1}, and no dim={dim}.")
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
@@ -272,35 +234,3 @@ def _check_divides(x: Array, dim: int, axis_name: str, caller: str) -> None:
             f"{caller}: dim {dim} of an array of shape {x.shape} has {tokens} tokens, which the {n} devices along "
             f"{axis_name!r} do not divide. Pad sequences to {-(-tokens // n) * n}."
         )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _own_tokens(x: Array, dim: int, axis_name: str) -> Array:
-    return collectives.own_shard(x, dim, (axis_name,))
-
-
-def _own_tokens_fwd(x: Array, dim: int, axis_name: str) -> tuple[Array, None]:
-    return _own_tokens(x, dim, axis_name), None
-
-
-def _own_tokens_bwd(dim: int, axis_name: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (collectives.all_gather_equal(cotangent, dim, (axis_name,)),)
-
-
-_own_tokens.defvjp(_own_tokens_fwd, _own_tokens_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_tokens(x: Array, dim: int, axis_name: str) -> Array:
-    return collectives.all_gather_equal(x, dim, (axis_name,))
-
-
-def _all_tokens_fwd(x: Array, dim: int, axis_name: str) -> tuple[Array, None]:
-    return _all_tokens(x, dim, axis_name), None
-
-
-def _all_tokens_bwd(dim: int, axis_name: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (collectives.own_shard(cotangent, dim, (axis_name,)),)
-
-
-_all_tokens.defvjp(_all_tokens_fwd, _all_tokens_bwd)

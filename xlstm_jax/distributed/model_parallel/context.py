@@ -240,7 +240,7 @@ def context_attention(
     )
     _check(query, key, value, segment_ids, how, impl, kernel)
     # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
-    over = frozenset(axes).union(*map(collectives.varying_axes, (query, key, value)))
+    over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
     query, key, value, segment_ids = collectives.to_varying((query, key, value, segment_ids), sorted(over))
     if impl == "ring":
         return _ring(query, key, value, segment_ids, how)
@@ -515,7 +515,7 @@ def _check(
         )
     for name, array in {"query": query, "key": key, "value": value}.items():
         for axis in collectives.spread_axes(how.axes):
-            if collectives.is_tracked(axis) and axis not in collectives.varying_axes(array):
+            if collectives.types_tell(axis, array) and axis not in collectives.varying_axes(array):
                 raise ValueError(
                     f"context_attention: the {name} does not vary over {axis!r} (its type is {jax.typeof(array)}): all "
                     "devices have the same tokens. Split the sequence over that axis, as in_specs=P('fsdp', 'cp') of a "

@@ -33,6 +33,14 @@ from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.transposes import (
+    Exchange,
+    all_parts,
+    own_part,
+    send_back,
+    send_rows,
+    starts_of,
+)
 from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
 
 Array = jax.Array
@@ -91,7 +99,7 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
 
     like = jax.eval_shape(expert, jax.tree.map(lambda x: x[0], params), padded[:block])
     out = collectives.to_varying(jnp.zeros((len(padded), *like.shape[1:]), like.dtype), collectives.varying_axes(rows))
-    out, _ = lax.scan(of_one_group, out, (params, _starts(sizes), sizes))
+    out, _ = lax.scan(of_one_group, out, (params, starts_of(sizes), sizes))
     return _up_to(sizes, out[: len(rows)]), (params, rows, sizes)
 
 
@@ -118,16 +126,12 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
         d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
         return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
 
-    d_rows, d_params = lax.scan(of_one_group, jnp.zeros_like(padded), (params, _starts(sizes), sizes))
+    d_rows, d_params = lax.scan(of_one_group, jnp.zeros_like(padded), (params, starts_of(sizes), sizes))
     return d_params, _up_to(sizes, d_rows[: len(rows)]), None
 
 
 _by_group = jax.custom_vjp(_by_group, nondiff_argnums=(3, 4))
 _by_group.defvjp(_by_group_fwd, _by_group_bwd)
-
-
-def _starts(sizes: Array) -> Array:
-    return jnp.cumsum(sizes) - sizes
 
 
 def _with_block(rows: Array, block: int) -> Array:
@@ -219,23 +223,20 @@ def _exchanged(
 ) -> Array:
     """``own_experts(rows, sizes)`` of rows sorted by expert, each computed by the device that has its expert.
 
-    All devices send parts of the same size, ``most`` rows, as no more can go from one device to another: a token goes
-    to an expert once. Three all-to-alls: of the rows, of how many of them are whose, and of the results.
+    A device has places for ``most`` rows of each other one, as no more can come: a token goes to an expert once. Three
+    exchanges: of the rows, of how many of them are whose, and of the results.
     """
-    devices = collectives.axis_size(axes)
-    sent = sizes.reshape(devices, -1)  # [p, E / p]
-    counts, starts = sent.sum(1), _starts(sent.sum(1))
-    place = jnp.arange(most)
-    index = jnp.minimum(starts[:, None] + place, len(rows) - 1)
-    parts = jnp.where((place < counts[:, None])[..., None], rows[index], 0)
-    arrived, arrived_sizes = collectives.all_to_all(parts, axes), collectives.all_to_all(sent, axes)
+    sent = sizes.reshape(collectives.axis_size(axes), -1)  # [p, E / p]
+    arrived_sizes = collectives.all_to_all(sent, axes)
+    counts = sent.sum(1)
+    exchanged = counts, arrived_sizes.sum(1), Exchange(axes, most, len(rows))
+    arrived = send_rows(rows, *exchanged)
     # [p, most]: the expert of each row that has come, behind all of them where there is no row.
-    expert = (place[None, :, None] >= jnp.cumsum(arrived_sizes, axis=1)[:, None, :]).sum(-1)
+    place = jnp.arange(most)[None, :, None]
+    expert = (place >= jnp.cumsum(arrived_sizes, axis=1)[:, None, :]).sum(-1)
     order = jnp.argsort(expert.ravel(), stable=True)
-    results = own_experts(arrived.reshape(-1, rows.shape[1])[order], arrived_sizes.sum(0))
-    back = collectives.all_to_all(results[jnp.argsort(order)].reshape(devices, most, -1), axes)
-    device = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(counts)).sum(1)
-    return back[device, jnp.arange(len(rows)) - starts[device]]
+    results = own_experts(arrived[order], arrived_sizes.sum(0))[jnp.argsort(order)]
+    return send_back(results, *exchanged)
 
 
 def mix_experts_with_capacity(
@@ -314,7 +315,7 @@ def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]
     by_rank = chosen.T.ravel()  # first choices first
     order = jnp.argsort(by_rank, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[by_rank].add(1)
-    starts, slot = _starts(sizes), jnp.arange(capacity)
+    starts, slot = starts_of(sizes), jnp.arange(capacity)
     sources = order[jnp.where(slot < sizes[:, None], starts[:, None] + slot, 0)] % n
     places = jnp.argsort(order) - starts[by_rank]
     return sources, places.reshape(k, n).T
@@ -328,42 +329,6 @@ def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[
     own = jnp.moveaxis(arrived, 0, 1).reshape(count // devices, devices * capacity, size)
     results = experts(params, own).reshape(count // devices, devices, capacity, -1)
     return collectives.all_to_all(jnp.moveaxis(results, 1, 0), axes).reshape(count, capacity, -1)
-
-
-# Tokens that are the same along the axis of experts: each device takes its part of them, and gathers the results. JAX
-# transposes slice and gather rightly where types tell what is equal; the rules say the same for ``check_vma=False``.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _own_rows(rows: Array, axes: tuple[str, ...]) -> Array:
-    return collectives.own_shard(rows, 0, axes)
-
-
-def _own_rows_fwd(rows: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
-    return collectives.own_shard(rows, 0, axes), None
-
-
-def _own_rows_bwd(axes: tuple[str, ...], _: None, d_own: Array) -> tuple[Array]:
-    return (collectives.all_gather_equal(d_own, 0, axes),)
-
-
-_own_rows.defvjp(_own_rows_fwd, _own_rows_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _all_rows(own: Array, axes: tuple[str, ...]) -> Array:
-    return collectives.all_gather_equal(own, 0, axes)
-
-
-def _all_rows_fwd(own: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
-    return collectives.all_gather_equal(own, 0, axes), None
-
-
-def _all_rows_bwd(axes: tuple[str, ...], _: None, d_rows: Array) -> tuple[Array]:
-    return (collectives.own_shard(d_rows, 0, axes),)
-
-
-_all_rows.defvjp(_all_rows_fwd, _all_rows_bwd)
 
 
 # ---------------------------------------------------------------------------------------------------------- the module
@@ -429,26 +394,13 @@ class Experts(nn.Module):
         weights = None if row_weights is None else row_weights.ravel()
         self._sow_losses(routing, weights)
         params = self._params(axes, rows)
-        out = self._mixed(params, rows, routing, weights, axes, shared_axes)
+        own = jax.tree.map(lambda x: own_part(x, 0, shared_axes), (rows, routing.weights, routing.logits))
+        chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
+        out = self._of_own_tokens(params, own[0], Routing(chosen, *own[1:]), weights, axes, shared_axes)
+        out = all_parts(out, 0, shared_axes)
         if self.shared is not None:
             out = out + self.shared(rows)
         return out.reshape(*x.shape[:-1], -1)
-
-    def _mixed(
-        self,
-        params: PyTree,
-        rows: Array,
-        routing: Routing,
-        weights: Array | None,
-        axes: tuple[str, ...],
-        shared_axes: tuple[str, ...],
-    ) -> Array:
-        if not shared_axes:
-            return self._of_own_tokens(params, rows, routing, weights, axes, ())
-        part = jax.tree.map(lambda x: _own_rows(x, shared_axes), (rows, routing.weights, routing.logits))
-        chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
-        own = self._of_own_tokens(params, part[0], Routing(chosen, *part[1:]), weights, axes, shared_axes)
-        return _all_rows(own, shared_axes)
 
     def _of_own_tokens(
         self,
@@ -487,7 +439,8 @@ class Experts(nn.Module):
 
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
         """Those of ``among`` along which tokens differ."""
-        tracked, varying = [axis for axis in among if collectives.is_tracked(axis)], collectives.varying_axes(rows)
+        varying = collectives.varying_axes(rows)
+        tracked = [axis for axis in among if collectives.types_tell(axis, rows)]
         if self.batch_axes is None:
             said = tuple(varying) if tracked else running_loss().batch_axes or among
         else:

@@ -105,6 +105,25 @@ def is_tracked(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
+def types_tell(axis: str, value: Any) -> bool:
+    """Whether the type of ``value`` says if it varies along ``axis``, so that an error may go by it.
+
+    ``nn.scan`` traces a layer twice, first for its shapes: then all arguments are typed as equal everywhere.
+    """
+    return is_tracked(axis) and not _is_for_shapes(value)
+
+
+def _is_for_shapes(tracer: Any) -> bool:
+    """Whether Flax's scan traces for shapes. JAX exports no name for a trace; in 0.10 its class tells."""
+    trace = getattr(tracer, "_trace", None)
+    while trace is not None:
+        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if type(trace).__name__ == "JaxprTrace" or getattr(debug_info, "traced_for", None) == "flax scan":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def is_batched(value: Any) -> bool:
     """Whether ``value`` is an example of those that a ``jax.vmap`` runs over. JAX exports no name for such a tracer."""
     return type(value).__name__ == "BatchTracer"
@@ -159,6 +178,20 @@ def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """
     axes = spread_axes(axes)
     return lax.all_to_all(to_varying(value, axes), axes, 0, 0, tiled=True) if axes else value
+
+
+Spans = tuple[jax.Array, jax.Array]
+
+
+def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
+    """Sends to device i the rows of ``value`` from ``sent[0][i]`` on, ``sent[1][i]`` of them.
+
+    It has them from ``coming[0][i]`` of its result on, and ``coming[1][i]`` come from it; other rows are those of
+    ``out``. CPUs do not have it.
+    """
+    axes = spread_axes(axes)
+    operands = to_varying((value, out, *sent, *coming), varying_axes(value).union(axes))
+    return lax.ragged_all_to_all(*operands, axis_name=axes)
 
 
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:

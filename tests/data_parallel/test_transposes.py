@@ -1,0 +1,91 @@
+"""Rows that are sent to devices: padded as everywhere, and ragged as on TPUs, by an exchange that CPUs can do."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractDevice
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.data_parallel.wire import transposes
+from xlstm_jax.distributed.data_parallel.wire.transposes import Exchange, send_back, send_rows
+from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+
+COUNT, MOST, LENGTH, WIDTH = 4, 5, 12, 3
+SENT = np.array([[5, 0, 3, 1], [0, 0, 0, 0], [2, 5, 4, 1], [1, 1, 1, 1]])  # rows of device i for device j
+AXES = ("ep",)
+
+
+def like_a_tpus(value, out, starts, sizes, places, coming, axis_name):
+    """``lax.ragged_all_to_all`` as its documentation says, of all rows of all devices."""
+    everyones = [lax.all_gather(x, axis_name) for x in (value, starts, sizes, places)]
+    me = lax.axis_index(axis_name)
+    for device in range(COUNT):
+        rows, start, size, place = (x[device] for x in everyones)
+        shifted = jnp.arange(len(out)) - place[me]
+        own = (shifted >= 0) & (shifted < size[me])
+        out = jnp.where(own[:, None], rows[jnp.where(own, start[me] + shifted, 0)], out)
+    return out
+
+
+def there_and_back(rows, counts):
+    """Of this device: what has come, what comes back of it, and the gradient of both."""
+    counts = counts[0]
+    coming = lax.all_to_all(counts, AXES, 0, 0, tiled=True)
+    exchange = counts, coming, Exchange(AXES, MOST, LENGTH)
+
+    def loss(rows):
+        arrived = send_rows(rows, *exchange)
+        back = send_back(arrived * (1 + lax.axis_index("ep") + jnp.arange(len(arrived))[:, None]), *exchange)
+        return jnp.sum(back**2), (arrived, back)
+
+    grad, found = jax.grad(loss, has_aux=True)(rows)
+    return *found, grad
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_a_ragged_exchange_is_the_padded_one(monkeypatch, check_vma):
+    mesh = DeviceMeshManager.create_device_mesh({"ep": COUNT}, devices=jax.devices()[:COUNT])
+    rows = jax.random.normal(jax.random.key(0), (COUNT * LENGTH, WIDTH))
+
+    def run():
+        how = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
+        return jax.jit(jax.shard_map(lambda *args: there_and_back(*args), mesh=mesh, **how))(rows, SENT)
+
+    padded = run()
+    monkeypatch.setattr(transposes, "rows_travel_alone", lambda: True)
+    monkeypatch.setattr(lax, "ragged_all_to_all", like_a_tpus)
+    jax.tree.map(np.testing.assert_array_equal, run(), padded)
+    arrived, back, grad = padded
+    # Device 2 has 3 rows of device 0, none of 1, 4 of 2 and 1 of 3, each from a place of its own on.
+    of_two = np.asarray(arrived).reshape(COUNT, COUNT, MOST, WIDTH)[2]
+    assert [int(np.any(part, axis=1).sum()) for part in of_two] == SENT[:, 2].tolist()
+    np.testing.assert_array_equal(of_two[0, :3], rows[5:8])
+    factors = np.where(np.asarray(rows), np.asarray(back) / np.asarray(rows), 0)
+    np.testing.assert_allclose(grad, 2 * factors**2 * rows, rtol=1e-5)
+    assert not np.asarray(back).reshape(COUNT, LENGTH, WIDTH)[0, 9:].any()  # rows that went nowhere
+
+
+@pytest.mark.slow
+@pytest.mark.libtpu
+def test_on_a_torus_of_three_axes_rows_alone_are_sent():
+    how = {"axis_types": (jax.sharding.AxisType.Auto,) * 2}
+    mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "ep"), **how, abstract_device=AbstractDevice("TPU v5", 1))
+
+    def local(rows, counts):
+        counts = counts[0]
+        exchange = counts, lax.all_to_all(counts, AXES, 0, 0, tiled=True), Exchange(AXES, 256, 512)
+        return jax.grad(lambda rows: jnp.sum(send_back(send_rows(rows, *exchange), *exchange) ** 2))(rows)
+
+    split = P(("dp", "ep"))
+    sharded = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, split))
+    arrays = sharded((8 * 512, 128), jnp.float32), sharded((8, 4), jnp.int32)
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))
+    program = compile_for_topology(step, *arrays, topology="v5p:2x2x2", cache=None)
+    assert (
+        program.hlo.count(" ragged-all-to-all(") == 4 and " all-to-all(f32" not in program.hlo
+    )  # each and its gradient
