@@ -2,7 +2,7 @@
 
 The model has all that is split over an axis: embedding, attention and feed-forward over "tp", tokens between them too
 (in the cells of "sp"), experts over "ep", and a sequence over "cp". An axis that a cell is not about has one device.
-The axes of the batch are all but "tp". Tokens are laid out so that the rows of a device are its chunk of the sequence.
+The axes of the batch are all but "tp".
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from tests.support import KEPT, assert_same_params, fsdp, plain, train_on_one_device
 from xlstm_jax.distributed import (
@@ -52,6 +53,7 @@ VOCAB, WIDTH, LENGTH, ROWS = 24, 8, 8, 16
 TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
 LABELS = jnp.where(jnp.arange(ROWS * LENGTH).reshape(TOKENS.shape) % 3 == 0, -100, jnp.roll(TOKENS, -1, axis=1))
 BATCH_AXES = ("dp", "fsdp", "ep", "cp")
+BATCH_SPEC = P(BATCH_AXES[:-1], "cp")
 ZIGZAG = {"layout": "zigzag"}
 
 
@@ -192,17 +194,10 @@ def mesh_of(sizes):
     return DeviceMeshManager.create_device_mesh(sizes, devices=devices)
 
 
-def laid_out(x, mesh):
-    """[b, t] -> [b cp, t / cp]: the rows of a device are those of its examples, with its chunk of their tokens."""
-    cp, rows = mesh.shape["cp"], int(np.prod([mesh.shape[axis] for axis in ("dp", "fsdp", "ep")]))
-    chunks = to_zigzag(x, cp).reshape(rows, len(x) // rows, cp, -1)
-    return jnp.moveaxis(chunks, 2, 1).reshape(len(x) * cp, -1)
-
-
 def state_on(mesh, model, tx=KEPT, making=None):
-    batch = [laid_out(x, mesh) for x in (TOKENS, LABELS)]
+    batch = to_zigzag((TOKENS, LABELS), mesh.shape["cp"])
     state = create_train_state(
-        model, tx, mesh, jax.random.key(0), *batch, batch_axes=BATCH_AXES, whole_ok=True, **(making or {})
+        model, tx, mesh, jax.random.key(0), *batch, batch_axes=BATCH_AXES[:-1], whole_ok=True, **(making or {})
     )
     return state, batch
 
@@ -244,7 +239,7 @@ def test_three_steps_of_a_pair_are_those_of_one_device(feature, axis, tmp_path):
     loss, local = loss_fn, ()
     if metric := how.stepping.get("metric"):
         loss, local = observing_loss, (metric.empty(BATCH_AXES, mesh),)
-    make = partial(make_train_step, loss, batch_axes=BATCH_AXES, weighted=True, whole_ok=True, **how.stepping)
+    make = partial(make_train_step, loss, batch_spec=BATCH_SPEC, weighted=True, whole_ok=True, **how.stepping)
     step, rel = make(mesh=mesh, check_vma=check_vma), how.tolerance
     for number, want_loss in enumerate(losses):
         if feature == "checkpoint" and number == 1:
@@ -308,7 +303,8 @@ def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimize
     )
     state, batch = state_on(mesh, model, CLIPPED[optimizer])
     params, opt_state, losses = ten_steps_of_one_device(optimizer)
-    step = make_train_step(loss_fn, mesh, BATCH_AXES, 2, weighted=True, check_vma=check_vma, whole_ok=True)
+    how = {"batch_spec": BATCH_SPEC, "num_minibatches": 2, "weighted": True, "check_vma": check_vma}
+    step = make_train_step(loss_fn, mesh, **how, whole_ok=True)
     for want in losses:
         state, metrics = step(state, batch, jax.random.key(0))
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)

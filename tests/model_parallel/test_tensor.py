@@ -14,7 +14,16 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_same_params, equations, fsdp, on_mesh, plain
+from tests.support import (
+    KEPT,
+    assert_same_params,
+    equations,
+    fsdp,
+    gradients_are_those_of_one_device,
+    on_mesh,
+    plain,
+    train_on_one_device,
+)
 from xlstm_jax.distributed import (
     Checkpointer,
     DeviceMeshManager,
@@ -49,7 +58,6 @@ from xlstm_jax.distributed.model_parallel import (
 from xlstm_jax.distributed.model_parallel.dense import column_products, row_product
 
 VOCAB, WIDTH, LENGTH = 24, 8, 8
-KEPT = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, _, __=None: (g, g))
 TX = optax.chain(
     KEPT, optax.clip_by_global_norm(0.5), optax.adamw(1e-2)
 )  # its state has the gradients of the last step
@@ -108,22 +116,8 @@ BATCH = (TOKENS, WEIGHTS)
 def one_device(kv_heads, steps=10):
     """Initial parameters of the plain model; after some steps: its parameters, last gradients, and losses."""
     model = Model(kv_heads)
-    start = params = jax.jit(model.init)(jax.random.key(0), *BATCH)["params"]
-
-    def mean(params):
-        total, weight = loss_fn(params, model.apply, BATCH, None)
-        return total / weight
-
-    @jax.jit
-    def update(params, opt_state):
-        loss, grads = jax.value_and_grad(mean)(params)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    opt_state, losses = TX.init(params), []
-    for _ in range(steps):
-        params, opt_state, loss = update(params, opt_state)
-        losses.append(float(loss))
+    start = jax.jit(model.init)(jax.random.key(0), *BATCH)["params"]
+    params, opt_state, losses = train_on_one_device(model, TX, start, loss_fn, BATCH, steps)
     return start, params, opt_state[0], losses
 
 
@@ -226,12 +220,8 @@ def test_names_of_the_initialiser_stay_beside_the_axis_of_the_layer():
 def test_a_model_whose_split_layers_have_names_of_their_own_trains_as_on_one_device(check_vma):
     mesh, x = on("2x4")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
     model = nn.Sequential([ColumnDense(8, kernel_init=named("fsdp", None)), nn.gelu, RowDense(8)])
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
-    assert state.params["layers_0"]["kernel"].names == ("fsdp", "tp")
-    step = make_train_step(foreign_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True)
-    params = unbox(state.params)
-    want = jax.jit(jax.grad(foreign_loss), static_argnums=1)(params, model.apply, x, 0)
-    assert_same_params(step(state, x, jax.random.key(0))[0].opt_state, want)
+    params = gradients_are_those_of_one_device(model, model, foreign_loss, mesh, "fsdp", x, check_vma=check_vma)
+    assert params["layers_0"]["kernel"].names == ("fsdp", "tp")
 
 
 FLAX = {
@@ -473,13 +463,13 @@ REFUSED = {
     ),
     "a ring alone": (ColumnDense(8, ring=True), (2, 4), TP4, r"ring=True hides .* without sequence_dim="),
     "the length": (RowDense(8, sequence_dim=1), (2, 6, 8), TP4, r"dim 1 of .* has 6 tokens, .* 4 devices .* Pad .* 8"),
-    "a dim": (ColumnDense(8, sequence_dim=2), (2, 8, 8), TP4, r"sequence_dim=2 is no dim of tokens .* from 0 to 1"),
+    "a dim": (ColumnDense(8, sequence_dim=2), (2, 8, 8), TP4, r"dim 2 is no dim of tokens .* from 0 to 1"),
     "whole tokens": (ColumnDense(8, sequence_dim=1), (2, 8, 8), TP4, r"is equal along 'tp' .* all tokens, .* 4 times"),
     "a ring's dim": (
         ColumnDense(8, **RING | {"sequence_dim": 2}),
         (2, 8, 8),
         TP4,
-        r"sequence_dim=2 is no dim of tokens",
+        r"dim 2 is no dim of tokens",
     ),
     "whole tokens in a ring": (
         ColumnDense(8, **RING),
@@ -516,7 +506,7 @@ def test_other_things_that_are_refused():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     for spec, dim, text in (
         (P("tp"), 1, r"split_tokens: an input of shape \(1, 8, 3\) differs along 'tp' by its type"),
-        (P(), 3, r"split_tokens: an array of shape \(4, 8, 3\) has the dims 0 to 2, and no dim=3"),
+        (P(), 3, r"split_tokens: dim 3 is no dim of tokens of an array of shape \(4, 8, 3\); pass one from 0 to 2"),
     ):
         split = jax.shard_map(partial(split_tokens, dim=dim, axis_name="tp"), mesh=mesh, in_specs=spec, out_specs=spec)
         with pytest.raises(ValueError, match=text):
@@ -598,16 +588,38 @@ def test_a_model_is_split_from_outside(check_vma, where):
     # With types JAX sums the gradients of the norms within heads itself.
     split = DENSE if check_vma else FOREIGN
     model = split_modules(shard_modules(Foreign(), where, "fsdp", 16), split)
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes="fsdp", whole_ok=True)
-    assert state.params["up"]["kernel"].names == ("fsdp", "tp")
-    assert state.params["attention"]["out"]["kernel"].axes[0] == "tp"
-    params = jax.jit(Foreign().init)(jax.random.key(0), x)["params"]
-    assert_same_params(state.params, params, 1e-6)
-    step = make_train_step(foreign_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True)
-    state, _ = step(state, x, jax.random.key(0))
-    assert_same_params(
-        state.opt_state, jax.jit(jax.grad(foreign_loss), static_argnums=1)(params, Foreign().apply, x, 0)
-    )
+    params = gradients_are_those_of_one_device(model, Foreign(), foreign_loss, mesh, "fsdp", x, check_vma=check_vma)
+    assert params["up"]["kernel"].names == ("fsdp", "tp")
+    assert params["attention"]["out"]["kernel"].axes[0] == "tp"
+
+
+class ForeignDecoder(nn.Module):
+    """With a table that is the head, too, or a head of its own; its author's loss has whole logits."""
+
+    tied: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(VOCAB, 8, name="embed")
+        x = nn.LayerNorm(name="norm")(Foreign(name="block")(embed(tokens)))
+        return embed.attend(x) if self.tied else nn.Dense(VOCAB, name="head")(x)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("tied, check_vma", [(True, True), (False, False)], ids=["tied", "head"])
+def test_a_vocabulary_is_split_from_outside(tied, check_vma):
+    def loss(params, apply_fn, tokens, rng):
+        logits = apply_fn({"params": params}, tokens)
+        assert logits.shape == (*tokens.shape, VOCAB)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, axis=1)).mean()
+
+    model = ForeignDecoder(tied)
+    split = FOREIGN | {"embed|head": "vocabulary"}
+    sharded = split_modules(shard_modules(model, (nn.Embed, nn.Dense, Foreign), "fsdp", 16), split)
+    mesh = on("4x2")[0]
+    params = gradients_are_those_of_one_device(sharded, model, loss, mesh, "fsdp", TOKENS, check_vma=check_vma)
+    assert params["embed"]["embedding"].names[0] == "tp"
+    assert tied or params["head"]["kernel"].names == ("fsdp", "tp")
 
 
 class TwoMethods(nn.Module):
@@ -669,24 +681,16 @@ def test_dropout_between_split_layers_differs_by_device_where_it_is_inside():
 def test_a_wrapped_norm_on_split_tokens_can_be_chosen_to_be_sharded():
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
     plain_model = Normed(on_split_input(nn.LayerNorm, "tp"))
-    state = create_train_state(
-        shard_modules(plain_model, nn.LayerNorm, "fsdp", 4),
-        KEPT,
-        mesh,
-        jax.random.key(0),
-        x,
-        batch_axes="fsdp",
-        whole_ok=True,
-    )
-    assert state.params["norm"]["scale"].names == ("fsdp",)
-    step = make_train_step(own_loss, mesh, "fsdp", check_vma=False, whole_ok=True)
-    want = jax.jit(jax.grad(own_loss), static_argnums=1)(unbox(state.params), plain_model.apply, x, 0)
-    assert_same_params(step(state, x, jax.random.key(0))[0].opt_state, want)
+    model = shard_modules(plain_model, nn.LayerNorm, "fsdp", 4)
+    params = gradients_are_those_of_one_device(model, plain_model, own_loss, mesh, "fsdp", x, check_vma=False)
+    assert params["norm"]["scale"].names == ("fsdp",)
 
 
 def test_what_split_modules_refuses():
     x, key = jnp.ones((2, 4, 8)), jax.random.key(0)
-    with pytest.raises(ValueError, match="'columns' is none of 'column', 'row', 'inside' and 'whole'"):
+    with pytest.raises(ValueError, match="'embed' is of the class Embed, and 'column' is for 'Dense', 'DenseG"):
+        jax.eval_shape(split_modules(ForeignDecoder(True), {"embed": "column"}).init, key, TOKENS)
+    with pytest.raises(ValueError, match="'columns' is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'"):
         split_modules(Foreign(), {"up": "columns"})
     with pytest.raises(TypeError, match="split_modules takes a Linen module or its class, not"):
         split_modules(jnp.sin, {"up": "column"})

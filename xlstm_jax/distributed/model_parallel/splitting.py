@@ -14,20 +14,49 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from flax import linen as nn
+from jax import Array
 
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import methods_to_lift, taken_apart, watching
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.model_parallel.activations import devices_here
+from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, ColumnDense, RowDense
+from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.split_input import is_on_split_input, on_split_input
 from xlstm_jax.wording import kind_of, listed
 
 Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
 
-KINDS = {"column": ColumnDense, "row": RowDense}  # of dense layers
-BETWEEN = ("inside", "whole")  # of any other modules
-PLAIN = (nn.Dense, nn.DenseGeneral)
+
+class _SplitLogits(ColumnDense):
+    """A head whose result is whole."""
+
+    def __call__(self, x: Array) -> Array:
+        return _joined(super().__call__(x), self.axis_name)
+
+
+class _SplitTable(SplitEmbed):
+    """A tied head's logits are whole."""
+
+    def setup(self) -> None:
+        """Not that of ``nn.Embed``, which makes the whole table."""
+
+    def attend(self, query: Array) -> Array:
+        return _joined(super().attend(query), self.axis_name)
+
+
+def _joined(logits: Array, axis_name: str) -> Array:
+    return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
+
+
+BETWEEN = ("inside", "whole")  # of any modules
+# What a layer of Flax becomes, by its kind.
+KINDS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
+    "column": {nn.Dense: ColumnDense, nn.DenseGeneral: ColumnDense},
+    "row": {nn.Dense: RowDense, nn.DenseGeneral: RowDense},
+    "vocabulary": {nn.Dense: _SplitLogits, nn.Embed: _SplitTable},
+}
+PLAIN = (nn.Dense, nn.DenseGeneral, nn.Embed)
 
 
 def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAULT_AXIS) -> Model:
@@ -50,8 +79,10 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     Args:
       model: a Linen module, or its class.
       split: for a pattern (``re``) of the last names of a layer's path, as "attention/(query|key|value)", "column" or
-        "row"; or "inside", of another module between the two; or "whole", of a module that runs between the two, and
-        whose input and output are whole. Of several that match the first counts.
+        "row"; "vocabulary", of an ``nn.Embed``, or of the ``nn.Dense`` that is the head, whose logits are joined, as
+        the model expects them whole (those of ``LMHead`` never are); "inside", of another module between the two; or
+        "whole", of a module that runs between the two, and whose input and output are whole. Of several patterns that
+        match the first counts.
       axis_name: the mesh axis.
     Raises:
       ValueError: another word than these; in ``init``, a pattern that matches no dense layer (no module), which lists
@@ -61,7 +92,7 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     """
     splitting = _Splitting({re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}, axis_name)
     if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
-        raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'inside' and 'whole'.")
+        raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'.")
     if isinstance(model, nn.Module):
         cls, fields = taken_apart(model, "split_modules({}, split)")
         return _subclass(cls, splitting)(**fields)
@@ -114,27 +145,31 @@ class _Run:
         """For ``nn.intercept_methods``."""
         module: Any = context.module
         cls: Any = type(module)
-        if module.scope is None or context.method_name != "__call__" or not module.path[self.root :]:
+        name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
+        if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())):
             return method(*args, **kwargs)
-        path = "/".join(module.path[self.root :])
-        if isinstance(module, ColumnDense | RowDense):
-            self._column = path if isinstance(module, ColumnDense) else None
+        if isinstance(module, ColumnDense | RowDense | SplitEmbed):
+            if not isinstance(module, SplitEmbed | _SplitLogits):
+                self._column = path if isinstance(module, ColumnDense) else None
             return method(*args, **kwargs)
         kind = None if is_on_split_input(cls) else self.splitting.kind_of(path, cls in PLAIN)
         if is_on_split_input(cls) or kind == "whole":
             with self._apart():
                 return method(*args, **kwargs)
         if kind is None:
-            self._check_between(path, module)
+            if name != "setup":
+                self._check_between(path, module)
             return method(*args, **kwargs)
+        if name == "setup":  # of an nn.Embed that is to be split, which would make the whole table
+            return None
         # In place: the parent has named and registered this very object already.
         if kind == "inside":
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
-            _check_product(path, module)
+            _check_plain(path, module, kind)
             object.__setattr__(module, "__class__", _split_class(cls, kind))
             object.__setattr__(module, "axis_name", self.splitting.axis_name)
-        return module(*args, **kwargs)
+        return getattr(module, name)(*args, **kwargs)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -158,7 +193,13 @@ class _Run:
             )
 
 
-def _check_product(path: str, module: Any) -> None:
+def _check_plain(path: str, module: Any, kind: str) -> None:
+    if type(module) not in KINDS[kind]:
+        raise ValueError(
+            f"split_modules: '{path}' is of the class {type(module).__name__}, and {kind!r} is for "
+            f"{listed([cls.__name__ for cls in KINDS[kind]])}. An embedding, and the head over its vocabulary, are "
+            "'vocabulary'; other layers 'column' or 'row'."
+        )
     own = {"dot_general": None, "dot_general_cls": None, "batch_dims": (), "promote_dtype": nn.Dense.promote_dtype}
     for name, default in own.items():
         if getattr(module, name, default) != default:
@@ -180,7 +221,7 @@ _inside_class = functools.cache(on_split_input)
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
     """A subclass of the plain layer, as which ``shard_modules`` may choose it, with the name that it had."""
-    return type(plain.__name__, (KINDS[kind], plain), {"__module__": plain.__module__})
+    return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 
 
 def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
