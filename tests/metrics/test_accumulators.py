@@ -217,6 +217,7 @@ def test_local_values_move_with_their_device_and_a_saved_state_goes_to_any_numbe
         (lambda s: s.update(local={"value": np.zeros(8)}), r"state dict\['local'\] is not the state of such a metric"),
         (lambda s: s["local"].update(high=np.zeros((8, 2), np.float32)), r"shape \(8, 2\) .* this metric's has shape"),
         (lambda s: s["local"].update(high=np.zeros(8, np.float64)), "dtype float64; this metric's has .* float32"),
+        (lambda s: s["synchronized"].update(high=0.0), "dtype None; this metric's has .* float32"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused_and_loses_nothing(change, message):

@@ -199,12 +199,13 @@ def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"state dict[{name!r}] is not the state of such a metric: {error}") from error
     for want, got in zip(jax.tree.leaves(like), jax.tree.leaves(cells), strict=True):
-        shape = np.shape(got)
+        # A state dict that went through text (JSON, YAML) has Python numbers, which have no dtype.
+        shape, dtype = np.shape(got), getattr(got, "dtype", None)
         # `devices` counts as 0 or 1 leading dims, of any size: the state may come from another number of devices.
         wanted = (*shape[:devices], *want.shape)
-        if shape != wanted or len(shape) != devices + len(want.shape) or got.dtype != want.dtype:
+        if shape != wanted or len(shape) != devices + len(want.shape) or dtype != want.dtype:
             raise ValueError(
-                f"state dict[{name!r}] has an array of shape {shape} and dtype {getattr(got, 'dtype', None)}; "
+                f"state dict[{name!r}] has an array of shape {shape} and dtype {dtype}; "
                 f"this metric's has shape {wanted} and dtype {want.dtype}."
             )
     return cells
