@@ -36,8 +36,9 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     value_dtype,
 )
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
+from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE, by_rows, look_up
 from xlstm_jax.distributed.data_parallel.wire.quantized import PackedAlong
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, running_loss
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
@@ -59,6 +60,8 @@ class Sharded(meta.Partitioned[Any]):
       packed: how a frozen leaf is stored as blocks of bytes. The bytes travel; the reader unpacks them.
       read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
         parallel).
+      looked_up: True for the table of an embedding that nothing but lookups has read while the model was initialised:
+        a lookup may then ask for rows.
 
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the
     shard, ``unbox`` gathers it, over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
@@ -76,6 +79,7 @@ class Sharded(meta.Partitioned[Any]):
     trainable: bool = struct.field(default=True, pytree_node=False)
     packed: PackedAlong | None = struct.field(default=None, pytree_node=False)
     read_as_stored: bool = struct.field(default=False, pytree_node=False)
+    looked_up: bool = struct.field(default=False, pytree_node=False)
 
     # ------------------------------------------------------------------------------------------------ what is known
 
@@ -436,6 +440,55 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
     box = leaf_of(leaf)
     own = box.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(box.axes)
     return gathered_by_hand(_as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
+
+
+def gives_rows(box: Sharded, how: Communication) -> bool:
+    """Whether a lookup may ask for rows of a table: one dim is split, and values travel as floats."""
+    split = [entry for entry in box.names if entry]
+    is_float = not box.is_packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
+    return (
+        box.looked_up
+        and is_float
+        and len(box.names) == 2
+        and len(split) == 1
+        and not box.model_axes
+        and not (how.format_of(box.value))
+    )
+
+
+def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+    """The rows of a table at ``indices``; None where it sends less to gather the table, or where it must be gathered.
+
+    In a branch of ``lax.cond`` gathers are refused where they are made. Under ``vmap`` nothing here tells how many
+    examples there are.
+    """
+    box, how = leaf_of(leaf), how.or_else(leaf_of(leaf).communication)
+    if not gives_rows(box, how) or not isinstance(box.value, Tracer) or not indices.size:
+        return None
+    dim = next(dim for dim, entry in enumerate(box.names) if entry)
+    over = collectives.spread_axes(box.axes)
+    if not over or not set(over) <= set(axes) or collectives.is_batched(indices) or inside_branch():
+        return None
+    collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
+    sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
+    summed *= box.trainable
+    counts = [collectives.axis_size(entry_axes(entry)) for entry in box.names]
+    lookup = by_rows(
+        box._shape_of_parts(counts),
+        tuple(size * count for size, count in zip(box.value.shape, counts, strict=True)),
+        dim,
+        [(axis, collectives.axis_size((axis,))) for axis in over],
+        how,
+        path,
+        tokens=indices.size,
+        index_bytes=indices.dtype.itemsize,
+        table_bytes=sent + summed,
+        row_bytes=sent + min(sent, summed),
+    )
+    if lookup is None:
+        return None
+    with jax.named_scope(LOOKUP_SCOPE):
+        return look_up(_as_read(leaf, box.value), indices, lookup)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:

@@ -83,6 +83,7 @@ class Planned(Sharded, repr=False):
             true_sizes=box.true_sizes,
             unit_depth=leaf_of(leaf).unit_depth,
             trainable=box.trainable,
+            looked_up=leaf_of(leaf).looked_up,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             stands_for=Sharded if is_boxed else stands_for,
         )

@@ -141,6 +141,7 @@ def _collectives_table(forecast: Any) -> RenderableType:
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in forecast.collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
+        kind += " (of rows)" if collective.looks_up_rows else ""
         axes = "+".join(collective.axes) if collective.axes is not None else "?"
         alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
     ordered = sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))

@@ -47,6 +47,8 @@ class LeafPlan:
       uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
       gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
         Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
+      row_bytes: of the table of an embedding that nothing but lookups reads, what a row takes while it travels: a
+        lookup sends rows instead of the table where these are fewer bytes. 0 where the leaf is gathered in any case.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered.
@@ -71,6 +73,7 @@ class LeafPlan:
     use_shape: tuple[int, ...]
     uses: int = 0
     gathered_bytes: int = 0
+    row_bytes: int = 0
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     gathered_with: str | None = None
@@ -146,4 +149,5 @@ class LeafPlan:
         times = "once" if self.uses == 1 else f"{self.uses} times"
         with_what = f", with all of the module {self.gathered_with!r}" if self.gathered_with else ""
         size = format_bytes(self.gathered_bytes)
-        return f", and gathers {size} in {self.gather_dtype} {times} in a forward pass{with_what}"
+        rows = f", or looks up rows of {format_bytes(self.row_bytes)} where it sends less so" if self.row_bytes else ""
+        return f", and gathers {size} in {self.gather_dtype} {times} in a forward pass{with_what}{rows}"

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import gives_rows, leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
@@ -245,6 +245,7 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
+        "row_bytes": sent // last.shape[0] if gives_rows(found, found.communication) else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,
         "gathered_with": "/".join(path.split("/")[: -found.unit_depth]) if found.unit_depth else None,

@@ -127,6 +127,8 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
+    if row.row_bytes:
+        gathered += ", or rows"
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)

@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
 from flax.errors import ScopeParamShapeError
+from flax.linen.dtypes import promote_dtype
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of, look_up_rows
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
@@ -221,7 +223,8 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
-        return enter(self, gathering, policy, args, kwargs)
+        with noting_lookups(self, plain.__name__):
+            return enter(self, by_rows_or(gathering, plain.__name__, policy, _returned), policy, args, kwargs)
 
     return method
 
@@ -290,6 +293,76 @@ def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Excep
         if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
             return unit.closed_over("/".join((*module.path, path)), leaf, axes)
     return None
+
+
+# -------------------------------------------------------------------------------------------------- rows of embeddings
+
+TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
+
+
+def by_rows_or(
+    gathering: Method, name: str, policy: ShardPolicy, returned: Callable[[nn.Module, str, Any], Any]
+) -> Method:
+    """The method ``gathering`` of this name; of an ``nn.Embed`` by rows, where that sends less.
+
+    The rows are what ``returned(module, name, rows)`` makes of them.
+    """
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = _rows(module, name, policy, args, kwargs) if isinstance(module, nn.Embed) else None
+        return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
+
+    return run
+
+
+def _returned(module: nn.Module, method: str, result: Any) -> Any:
+    """``result`` as that of a method of Linen's, which those see who capture intermediates."""
+
+    def returns(module: nn.Module) -> Any:
+        return result
+
+    returns.__name__ = method
+    return nn.module.wrap_method_once(returns)(module)
+
+
+def _rows(module: nn.Embed, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+    """What an ``nn.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
+    if kwargs or len(args) != 1 or module.is_initializing():
+        return None
+    leaf, tokens = _table(module), args[0]
+    if leaf is None or not _is_lookup(module, method) or running(policy.axes) != "manual":
+        return None
+    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        return None
+    how = dataclasses.replace(policy.communication, replicas=None)
+    rows = look_up_rows(leaf, tokens, policy.axes, how, "/".join((*module.path, TABLE)))
+    return rows if rows is None else promote_dtype(rows, dtype=module.dtype, inexact=False)[0]
+
+
+@contextmanager
+def noting_lookups(module: nn.Module, method: str) -> Iterator[None]:
+    """While a method of a unit runs that, initialising it, boxes its table: says whether nothing but lookups reads it.
+
+    A table that the head reads, too, is gathered for the head: then the lookup has it for nothing.
+    """
+    before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
+    yield
+    if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
+        only = _is_lookup(module, method) and (before is None or leaf_of(before).looked_up)
+        module.put_variable("params", TABLE, after.replace(looked_up=only))
+
+
+def _table(module: nn.Embed) -> Any:
+    """The box of its table, as it is stored; None where it has none."""
+    leaf = module.get_variable("params", TABLE) if module.scope is not None else None
+    return leaf if is_ours(leaf) else None
+
+
+def _is_lookup(module: nn.Embed, method: str) -> bool:
+    """Whether a method takes rows of the table as ``nn.Embed`` does; a class of the user's may do something else."""
+    call = inspect.getattr_static(type(module), "__call__")
+    own = inspect.unwrap(call) is inspect.unwrap(nn.Embed.__call__) and "transform" not in _closure_of_lifted(call)
+    return method == "__call__" and own and getattr(module, "promote_dtype", promote_dtype) is promote_dtype
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

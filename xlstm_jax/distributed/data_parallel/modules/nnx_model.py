@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
@@ -42,6 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
+_Seen = tuple[tuple[int, ...], bool]  # the shape that a unit sees of a parameter; whether only lookups read it
 STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws from it for carries that are zeros, as nn.RNN does from a constant key
 
 
@@ -95,10 +96,10 @@ class NnxModel:
           method, **kwargs: as for ``apply``.
         """
         leaves = leaves_of(self._made(_streams(rngs)))
-        shapes = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
+        seen = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
         for path, policy in self.units.items():
             own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
-            leaves |= _sharded(own, path, policy, shapes)
+            leaves |= _sharded(own, path, policy, seen)
         return unflatten_dict(leaves, sep="/")
 
     def apply(
@@ -210,16 +211,19 @@ class NnxModel:
         innermost = {path: max(modules, key=len) for path, modules in around.items() if modules}
         return {path: unit for path, unit in innermost.items() if unit in self.units}
 
-    def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
-        """The shapes of parameters as their units see them where the model runs, by path."""
+    def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
+        """The shapes of parameters as their units see them where the model runs, and who reads them, by path."""
 
-        seen: dict[str, tuple[int, ...]] = {}
+        seen: dict[str, _Seen] = {}
+
+        def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
+            seen[path] = shape, is_lookup and (path not in seen or seen[path][1])
 
         def run(rngs: PyTree, inputs: Any) -> None:
             module = self._made(_streams(rngs))
             for path, leaf in contents(module).items():
                 if is_variable(leaf):
-                    leaf.set_metadata(NOTE_SHAPE, functools.partial(seen.__setitem__, path))
+                    leaf.set_metadata(NOTE_SHAPE, functools.partial(note, path))
             for norm in modules_of(module).values():
                 if isinstance(norm, NORMS):
                     norm.axis_name = None  # there is no axis here, and no shape depends on it
@@ -288,22 +292,24 @@ class _NoKey:
         return self.shape
 
 
-def _sharded(
-    own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
+def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:
     """The parameters of the unit at a path in boxes, each decided on as its layer is, with leading dims for layers."""
     start = f"{path}/" if path else ""
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
         shape = np.shape(leaf_of(leaf).value)
         below = f"params/{name.removeprefix(start)}"
-        layer_dims[below] = _layer_dims(name, shape, seen.get(name, shape))
+        layer_dims[below] = _layer_dims(name, shape, seen.get(name, (shape,))[0])
         leaves[below] = with_last_names(leaf, len(shape) - layer_dims[below])
     shard: Callable[[Any], Any] = functools.partial(shard_here, policy)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
     boxed = trees.map_leaves(with_layer_names, shard(leaves))
+    for name in own:
+        below = f"params/{name.removeprefix(start)}"
+        if isinstance(boxed[below], Sharded) and seen.get(name, ((), False))[1]:
+            boxed[below] = boxed[below].replace(looked_up=True)
     return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
 
 

@@ -13,15 +13,18 @@ split variable gathers itself, once for each read. ``nnx.split`` keeps classes, 
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
+from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -29,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     entered,
     gather_here,
     public_methods,
+    running,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -39,7 +43,8 @@ OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
 BOX, POLICY = "split_box", "shard_policy"  # in ours: the box without its value, and the policy that gathers it
 OF_LINEN = "linen_meta_type"  # in those of ``nnx.bridge``: the class of a box that a Linen module has made
-NOTE_SHAPE = "note_shape"  # in the metadata of a variable: a function that a unit calls with the shape that it sees
+# In the metadata of a variable: a function that a unit calls with the shape that it sees, and whether it looks up rows.
+NOTE_SHAPE = "note_shape"
 
 
 # ------------------------------------------------------------------------------------------------- variables of a shard
@@ -285,6 +290,7 @@ def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     plain: Any = inspect.getattr_static(cls, name)
+    is_lookup = issubclass(cls, nnx.Embed) and plain is inspect.getattr_static(nnx.Embed, "__call__")
 
     def whole(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with Gathered(_split_variables(module)):
@@ -295,12 +301,26 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
         # Somebody may ask for the shapes that a unit sees: those of one layer, where the model scans over layers.
         for leaf in own_variables(self).values():
             if note := leaf.get_metadata(NOTE_SHAPE, None):
-                note(np.shape(leaf.get_raw_value()))
+                note(np.shape(leaf.get_raw_value()), is_lookup)
         if not _split_variables(self):  # none was ever split, or another method of the module has gathered them
             return plain.__get__(self, cls)(*args, **kwargs)
-        return entered(NNX, cls.__name__, dropping(whole, NNX, policy), self, args, kwargs)
+        return entered(NNX, cls.__name__, run, self, args, kwargs)
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = _rows(module, policy, *args) if is_lookup and len(args) == 1 and not kwargs else None
+        return dropping(whole, NNX, policy)(module, *args, **kwargs) if rows is None else rows
 
     return method
+
+
+def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
+    """What an ``nnx.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
+    if not is_split(module.embedding) or running(policy.axes) != "manual" or module.promote_dtype is not promote_dtype:
+        return None
+    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        return None
+    rows = look_up_rows(module.embedding, tokens, policy.axes, replace(policy.communication, replicas=None))
+    return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:

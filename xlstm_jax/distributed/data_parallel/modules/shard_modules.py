@@ -25,6 +25,7 @@ from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, names_below
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
+    by_rows_or,
     enter,
     gathers_one_layer,
     inside_map_variables,
@@ -32,6 +33,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     is_nnx,
     lifted,
     methods_to_lift,
+    noting_lookups,
     taken_apart,
     watching,
     with_varying_carry,
@@ -243,11 +245,13 @@ class _Run:
         self._entered.append((path, cls))
         try:
             if module.is_initializing():
-                return self._initialise(path, module, functools.partial(method, *args, **kwargs))
+                with noting_lookups(module, name):
+                    return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
-            return enter(module, lifted(_as_function(plain), None, policy), policy, args, kwargs)
+            run = by_rows_or(lifted(_as_function(plain), None, policy), name, policy, lambda module, name, rows: rows)
+            return enter(module, run, policy, args, kwargs)
         finally:
             self._entered.pop()
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
@@ -140,6 +141,11 @@ class Collective:
     def module(self) -> str:
         """The module that it serves; of several, the nearest that holds them all; "" for the whole model or none."""
         return common_path(self.modules)
+
+    @property
+    def looks_up_rows(self) -> bool:
+        """Whether it serves a lookup that asks for rows of a table instead of the table, forward or backward."""
+        return LOOKUP_SCOPE in self.op_name
 
     @property
     def wire_bytes_per_step(self) -> float:

@@ -18,6 +18,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
+from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
 from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 
@@ -26,7 +28,7 @@ FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other
 # Scopes that JAX puts around the body of a call, and those of this library: no modules.
 CALLS = {"shard_map", "call_exported", "closed_call", "eval_jaxpr", "core_call", "core_closed_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "checkpoint", "rematted_computation"}
-CALLS |= {"gather_params", "sync_gradients", *PACK_SCOPES}
+CALLS |= {GATHER_SCOPE, LOOKUP_SCOPE, "sync_gradients", *PACK_SCOPES}
 LOOP_PARTS = re.compile(r"(body|cond)(_pred)?$")
 BRANCH = re.compile(r"branch_\d+_fun$")
 TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)$", re.DOTALL)
@@ -57,7 +59,7 @@ def module_path(op_name: str) -> tuple[str, str]:
     Returns:
       path: the modules below the root, as in a parameter's path; "" outside of all. Left out are
         - the primitive (the last part), ``jit(f)``, ``shard_map``, loops and branches, remat and custom-derivative
-          calls, einsum's formulas, and the library's own scopes ``gather_params`` and ``sync_gradients``;
+          calls, einsum's formulas, and the library's own scopes, as ``gather_params`` and ``sync_gradients``;
         - transformations: ``jvp(X)``, ``transpose(X)`` and ``vmap(X)`` stand for X;
         - the root, and all before it, such as a scope around the loss. The root is the first scope with the name of a
           class (``GPT``, not ``Dense_0``). A root whose class starts with a small letter stays in the path;

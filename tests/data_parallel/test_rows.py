@@ -1,0 +1,301 @@
+"""A lookup in a split table sends rows where these are fewer bytes than the table, and is the lookup of one device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from tests.support import FLOAT32_ROUNDING, equations, fsdp, on_mesh
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    Replicas,
+    create_train_state,
+    make_train_step,
+    nnx_model,
+    partition_specs,
+    plan_sharding,
+    shard_modules,
+    unbox,
+)
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, by_rows, look_up
+
+V, D = 32, 12
+MESHES = {"one axis": {"fsdp": 8}, "two": {"x": 2, "y": 4}, "copies": {"dp": 2, "fsdp": 4}}
+# Many tokens are the same, some count from the end, and one is none.
+TOKENS = jax.random.randint(jax.random.key(0), (16, 5), 0, V).at[:, 1].set(3).at[4, 2].set(-2).at[9, 3].set(V)
+
+
+@pytest.fixture(scope="module")
+def mesh_of():
+    return {name: DeviceMeshManager.create_device_mesh(sizes) for name, sizes in MESHES.items()}
+
+
+def lookup_of(dim, outer, group, true=(V, D), stored=(V, D), how=DEFAULT_COMMUNICATION):
+    sizes = {"x": 2, "y": 4, "fsdp": 8}
+    counts = (int(np.prod([sizes[axis] for axis in axes])) for axes in (outer, group))
+    return RowLookup(true, stored, dim, outer, group, *counts, how)
+
+
+# ------------------------------------------------------------------------------------------------------- by one array
+
+
+LOOKUPS = {
+    "vocabulary": lookup_of(0, (), ("fsdp",)),
+    "columns that 8 does not divide": lookup_of(0, (), ("x", "y")),
+    "vocabulary, padded": lookup_of(0, (), ("fsdp",), true=(V - 3, D)),
+    "vocabulary, over an outer axis": lookup_of(0, ("x",), ("y",)),
+    "vocabulary, the other order": lookup_of(0, ("y",), ("x",)),
+    "features": lookup_of(1, (), ("fsdp",), true=(V, D), stored=(V, 16)),
+    "features, over an outer axis": lookup_of(1, ("x",), ("y",), true=(V, D), stored=(V, 16)),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", LOOKUPS)
+def test_rows_and_gradient_are_those_of_one_device(case, check_vma, mesh_of):
+    lookup = LOOKUPS[case]
+    axes = (*lookup.outer, *lookup.group)
+    mesh = mesh_of["one axis" if axes == ("fsdp",) else "two"]
+    true, stored = lookup.shape, lookup.stored
+    table = jax.random.normal(jax.random.key(1), true)
+    weight = jax.random.normal(jax.random.key(2), (*TOKENS.shape, D))
+    padded = jnp.pad(table, [(0, full - size) for full, size in zip(stored, true, strict=True)])
+    tokens = TOKENS.at[9, 3].set(0)  # the gradient of a row of NaN is none
+
+    def loss(shard, tokens, weight):
+        return (look_up(shard, tokens, lookup) * weight).sum()
+
+    split = jax.P(axes) if lookup.dim == 0 else jax.P(None, axes)
+    rows = on_mesh(partial(look_up, lookup=lookup), mesh, check_vma, (split, jax.P(axes)), jax.P(axes))
+    got = rows(padded, TOKENS)
+    want = jnp.take(table, TOKENS, axis=0)
+    np.testing.assert_array_equal(got, want)
+    assert np.isnan(got).any(axis=-1).sum() >= 1 and not np.isnan(got).all()  # guard: the token that is none
+
+    grad = on_mesh(jax.grad(loss), mesh, check_vma, (split, jax.P(axes), jax.P(axes)), split)(padded, tokens, weight)
+    whole = jax.grad(lambda table: (jnp.take(table, tokens, axis=0) * weight).sum() / 8)(table)
+    np.testing.assert_allclose(grad[: true[0], : true[1]], whole, rtol=FLOAT32_ROUNDING, atol=1e-6)
+    assert np.abs(whole).max() > 0.1  # guard
+
+
+def test_repeated_rows_are_summed_in_float32(mesh_of):
+    how = Communication.of("bfloat16", "bfloat16")
+    lookup, tokens = lookup_of(0, (), ("fsdp",), how=how), jnp.zeros((8, 400), int)
+
+    def loss(shard, tokens):
+        return look_up(shard, tokens, lookup).astype(jnp.float32).sum()
+
+    grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
+    np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # in bfloat16 it stops at 256
+
+
+def test_the_way_with_fewest_bytes_is_taken():
+    choose = partial(by_rows, index_bytes=4, table_bytes=4, row_bytes=4, how=DEFAULT_COMMUNICATION)
+    table, axes = (32768, 2048), [("x", 16), ("y", 16)]
+    two = choose(table, table, 0, axes, tokens=2048)
+    assert (two.outer, two.group, two.width) == (("x",), ("y",), LANES)  # 8 columns over both are too narrow
+    one = choose(table, table, 0, [("fsdp", 8)], tokens=2048)
+    assert (one.outer, one.group) == ((), ("fsdp",))
+    rows, whole = one.sent_bytes(2048, 4, 4, 4), 32768 * 2048 * 4 * 7 / 8
+    assert rows == 7 / 8 * (32768 * 2048 / 8 * 4 + 2048 * 2048 * 4 + 8 * 2048 * 4) < whole
+    assert choose(table, table, 0, [("fsdp", 8)], tokens=28000) is not None
+    assert choose(table, table, 0, [("fsdp", 8)], tokens=29000) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- by models
+
+
+class Untied(nn.Module):
+    """``embed`` makes the embedding; its table has 64 rows, and each of 8 devices has 10 tokens."""
+
+    embed: type[nn.Module] = nn.Embed
+    dtype: type | None = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = self.embed(64, 24, dtype=self.dtype, name="embed")(tokens)
+        return nn.Dense(64, name="head")(nn.tanh(x))
+
+
+class Scanned(nn.Module):
+    """The lookup stands in a scan over the tokens' second dim, under ``nn.remat``."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        step = nn.remat(lambda module, carry, tokens: (carry, Untied(name="net")(tokens)))
+        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+        return scan(self, (), tokens)[1]
+
+
+BATCH = jax.random.randint(jax.random.key(3), (16, 5), 0, 64)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    logits = apply_fn({"params": params}, batch).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
+
+
+def trained(model, mesh, check_vma=True, **options):
+    """The step, the state, parameters before and after one step of it, and those of one device."""
+    axes = tuple(mesh.shape)
+    state = create_train_state(model, optax.sgd(0.5), mesh, jax.random.key(1), BATCH, batch_axes=axes)
+    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, **options)
+    return step, state
+
+
+def tables_sent(step, state, size=64 * 24):
+    """How often the whole table is gathered, and how many all-to-alls there are."""
+    found = [eqn for _, eqn in equations(step.trace(state, BATCH, jax.random.key(2)).jaxpr)]
+    names = [eqn.primitive.name for eqn in found if any(var.aval.size == size for var in eqn.outvars)]
+    return sum(name.startswith("all_gather") for name in names), sum(e.primitive.name == "all_to_all" for e in found)
+
+
+def assert_as_on_one_device(step, state, plain, tolerance=FLOAT32_ROUNDING):
+    before = jax.tree.map(np.array, unbox(state.params))
+    want = jax.grad(lambda params: loss_fn(params, plain.apply, BATCH, None))(before)
+    after = jax.tree.map(np.array, unbox(step(state, BATCH, jax.random.key(2))[0].params))
+    got = jax.tree.map(lambda a, b: 2 * (a - b), before, after)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance * scale), got, want)
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(want)) > 1e-4  # guard
+
+
+CASES = {
+    "one axis": ("one axis", "fsdp", {}),
+    "two axes": ("two", ("x", "y"), {}),
+    "copies": ("copies", "fsdp", {"replicas": Replicas("dp")}),
+    "an axis of the batch": ("copies", "fsdp", {}),
+    "gathered again": ("one axis", "fsdp", {"reshard_after_forward": True}),
+    "padded": ("one axis", "fsdp", {"uneven": "pad"}),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_trains_as_on_one_device(case, check_vma, mesh_of):
+    mesh, axes, options = CASES[case]
+    model = shard_modules(Untied(), nn.Embed, axes, min_weight_size=64, **options)
+    step, state = trained(model, mesh_of[mesh], check_vma)
+    assert tables_sent(step, state) == (0, 4)
+    assert_as_on_one_device(step, state, Untied())
+
+
+class UntiedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(64, 24, rngs=rngs), nnx.Linear(24, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(nnx.tanh(self.embed(tokens)))
+
+
+class TiedNnx(UntiedNnx):
+    def __call__(self, tokens):
+        return self.embed.attend(nnx.tanh(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("make, sent", [(UntiedNnx, (0, 4)), (TiedNnx, (1, 0))])
+def test_of_nnx_too(make, sent, mesh_of):
+    model = shard_modules(nnx_model(make), nnx.Embed, "fsdp", min_weight_size=64)
+    step, state = trained(model, mesh_of["one axis"])
+    assert tables_sent(step, state) == sent
+    assert_as_on_one_device(step, state, nnx_model(make))
+
+
+def test_a_plan_says_that_rows_are_looked_up():
+    tables = {}
+    for name, plain in {"untied": Untied(), "tied": Tied()}.items():
+        model = shard_modules(plain, nn.Embed, "fsdp", min_weight_size=64)
+        tables[name] = plan_sharding(model, {"fsdp": 8}, BATCH).row("embed/embedding")
+    assert tables["untied"].row_bytes == 24 * 4 and tables["tied"].row_bytes == 0
+    assert "or looks up rows of 96 B" in tables["untied"].sentence(8)
+    assert "rows" not in tables["tied"].sentence(8)
+
+
+def test_a_class_that_is_wrapped_looks_up_rows(mesh_of):
+    model = Untied(fsdp(nn.Embed))
+    step, state = trained(model, mesh_of["one axis"])
+    assert tables_sent(step, state) == (0, 4)
+    assert_as_on_one_device(step, state, Untied())
+
+
+def test_minibatches_in_a_scan_with_remat(mesh_of):
+    model = shard_modules(Scanned(), nn.Embed, "fsdp", min_weight_size=64)
+    step, state = trained(model, mesh_of["one axis"], num_minibatches=2)
+    assert tables_sent(step, state)[0] == 0
+    assert_as_on_one_device(step, state, Scanned())
+
+
+def test_the_dtype_of_the_module_is_that_of_the_rows(mesh_of):
+    model = shard_modules(Untied(dtype=jnp.bfloat16), nn.Embed, "fsdp", min_weight_size=64)
+    step, state = trained(model, mesh_of["one axis"])
+    assert tables_sent(step, state) == (0, 4)
+    assert_as_on_one_device(step, state, Untied(dtype=jnp.bfloat16), tolerance=0.02)
+
+
+def test_a_frozen_table_takes_no_gradient(mesh_of):
+    model = shard_modules(Untied(), nn.Embed, "fsdp", min_weight_size=64, trainable=False)
+    step, state = trained(model, mesh_of["one axis"])
+    assert tables_sent(step, state) == (0, 2)
+    before = np.array(state.params["embed"]["embedding"].value)
+    want = loss_fn(jax.tree.map(np.array, unbox(state.params)), Untied().apply, BATCH, None)
+    after, metrics = step(state, BATCH, jax.random.key(2))
+    np.testing.assert_array_equal(after.params["embed"]["embedding"].value, before)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=FLOAT32_ROUNDING)
+
+
+class Reversed(nn.Embed):
+    """An embedding whose lookup is its own."""
+
+    def __call__(self, tokens):
+        return super().__call__(self.num_embeddings - 1 - tokens)
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(64, 24, name="embed")
+        return embed.attend(nn.tanh(nn.Dense(24, name="dense")(embed(tokens))))
+
+
+class Short(nn.Module):
+    """A table with fewer rows than a device has tokens."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(64, name="head")(nn.Embed(8, 24, name="embed")(tokens % 8))
+
+
+GATHERED = {
+    "a head reads the table": (Tied(), 64 * 24),
+    "fewer rows than tokens": (Short(), 8 * 24),
+    "a lookup of the user's": (Untied(Reversed), 64 * 24),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_a_table_is_gathered_where_rows_cost_more(case, mesh_of):
+    plain, size = GATHERED[case]
+    model = shard_modules(plain, nn.Embed, "fsdp", min_weight_size=64)
+    step, state = trained(model, mesh_of["one axis"])
+    assert tables_sent(step, state, size) == (1, 0)
+    assert_as_on_one_device(step, state, plain)
+
+
+def test_intermediates_are_captured(mesh_of):
+    mesh, model = mesh_of["one axis"], Untied(fsdp(nn.Embed))
+    _, state = trained(model, mesh)
+
+    def captured(params, tokens):
+        _, found = model.apply({"params": params}, tokens, capture_intermediates=True, mutable=["intermediates"])
+        return found["intermediates"]["embed"]["__call__"][0]
+
+    run = on_mesh(captured, mesh, True, (partition_specs(state.params, mesh), jax.P("fsdp")), jax.P("fsdp"))
+    want = np.array(unbox(state.params)["embed"]["embedding"])[np.array(BATCH)]
+    np.testing.assert_array_equal(run(state.params, BATCH), want)
