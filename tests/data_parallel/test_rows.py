@@ -1,5 +1,7 @@
 """A lookup in a split table sends rows where these are fewer bytes than the table, and is the lookup of one device."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, equations, fsdp, on_mesh
+from tests.support import FLOAT32_ROUNDING, fsdp, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -156,11 +158,11 @@ def trained(model, mesh, check_vma=True, **options):
 
 
 def tables_sent(step, state, size=64 * 24):
-    """How often the whole table is gathered, and how many all-to-alls there are."""
-    found = [eqn for _, eqn in equations(step.trace(state, BATCH, jax.random.key(2)).jaxpr)]
-    gathers = [eqn for eqn in found if eqn.primitive.name.startswith("all_gather")]
-    whole = sum(eqn.outvars[0].aval.size == size for eqn in gathers)
-    return whole, sum(eqn.primitive.name == "all_to_all" for eqn in found)
+    """How often the whole table is gathered, and how many all-to-alls there are, in the lowered step."""
+    text = step.lower(state, BATCH, jax.random.key(2)).as_text()
+    results = re.findall(r"stablehlo\.all_gather.* -> tensor<((?:\d+x)+)\w+>", text)
+    gathered = [math.prod(map(int, dims.split("x")[:-1])) for dims in results]
+    return gathered.count(size), text.count("stablehlo.all_to_all")
 
 
 def assert_as_on_one_device(step, state, plain, tolerance=FLOAT32_ROUNDING):
