@@ -66,17 +66,16 @@ def on_one_device(steps=3):
 OTHER_POLICY = Model(partial(fsdp, axis_name=("dp", "fsdp")))  # of the teacher: another split of the same model
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     "mesh, options, policy",
     [
         ((2, 4), {}, None),
-        ((2, 4), {"num_minibatches": 2, "accumulation": "reduce_once"}, OTHER_POLICY),
         ((1, 8), {"num_minibatches": 2}, None),
-        ((8, 1), {}, None),
+        ((2, 4), {"num_minibatches": 2, "accumulation": "reduce_once"}, OTHER_POLICY),
     ],
-    ids=["2x4", "2x4-once-other", "1x8-each", "8x1"],
+    ids=["2x4", "1x8-each", "2x4-once-other"],
 )
 def test_a_second_model_in_a_step_is_that_of_one_device(mesh, options, policy, check_vma):
     mesh = mesh_of(*mesh)
