@@ -8,6 +8,7 @@ A box says how its leaf travels (``Communication``), so that a gather does the s
 ``gather_array`` does it.
 """
 
+import threading
 import weakref
 
 import jax
@@ -97,15 +98,15 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for box in map(leaf_of, live):
-            known = next((over for average, over in _averages if average() is box.value), frozenset())
+            known = next((over for average, over in _averages.known if average() is box.value), frozenset())
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(box, left, known))
             axes_left.append([axis for axis in left if axis not in box.model_axes])
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
-    _averages[:] = [(average, over) for average, over in _averages if average() is not None]
+    alive = [(average, over) for average, over in _averages.known if average() is not None]
     traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
-    _averages.extend((weakref.ref(value), over) for value, over in traced)
+    _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
     return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
@@ -124,6 +125,15 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
     return grad / count if count > 1 else grad
 
 
-# The traced arrays that sync_gradients has returned and that still exist, with the axes they are averaged over. An
-# average has the type of a sum, and JAX lets nobody write on an array where it comes from.
-_averages: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
+class _Averages(threading.local):
+    """Traced arrays that ``sync_gradients`` has returned and that still exist, with the axes they are averaged over.
+
+    An average has the type of a sum, and JAX lets nobody write on an array where it comes from. A trace runs in one
+    thread, and several threads may trace at a time.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
+
+
+_averages = _Averages()

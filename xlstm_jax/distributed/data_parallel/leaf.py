@@ -281,6 +281,8 @@ def leaf_of(leaf: Any) -> Sharded:
     ``names`` has an entry for each dim, None where the box has none for it. A box has more names than dims around the
     scalar that an optimizer keeps for each leaf of a boxed tree; they are left out.
     """
+    if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == np.ndim(leaf.value):
+        return leaf  # as nearly all are, and thousands of times in a trace
     if isinstance(leaf, SplitVariable):
         return leaf.as_sharded
     if not isinstance(leaf, meta.Partitioned):

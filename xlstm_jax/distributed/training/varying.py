@@ -57,10 +57,14 @@ class _Reader:
 
     ``parted`` are the axes along which devices may take different branches, and a branch has a collective over the
     axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``.
+
+    ``_known`` has what was read of a jaxpr within an equation. Equal layers of a model share the jaxpr of a function,
+    and the loops around a loop read it again in each of their rounds.
     """
 
     def __init__(self) -> None:
         self.parted = Axes()
+        self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
     def of_jaxpr(self, jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
         """The axes along which results differ, of the axes of constants and of inputs."""
@@ -76,7 +80,10 @@ class _Reader:
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
         """Of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
         jaxpr = getattr(closed, "jaxpr", closed)
-        return self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
+        key = id(jaxpr), tuple(inputs)  # the outermost jaxpr keeps all of them alive
+        if key not in self._known:
+            self._known[key] = self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
+        return self._known[key]
 
     def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         name, params = eqn.primitive.name, eqn.params
@@ -148,12 +155,16 @@ def all_named_axes(eqns: Iterable[Any]) -> Axes:
 
 
 def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations, and the equations of the jaxprs within them."""
-    for eqn in eqns:
-        yield eqn
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else [param]:
-                yield from all_equations(equations_of(inner))
+    """Equations, and the equations of the jaxprs within them; those of a jaxpr that several equations share, once."""
+    waiting, known = [eqns], set[int]()
+    while waiting:
+        for eqn in waiting.pop():
+            yield eqn
+            for param in eqn.params.values():
+                for inner in param if isinstance(param, tuple | list) else [param]:
+                    if (jaxpr := id(getattr(inner, "jaxpr", inner))) not in known and equations_of(inner):
+                        known.add(jaxpr)
+                        waiting.append(equations_of(inner))
 
 
 def equations_of(jaxpr: Any) -> list[Any]:

@@ -262,12 +262,15 @@ class _Run:
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
+        selection = self.sharding.selection
+        if not selection.gathers(path, module, True):  # before the parameters of all modules within are looked at
+            return False
         own = [
             leaf_of(leaf).unit_depth == names_below(f"params/{name}")
             for _, name, leaf in _parameters(module)
             if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
         ]
-        return bool(own) and self.sharding.selection.gathers(path, module, any(own))
+        return bool(own) and selection.gathers(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module, and splits the module's parameters when it is left, if it was chosen."""

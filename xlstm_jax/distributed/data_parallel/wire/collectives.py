@@ -9,15 +9,18 @@ the outermost first, so that shards lie in the order of ``PartitionSpec((outer, 
 of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
 """
 
+import functools
 import itertools
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.tracers import current_trace
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
@@ -28,11 +31,28 @@ Key = TypeVar("Key")
 
 def is_bound(axis: str) -> bool:
     """Whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap``, or ``vmap`` with that name."""
+    if axis in _manual_sizes():
+        return True
     try:
         lax.axis_size(axis)
     except NameError:
         return False
     return True
+
+
+def _manual_sizes() -> Mapping[str, int]:
+    """The sizes of the axes that the enclosing ``shard_map`` has bound; ``lax.axis_size`` takes ten times longer."""
+    return _sizes_of_manual_axes(jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=16)
+def _sizes_of_manual_axes(mesh: jax.sharding.AbstractMesh) -> Mapping[str, int]:
+    return {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+
+
+def _size(axis: str) -> int:
+    size = _manual_sizes().get(axis)
+    return lax.axis_size(axis) if size is None else size
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -69,12 +89,12 @@ def unbound_message(axis: str, caller: str) -> str:
 
 def axis_size(axes: Sequence[str]) -> int:
     """The number of devices over these axes together, a Python int."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+    return math.prod(map(_size, axes))
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """The axes along which there is more than one device."""
-    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return tuple(axis for axis in axes if _size(axis) > 1)
 
 
 def axis_index(axes: Sequence[str]) -> jax.Array:
@@ -102,7 +122,21 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def is_tracked(axis: str) -> bool:
     """Whether types say over which devices along ``axis`` a value varies, i.e. ``check_vma=True``."""
-    return axis in varying_axes(lax.axis_index(axis))
+    if current_trace() != _in_this_trace.trace:
+        _in_this_trace.trace, _in_this_trace.tracked = current_trace(), {}
+    if axis not in _in_this_trace.tracked:
+        _in_this_trace.tracked[axis] = axis in varying_axes(lax.axis_index(axis))
+    return _in_this_trace.tracked[axis]
+
+
+class _InThisTrace(threading.local):
+    """What ``is_tracked`` has found in the trace that asked last: each question is an equation, and leaves are many."""
+
+    trace: Any = None
+    tracked: dict[str, bool]
+
+
+_in_this_trace = _InThisTrace()
 
 
 def types_tell(axis: str, value: Any) -> bool:
@@ -220,7 +254,7 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     if dim and value.dtype.itemsize < 4:
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(value, dim, 0), 0, axes), 0, dim)
     for axis in spread_axes(axes):
-        size, n = value.shape[dim], lax.axis_size(axis)
+        size, n = value.shape[dim], _size(axis)
         shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
         shards = jnp.moveaxis(shards, dim, 0)
         matrices = shards.reshape(n, *_matrix_shape(shards.shape[1:]))
@@ -259,7 +293,7 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     A tracked axis of size 1 that the value varies over is kept: the reduction is what makes the type say otherwise.
     """
     varying = varying_axes(value)
-    return tuple(a for a in axes if (a in varying if is_tracked(a) else lax.axis_size(a) > 1))
+    return tuple(a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1))
 
 
 def _reduce_together(

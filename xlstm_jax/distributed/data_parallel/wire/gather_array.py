@@ -106,10 +106,7 @@ def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, p
 def _gather_fwd(
     x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
 ) -> tuple[jax.Array, Primal]:
-    shard, packing = shard_as_sent(x, how), packing_of(x, dim, axes, how)
-    if packing is None:
-        return collectives.all_gather(shard, dim, axes), Primal.of(x)
-    return packing.unpack(collectives.all_gather(packing.pack(shard), 0, axes)), Primal.of(x)
+    return _whole(x, dim, axes, how), Primal.of(x)
 
 
 def _gather_bwd(
@@ -118,11 +115,46 @@ def _gather_bwd(
     if cotangent.dtype == jax.dtypes.float0:
         return (np.zeros(primal.shape, jax.dtypes.float0),)
     check_one_gradient_of_one_batch(path, primal, cotangent, axes)
-    grad = collectives.reduce_scatter(terms_to_scatter(cotangent, axes, how, primal), dim, axes)
-    return (gradient_of_shard(grad, how, primal),)
+    return (_scattered(cotangent, dim, axes, how, primal),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+# Functions of their own for JAX: of all leaves of one shape, as of layers in a Python loop, each is traced and lowered
+# once. XLA inlines them. What looks at tracers, or names a leaf, stays outside.
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _whole(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
+    """The forward pass of a gather."""
+    shard, packing = shard_as_sent(x, how), packing_of(x, dim, axes, how)
+    if packing is None:
+        return collectives.all_gather(shard, dim, axes)
+    return packing.unpack(collectives.all_gather(packing.pack(shard), 0, axes))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _scattered(cotangent: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
+    """The backward pass of a gather."""
+    terms = terms_to_scatter(apart_from_product(cotangent, axes), axes, how, primal)
+    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), how, primal)
+
+
+def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The cotangent of a matrix that travels, which XLA on CPU does not transpose within a product.
+
+    JAX transposes the product that makes the gradient of a kernel. Where nothing else reads the product, XLA swaps its
+    operands instead, and its fast kernels for CPU do not take them so: in bfloat16 the product then takes 15 times
+    longer. The two transposes here leave the product without any before the barrier.
+    """
+    if cotangent.ndim != 2 or not collectives.spread_axes(axes):
+        return cotangent
+    return jax.lax.platform_dependent(cotangent, cpu=_behind_barrier, default=lambda grad: grad)
+
+
+def _behind_barrier(grad: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(grad.T).T
 
 
 def packing_of(x: Any, dim: int, axes: tuple[str, ...], how: Communication) -> Packing | None:

@@ -94,6 +94,7 @@ BRANCHES = {
     ("_switch", "conditionals.py"),
     ("while_loop", "loops.py"),
 }
+_NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
 
 
 def running_functions() -> Iterator[FrameType]:
@@ -106,5 +107,8 @@ def running_functions() -> Iterator[FrameType]:
 
 def inside_branch() -> bool:
     """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
-    codes = {frame.f_code for frame in running_functions()}
-    return not BRANCHES.isdisjoint({(code.co_name, os.path.basename(code.co_filename)) for code in codes})
+    return any(
+        (code.co_name, os.path.basename(code.co_filename)) in BRANCHES
+        for code in (frame.f_code for frame in running_functions())
+        if code.co_name in _NAMES_OF_BRANCHES
+    )

@@ -1,0 +1,134 @@
+"""What comes before a step, and between steps: counted, as times are not the same twice.
+
+Equal layers of a Python loop share the functions by which their weights are gathered and their gradients scattered.
+A call of a step runs a fixed number of functions of the library, however large the state is.
+"""
+
+import re
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import xlstm_jax
+from tests.support import AXES, mesh_of
+from xlstm_jax.distributed import create_train_state, make_train_step, shard_modules
+from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
+from xlstm_jax.distributed.training.varying import all_equations
+
+KINDS = ("all_gather", "reduce_scatter")
+LIBRARY = xlstm_jax.__path__[0]
+
+
+class Loop(nn.Module):
+    """Layers in a Python loop, of kernels of rank 2 or 3."""
+
+    layers: int
+    general: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            up = nn.DenseGeneral((4, 16), name=f"up_{i}") if self.general else nn.Dense(64, name=f"up_{i}")
+            down = nn.DenseGeneral(32, (-2, -1), name=f"down_{i}") if self.general else nn.Dense(32, name=f"down_{i}")
+            x = x + down(nn.relu(up(x)))
+        return x
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+
+@cache
+def step_of(layers, general=False):
+    """A step of the sharded model, and its arguments."""
+    model, mesh, x = Loop(layers, general), mesh_of(2, 4), jnp.ones((8, 32))
+    model = shard_modules(model, (nn.Dense, nn.DenseGeneral), AXES, 2**8)
+    state = create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), x, batch_axes=AXES)
+    return make_train_step(loss_fn, mesh, AXES), (state, x, jax.random.key(0))
+
+
+@cache
+def plain_step_of(layers, general=False):
+    """The same with global arrays."""
+    model, x = Loop(layers, general), jnp.ones((8, 32))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+
+    def step(state, batch, rng):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch, rng)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+
+    return jax.jit(step), (state, x, jax.random.key(0))
+
+
+@cache
+def equations_of_step(make, layers, general):
+    """How many equations JAX has traced; those of a function that is shared count once."""
+    step, args = make(layers, general)
+    return len(list(all_equations(step.trace(*args).jaxpr.eqns)))
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_equal_layers_share_what_gathers_and_scatters(general):
+    few, many = (
+        {kind: len(re.findall(rf'"stablehlo.{kind}"', step.lower(*args).as_text())) for kind in KINDS}
+        for step, args in (step_of(layers, general) for layers in (7, 10))
+    )
+    assert few == many
+    assert all(few.values())  # guard: there are some
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_a_layer_adds_few_equations_to_those_of_the_model(general):
+    ours, plain = (
+        equations_of_step(make, 10, general) - equations_of_step(make, 7, general) for make in (step_of, plain_step_of)
+    )
+    assert ours <= 1.2 * plain, (ours, plain)
+
+
+SWAPPED = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"  # a product that XLA has transposed within
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_products_of_gradients_stay_as_they_are_on_a_cpu(dim):
+    def grad(shard, x):
+        def loss(shard):
+            return jnp.sum((x @ gather_array_with_mean_grads(shard, dim, "fsdp")).astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(shard)
+
+    def product(x, y):
+        return (y.T @ x).T
+
+    mesh, spec, bfloat16 = mesh_of(1, 8), jax.P(*[None] * dim, "fsdp"), jnp.bfloat16
+    on_mesh = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(spec, jax.P("fsdp")), out_specs=spec))
+    text = on_mesh.lower(jnp.ones((64, 32), bfloat16), jnp.ones((128, 64), bfloat16)).compile().as_text()
+    assert " dot(" in text and SWAPPED not in text
+    x, y = jnp.ones((16, 64), bfloat16), jnp.ones((16, 32), bfloat16)
+    assert SWAPPED in jax.jit(product).lower(x, y).compile().as_text()  # guard: XLA does so where nothing hinders it
+
+
+def test_a_call_runs_few_functions_of_the_library():
+    step, (state, x, rng) = step_of(5)
+    called = []
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
+            called.append(frame.f_code.co_name)
+
+    state = jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        called.clear()
+        sys.setprofile(note)
+        try:
+            state, _ = step(state, x, rng)
+        finally:
+            sys.setprofile(None)
+    assert "__call__" in called  # guard
+    assert len(called) <= 15, called
