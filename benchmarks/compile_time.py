@@ -2,11 +2,15 @@
 
     python -m benchmarks.compile_time                            some twenty minutes
     python -m benchmarks.compile_time --size small --layers 2 --chips 8 --rounds 5
+    python -m benchmarks.compile_time --before 8 32 96           layers in a Python loop, beside jit; some ten minutes
 
   tracing      ``step.trace(*args)`` of a step that is built anew each time: of the wrapped model, in ``shard_map``,
                over that of the same model without a wrapper, replicated. The two take turns, so what else the machine
                does meets both alike; the ratio is the median over rounds.
   compiling    for TPUs, ahead of time, in a process of its own, once each; the time of XLA without the process's start
+  --before     tracing and lowering of three models with so many layers in a Python loop, beside ``jit`` with shardings
+               of the same model: processor time, both sides in turns in one process, medians of the ratios; to
+               ``<out>/before.json``. Aim: at most 1.2 x.
 
 Times are those of this machine, and of what else runs on it; the size of the program and the ratio of tracing are not.
 Results go to ``<out>/<size>.json`` and ``<out>/<size>.png``. Aim: tracing at most 1.3 x the model without a wrapper.
@@ -14,6 +18,7 @@ Results go to ``<out>/<size>.json`` and ``<out>/<size>.png``. Aim: tracing at mo
 
 import argparse
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -21,16 +26,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import CASES, SIZES, build
+from benchmarks import baselines
+from benchmarks.cases import CASES, SIZES, build, mesh_axes, mesh_of, threshold
+from benchmarks.decoder import Block, Decoder, DecoderSize, Norm, decoder
 from benchmarks.forecasts import installed_versions
 from benchmarks.large_models import Size
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, QUIET, STRONG, save
+from xlstm_jax.distributed import shard_modules
 from xlstm_jax.distributed.forecast import CompileError, parse_topology
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.wording import format_bytes, rich_table
@@ -42,6 +52,9 @@ LARGEST_LOOP = 12  # layers; each takes some 5 s
 ROUNDS = 15
 TRACING_AIM = 1.3
 WRAPPED, PLAIN = "ours, no remat", "replicated"  # they differ in the wrapper alone
+# For ``--before``: sizes do not matter, the number of equations does.
+BEFORE = {"transformer": "small", "decoder": "decoder_small", "ViT": "vit_small"}
+BEFORE_AIM, BEFORE_CHIPS, BEFORE_ROUNDS = 1.2, 8, 5
 
 
 # -------------------------------------------------------------------------------------------------------------- tracing
@@ -69,6 +82,61 @@ def tracing(size: Size, chips: int, loop: bool, rounds: int) -> dict[str, Any]:
     seconds = trace_seconds(builds, rounds)
     ratio = float(np.median(seconds[WRAPPED] / seconds[PLAIN]))
     return {"ratio": ratio, "seconds": {name: float(np.median(values)) for name, values in seconds.items()}}
+
+
+# --------------------------------------------------------------------------------------- before a step runs, beside jit
+
+
+class LoopedDecoder(Decoder):
+    """The decoder with its layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        c, block = self.size, nn.remat(Block) if self.remat else Block
+        embed = nn.Embed(c.vocab_size, c.dim, dtype=jnp.bfloat16, name="embed")
+        x = embed(tokens)
+        for i in range(c.layers):
+            x, _ = block(c, self.attention, self.constrain, name=f"blocks_{i}")(x)
+        return embed.attend(Norm(name="norm")(x)).astype(jnp.float32)
+
+
+def before_seconds(name: str, layers: int, rounds: int) -> dict[str, Any]:
+    """Processor time of tracing and of lowering a model with layers in a loop, and medians of their ratios to jit's."""
+    size = dataclasses.replace(SIZES[BEFORE[name]], layers=layers)
+    found: dict[str, list[tuple[float, float]]] = {"ours": [], "jit": []}
+    for _ in range(rounds + 1):
+        for case, seconds in found.items():
+            seconds.append(_traced_and_lowered(*_built_in_a_loop(size, case)))
+    ours, jit = (np.array(found[case][1:]) for case in ("ours", "jit"))
+    tracing, lowering = map(float, np.median(ours / jit, 0))
+    seconds = {case: np.median(found[case][1:], 0).tolist() for case in found}
+    return {"model": name, "layers": layers, "tracing": tracing, "lowering": lowering, "seconds": seconds}
+
+
+def _built_in_a_loop(size: Size, case: str) -> tuple[Any, Any]:
+    shape = parse_topology(CHIPS[BEFORE_CHIPS]).shape
+    if not isinstance(size, DecoderSize):
+        return build(size, CASES[case], shape, loop=type(size) is Size)
+    sizes, model = mesh_axes(CASES[case], shape), LoopedDecoder(size)
+    if case == "jit":
+        workload = dataclasses.replace(decoder(size, devices=BEFORE_CHIPS), model=model)
+        return baselines.jit_step(workload, mesh_of(sizes), threshold(size))
+    dtypes = {"gather_dtype": jnp.bfloat16, "grad_scatter_dtype": jnp.bfloat16}
+    sharded = shard_modules(model, (Block, nn.Embed), tuple(sizes), min_weight_size=threshold(size), **dtypes)
+    return dataclasses.replace(decoder(size, devices=BEFORE_CHIPS), model=sharded).build_step(sizes)
+
+
+def _traced_and_lowered(step: Any, args: Any) -> tuple[float, float]:
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.process_time()
+        traced = step.trace(*args)
+        middle = time.process_time()
+        traced.lower(lowering_platforms=("tpu",))
+        return middle - start, time.process_time() - middle
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -136,6 +204,16 @@ def tracing_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
     ]
     title = f"{name}: tracing a step; aim: at most {TRACING_AIM} x"
     return rich_table(title, ["", "ratio", "wrapped", "not wrapped"], cells)
+
+
+def before_table(rows: Sequence[dict[str, Any]]) -> Any:
+    """Ratios to jit, then the times of both."""
+    cells = []
+    for row in rows:
+        times = (f"{row['seconds'][case][i] * 1e3:,.0f} ms" for i in (0, 1) for case in ("ours", "jit"))
+        cells.append([row["model"], str(row["layers"]), f"{row['tracing']:.2f}", f"{row['lowering']:.2f}", *times])
+    title = f"Before a step runs, over jit; aim: at most {BEFORE_AIM} x"
+    return rich_table(title, ["model", "layers", "tracing", "lowering", "traced", "jit", "lowered", "jit"], cells)
 
 
 def compiling_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
@@ -210,13 +288,26 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--cases", nargs="*", choices=CASES, default=["jit", "ours"], help="those that are compiled")
     new.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of tracing (default: {ROUNDS})")
     new.add_argument("--no-loops", action="store_true", help="leave out layers in a loop, which take minutes")
+    new.add_argument("--before", nargs="+", type=positive, metavar="LAYERS", help="tracing and lowering beside jit")
     new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
     return new
+
+
+def _before(options: argparse.Namespace, console: Console) -> int:
+    rounds = min(options.rounds, BEFORE_ROUNDS)
+    rows = [before_seconds(name, layers, rounds) for name in BEFORE for layers in options.before]
+    console.print(before_table(rows))
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {"versions": installed_versions(), "rounds": rounds, "rows": rows}
+    (options.out / "before.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console, start = Console(), time.monotonic()
+    if options.before:
+        return _before(options, console)
     columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         try:

@@ -3,6 +3,8 @@
     python -m benchmarks.step_time                               some four minutes on two cores
     python -m benchmarks.step_time --model tiny --rounds 5 --cases jit ours
     python -m benchmarks.step_time --redraw                      table and picture of what was measured last
+    python -m benchmarks.step_time --dtype bfloat16              computed, gathered and scattered in bfloat16
+    python -m benchmarks.step_time --dispatch 10 50 200          what a call costs beside jit, of so many parameters
 
 Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes of one thread
 each, which talk by gloo. All cases begin with the same parameters and train on the same batch; their losses before and
@@ -19,6 +21,7 @@ Results go to ``<out>/<model>.json`` and ``<out>/<model>.png``. The aim, on simu
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -29,11 +32,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import linen as nn
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks import baselines
 from benchmarks.cases import WORDS, names_in_words
 from benchmarks.forecasts import installed_versions
 from benchmarks.options import positive
@@ -49,8 +57,11 @@ from benchmarks.report import (
     STRONG,
     save,
 )
-from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started
+from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started, state_of
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
+from xlstm_jax.distributed import DeviceMeshManager, shard_modules
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.wording import rich_table
 
@@ -69,6 +80,7 @@ ROUNDS, STEPS = 15, 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the losses of two steps, relative
 CUT = 4  # times the middle bar, where the axis of a plot ends, so that one long bar does not hide the others
 QUARTILES = (0.25, 0.5, 0.75)
+CALLS, DISPATCH_AIM = 30, 1.05
 
 Run = Callable[[int], float]
 
@@ -196,6 +208,69 @@ def _described(model: Model, start: Start) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+
+class Tiny(nn.Module):
+    """So many ``nn.Dense`` of 8 values: a step of them takes as long as its call."""
+
+    layers: int
+    constrain: Any = None  # as ``baselines.jit_step`` asks for; nothing to hold here
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = nn.Dense(8, name=f"layers_{i}")(x)
+        return x
+
+
+def dispatch(parameters: int, rounds: int) -> dict[str, Any]:
+    """Seconds until a call of a step returns, medians over rounds, and the median ratio to that of ``jit``.
+
+    Both train the same model with AdamW on one device, by turns; each call begins when the one before has computed.
+    """
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
+    model, x = Tiny(max(parameters // 2, 1)), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+    plain = Workload(model, optax.adamw(1e-3), x, loss_fn)
+    wrapped = dataclasses.replace(plain, model=shard_modules(model, nn.Dense, "fsdp", min_weight_size=0))
+    steps = {"jit": baselines.jit_step(plain, mesh, 0), "ours": wrapped.build_step(mesh)}
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8)))["params"]
+    values = {path: np.asarray(leaf) for path, leaf in leaves_with_path(params)}
+    states = {case: state_of(args[0], values) for case, (_, args) in steps.items()}
+    batches = {case: jax.device_put(np.ones(x.shape, x.dtype), args[1].sharding) for case, (_, args) in steps.items()}
+    seconds: dict[str, list[float]] = {case: [] for case in steps}
+    for _ in range(rounds + 2):
+        for case, (step, _) in steps.items():
+            taken = []
+            for _ in range(CALLS):
+                start = time.perf_counter()
+                states[case], _ = step(states[case], batches[case], jax.random.key(0))
+                taken.append(time.perf_counter() - start)
+                jax.block_until_ready(states[case])
+            seconds[case].append(float(np.median(taken)))
+    ours, jit = (np.array(seconds[case][2:]) for case in ("ours", "jit"))
+    medians = {case: float(np.median(found[2:])) for case, found in seconds.items()}
+    return {"parameters": 2 * model.layers, "ratio": float(np.median(ours / jit)), "seconds": medians}
+
+
+def dispatch_table(rows: Sequence[dict[str, Any]]) -> Any:
+    """The ratio first."""
+    cells = [
+        [
+            f"{row['parameters']}",
+            f"{row['ratio']:.2f}",
+            *(f"{row['seconds'][case] * 1e6:,.0f}" for case in ("ours", "jit")),
+        ]
+        for row in rows
+    ]
+    title = f"Until a call returns, over jit; aim: at most {DISPATCH_AIM} x"
+    return rich_table(title, ["parameters", "of jit", "ours, us", "jit, us"], cells)
+
+
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 
@@ -288,6 +363,8 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of every case (default: {ROUNDS})")
     new.add_argument("--steps", type=positive, default=STEPS, help=f"steps in a turn (default: {STEPS})")
     new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
+    new.add_argument("--dtype", choices=TOLERANCE, help="of computation and wire (default: that of the model)")
+    new.add_argument("--dispatch", nargs="+", type=positive, metavar="PARAMETERS", help="time of a call alone")
     new.add_argument("--redraw", action="store_true", help="run nothing; table and picture of what is kept")
     return new
 
@@ -296,9 +373,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console, start = Console(), time.monotonic()
     name = options.model or ("small" if available_devices(SIMULATED_DEVICES)[0].platform == "cpu" else "medium")
+    if options.dispatch:
+        console.print(dispatch_table([dispatch(count, options.rounds) for count in options.dispatch]))
+        return 0
+    model = MODELS[name]
+    if options.dtype:
+        name, model = f"{name}_{options.dtype}", dataclasses.replace(model, dtype=jnp.dtype(options.dtype))
     kept = options.out / f"{name}.json"
     try:
-        found = _kept(kept) if options.redraw else _measured(name, options, console)
+        found = _kept(kept) if options.redraw else _measured(model, options, console)
     except (ValueError, RuntimeError, TimeoutError) as error:
         Console(stderr=True).print(f"step_time: error: {error}", highlight=False)
         return 2
@@ -318,10 +401,10 @@ def _kept(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _measured(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def _measured(model: Model, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        return measure(MODELS[name], options.cases, options.rounds, options.steps, progress)
+        return measure(model, options.cases, options.rounds, options.steps, progress)
 
 
 if __name__ == "__main__":
