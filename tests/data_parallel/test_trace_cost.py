@@ -92,37 +92,29 @@ def test_a_layer_adds_few_equations_to_those_of_the_model(general):
     assert ours <= 1.2 * plain, (ours, plain)
 
 
-SWAPPED = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"  # a product that XLA has transposed within
+def test_products_of_gradients_stay_as_they_are_on_cpus_alone():
+    """A barrier keeps XLA from transposing them within, which its kernels for CPUs do not take."""
 
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_products_of_gradients_stay_as_they_are_on_a_cpu(dim):
     def grad(shard, x):
-        def loss(shard):
-            return jnp.sum((x @ gather_array_with_mean_grads(shard, dim, "fsdp")).astype(jnp.float32) ** 2)
+        return jax.grad(lambda shard: jnp.sum(x @ gather_array_with_mean_grads(shard, 0, "fsdp")))(shard)
 
-        return jax.grad(loss)(shard)
-
-    def product(x, y):
-        return (y.T @ x).T
-
-    mesh, spec, bfloat16 = mesh_of(1, 8), jax.P(*[None] * dim, "fsdp"), jnp.bfloat16
-    on_mesh = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(spec, jax.P("fsdp")), out_specs=spec))
-    text = on_mesh.lower(jnp.ones((64, 32), bfloat16), jnp.ones((128, 64), bfloat16)).compile().as_text()
-    assert " dot(" in text and SWAPPED not in text
-    x, y = jnp.ones((16, 64), bfloat16), jnp.ones((16, 32), bfloat16)
-    assert SWAPPED in jax.jit(product).lower(x, y).compile().as_text()  # guard: XLA does so where nothing hinders it
+    spec = jax.P("fsdp")
+    step = jax.jit(jax.shard_map(grad, mesh=mesh_of(1, 8), in_specs=(spec, spec), out_specs=spec))
+    traced = step.trace(jnp.ones((64, 32)), jnp.ones((16, 64)))
+    on_cpu, on_tpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu"))
+    assert "optimization_barrier" in on_cpu
+    assert "optimization_barrier" not in on_tpu
 
 
-def test_a_call_runs_few_functions_of_the_library():
-    step, (state, x, rng) = step_of(5)
-    called = []
+def calls_of_a_step(layers):
+    """The functions of the library that a call of a step runs, by name."""
+    step, (state, x, rng) = step_of(layers)
+    state, called = jax.tree.map(jnp.copy, state), []
 
     def note(frame, event, arg):
         if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
             called.append(frame.f_code.co_name)
 
-    state = jax.tree.map(jnp.copy, state)
     for _ in range(3):
         called.clear()
         sys.setprofile(note)
@@ -130,5 +122,10 @@ def test_a_call_runs_few_functions_of_the_library():
             state, _ = step(state, x, rng)
         finally:
             sys.setprofile(None)
-    assert "__call__" in called  # guard
-    assert len(called) <= 15, called
+    return called
+
+
+def test_a_call_runs_as_many_functions_however_large_the_state_is():
+    called = calls_of_a_step(5)
+    assert called == calls_of_a_step(2)
+    assert 0 < len(called) <= 25, called
