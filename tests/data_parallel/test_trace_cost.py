@@ -93,14 +93,14 @@ def test_a_layer_adds_few_equations_to_those_of_the_model(general):
 
 
 def test_products_of_gradients_stay_as_they_are_on_cpus_alone():
-    """A barrier keeps XLA from transposing them within, which its kernels for CPUs do not take."""
+    """A barrier keeps XLA from transposing those in bfloat16 within, which its kernels for CPUs do not take."""
 
     def grad(shard, x):
         return jax.grad(lambda shard: jnp.sum(x @ gather_array_with_mean_grads(shard, 0, "fsdp")))(shard)
 
     spec = jax.P("fsdp")
     step = jax.jit(jax.shard_map(grad, mesh=mesh_of(1, 8), in_specs=(spec, spec), out_specs=spec))
-    traced = step.trace(jnp.ones((64, 32)), jnp.ones((16, 64)))
+    traced = step.trace(jnp.ones((64, 32), jnp.bfloat16), jnp.ones((16, 64), jnp.bfloat16))
     on_cpu, on_tpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu"))
     assert "optimization_barrier" in on_cpu
     assert "optimization_barrier" not in on_tpu
