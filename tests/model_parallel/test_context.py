@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
@@ -190,6 +191,22 @@ def test_the_ring_keeps_what_is_local(mesh):
     local = (BATCH // 2) * (TOKENS // 4)
     of_arrays = local * (HEADS * SIZE + KEY_HEADS * 2 * SIZE + HEADS * SIZE + HEADS)
     assert 0 < sum(x.size for x in kept) <= of_arrays + 4 * TOKENS  # and positions
+
+
+def test_in_a_loop_over_layers_the_ring_keeps_no_masks(mesh):
+    """JAX would compute masks of all blocks ahead of the loop, as they depend on no activation: as large as logits."""
+
+    def loss(*arrays):
+        layer = jax.checkpoint(lambda x, _: (context_attention(x, *arrays[1:], impl="ring", block_size=2), None))
+        return lax.scan(layer, arrays[0], length=2)[0].sum()
+
+    def gradient(*arrays):
+        return jax.grad(loss)(*arrays)
+
+    local = jax.shard_map(gradient, mesh=mesh, in_specs=(SPLIT,) * 3, out_specs=SPLIT, check_vma=False)
+    made = [v.aval for _, eqn in equations(jax.make_jaxpr(local)(QUERY, KEY, VALUE)) for v in eqn.outvars]
+    masks = [value.ndim for value in made if value.ndim >= 5 and value.dtype == bool]
+    assert set(masks) == {5}  # those of one pair of blocks; with the blocks of a sequence they have 6 and 7 dims
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ layout device i has chunks i and 2n - 1 - i of 2n, so that all have the same.
 import math
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -38,6 +39,7 @@ Kernel = Callable[..., Array]
 
 LAYOUTS = "contiguous", "zigzag"
 BLOCK_SIZE = 512
+UNBALANCED_SCOPE = "unbalanced_ring"  # in the names of operations, for the lint
 HIDDEN = -1e30  # a logit that the mask hides; finite, so that a difference of two is no NaN
 
 
@@ -56,6 +58,11 @@ class _How:
     @property
     def devices(self) -> int:
         return collectives.axis_size(self.axes)
+
+    @property
+    def is_unbalanced(self) -> bool:
+        """Whether the last device of a ring has more to compute than the others, which wait for it."""
+        return self.causal and self.layout == LAYOUTS[0] and self.window is None and self.devices > 1
 
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
@@ -243,7 +250,8 @@ def context_attention(
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
     query, key, value, segment_ids = collectives.to_varying((query, key, value, segment_ids), sorted(over))
     if impl == "ring":
-        return _ring(query, key, value, segment_ids, how)
+        with jax.named_scope(UNBALANCED_SCOPE) if how.is_unbalanced else nullcontext():
+            return _ring(query, key, value, segment_ids, how)
     by = _by_gather if impl == "gather" else _by_ulysses
     return by(query, key, value, segment_ids, how, kernel or jax.nn.dot_product_attention).astype(query.dtype)
 
@@ -333,7 +341,7 @@ def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, ho
     for step in range(steps := _steps(how, query.shape[1])):
         # Sent before the products, and not used by them: the compiler may do both at a time.
         coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
-        state = _merge(how, state, blocks, of_queries, arrived, _positions_in_blocks(how, query.shape[1], step))
+        state = _merge(how, state, blocks, of_queries, arrived, _positions_in_blocks(how, query, step))
         arrived = coming
     largest, total, out = state
     normalizer = largest + jnp.log(total)
@@ -351,7 +359,7 @@ def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Arra
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
     for step in range(steps := _steps(how, query.shape[1])):
         coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
-        places = _positions_in_blocks(how, query.shape[1], step)
+        places = _positions_in_blocks(how, query, step)
         # The gradients of the keys at hand arrive while the new terms are computed.
         before = collectives.shift(d_arrived, how.axes) if step else d_arrived
         d_query, terms = _merge_gradients(how, d_query, blocks, of_queries, of_result, arrived, places)
@@ -386,12 +394,19 @@ def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, h
     if segments is not None:
         segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(how, length)), 1, 0)
     keys, values = (_query_blocks(x, x.shape[2], how)[:, :, :, 0] for x in (key, value))
-    of_queries = _positions_in_blocks(how, length, 0), segments
+    of_queries = _positions_in_blocks(how, query, 0), segments
     return _query_blocks(query, key.shape[2], how), of_queries, (keys, values, segments)
 
 
-def _positions_in_blocks(how: _How, length: int, step: int) -> Array:
-    return _own_positions(how, length, step).reshape(-1, _block_length(how, length))
+def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
+    """Positions of the keys of a step, tied to the queries by a barrier.
+
+    Masks depend on positions alone. Where layers are a loop, JAX would compute those of all blocks ahead, as they need
+    no activation, and keep them: as large as all logits.
+    """
+    length = query.shape[1]
+    positions, _ = lax.optimization_barrier((_own_positions(how, length, step), query[:1, :1, :1, :1]))
+    return positions.reshape(-1, _block_length(how, length))
 
 
 def _query_blocks(x: Array, groups: int, how: _How) -> Array:
