@@ -2,8 +2,10 @@
 
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache
+from xlstm_jax.distributed.forecast.cost.axis_traffic import AxisTraffic
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline
+from xlstm_jax.distributed.forecast.dispatch import Dispatch, dispatch
 from xlstm_jax.distributed.forecast.fitting import Fit, Options, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, lint
@@ -12,9 +14,11 @@ from xlstm_jax.distributed.hardware import CHIPS, Chip, Topology, parse_topology
 
 __all__ = [
     "CHIPS",
+    "AxisTraffic",
     "Chip",
     "Collective",
     "CompileError",
+    "Dispatch",
     "Finding",
     "Fit",
     "Forecast",
@@ -25,6 +29,7 @@ __all__ = [
     "Roofline",
     "Topology",
     "Workload",
+    "dispatch",
     "fit",
     "forecast",
     "lint",

@@ -7,6 +7,9 @@
   4. where nothing fits on any mesh: step 3 for all meshes, with the optimizer's state in the memory of the host
   5. another threshold, with the options of the fastest that fits
 
+With ``model_axes``, meshes are those of ``model_axes.model_meshes``, and the few are compiled that its estimate finds
+best; ``Fit.considered`` has all, and why.
+
 Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
 the step. A forecast takes seconds to a minute, so the search varies one option after the other and does not try all
 combinations: its best need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3
@@ -38,6 +41,14 @@ from xlstm_jax.distributed.forecast.compiling.compile_process import CompileErro
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.distributed.forecast.compiling.side_by_side import room_for_jobs, side_by_side
 from xlstm_jax.distributed.forecast.forecasting import Forecast, begin_forecast
+from xlstm_jax.distributed.forecast.model_axes import (
+    Considered,
+    Estimate,
+    estimate,
+    links_of_mesh,
+    model_meshes,
+    ranked,
+)
 from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
@@ -45,10 +56,12 @@ from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
 
 SHARD_AXIS_PREFIX = "fsdp"
+BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # what their names begin with
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
 MAX_PROBLEM = 200  # characters of it in a table
+MESHES_COMPILED = 4  # of those that ``model_axes`` allows
 OFFLOADED_STATE = """\
 state = create_train_state(
     model, tx, mesh, rng, inputs,
@@ -132,6 +145,7 @@ class Fit:
     topology: str
     budget_bytes: int
     trials: tuple[Trial, ...]
+    considered: tuple[Considered, ...] = ()
 
     @property
     def best(self) -> Trial | None:
@@ -164,7 +178,24 @@ class Fit:
             return trials
         code = textwrap.indent(code_of(self.best.options), "    ")
         applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
-        return Group(trials, *([Text(f"{self.why_offload}\n")] if self.why_offload else []), applied)
+        said = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
+        return Group(trials, *said, applied)
+
+    @property
+    def why_mesh(self) -> str:
+        """Why the best trial has its mesh, of those that ``model_axes`` allowed; "" without that."""
+        if not self.considered or self.best is None:
+            return ""
+        compiled = [one for one in self.considered if one.compiled]
+        own = next(one for one in compiled if dict(one.mesh) == self.best.options.mesh)
+        estimates = [one.estimate for one in self.considered if one.estimate]
+        too_large = sum(known.total_bytes > self.budget_bytes for known in estimates)
+        refused = len(self.considered) - len(estimates)
+        return (
+            f"Of {len(self.considered)} meshes {too_large} would not fit by their estimates, and {refused} have no "
+            f"step; the {len(compiled)} best were compiled. {format_mesh(own.mesh)} is the fastest of these that fits: "
+            f"{own.estimate}."
+        )
 
     def to_json(self) -> str:
         """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
@@ -178,7 +209,9 @@ class Fit:
         ]
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         code = code_of(self.best.options) if self.best else None
-        return json.dumps(data | {"why_offload": self.why_offload, "code": code}, indent=2)
+        data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
+        data |= {"considered": [str(one) for one in self.considered]}
+        return json.dumps(data | {"code": code}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:
@@ -203,6 +236,7 @@ def fit(
     on_done: Callable[[Trial], None] | None = None,
     jobs: int | None = None,
     cache: bool | ReportCache = True,
+    model_axes: Mapping[str, int] | None = None,
 ) -> Fit:
     """Searches for the fastest step that fits.
 
@@ -223,9 +257,14 @@ def fit(
       on_done: called with each trial when its forecast is there.
       jobs: how many may be compiled at once; None: one for every 2 cores, as memory allows.
       cache: as for ``forecast``.
+      model_axes: in place of ``meshes``: axes of the model's own, those that send most first, with the most devices
+        that each may have, ``{"tp": 8, "cp": 16, "ep": 8}``. Every mesh of ``options.mesh`` has all of these axes, of
+        one device where it does not use them. ``build_step`` is traced for each, in seconds, and compiled for the
+        four that are best by an estimate.
     Raises:
-      ValueError: an unknown topology; a budget or a number of jobs that is not positive; no mesh; or there is no
-        forecast of the very first options, chained to the reason.
+      ValueError: an unknown topology; ``meshes`` and ``model_axes`` together; a budget or a number of jobs that is not
+        positive; no mesh, or a limit that is none; or there is no forecast of the very first options, chained to the
+        reason.
       ImportError: the compiler for the topology is not installed.
     """
     parsed = parse_topology(topology)
@@ -236,6 +275,12 @@ def fit(
             f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, "
             f"or None for all that {chip.name} has, {chip.usable_hbm_bytes}."
         )
+    if meshes is not None and model_axes is not None:
+        raise ValueError("meshes and model_axes both say which meshes to try: pass one of them.")
+    considered: list[Considered] = []
+    if model_axes is not None:
+        considered = _considered(build_step, parsed, model_axes, budget)
+        meshes = [dict(one.mesh) for one in considered if one.compiled]
     meshes = meshes_of(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
@@ -261,7 +306,28 @@ def fit(
 
     kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
-    return Fit(topology, budget, Search(build, begin, budget, on_trial, on_done, limit).run(meshes))
+    trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
+    return Fit(topology, budget, trials, tuple(considered))
+
+
+def _considered(
+    build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
+) -> list[Considered]:
+    """The meshes that ``model_axes`` allows, the best by their estimates first, and which of them are compiled."""
+    found: list[tuple[dict[str, int], Estimate | str]] = []
+    for mesh in model_meshes(topology, model_axes):
+        try:
+            with answered_for(topology.chip):
+                step, args = build_step(Options(mesh, keep_gathered=False, remat=True))
+            found.append(
+                (mesh, estimate(StepCall(step, tuple(args), topology=topology), links_of_mesh(topology, mesh)))
+            )
+        except Exception as error:  # whatever the user's code raises
+            found.append((mesh, in_a_line(error)))
+    considered = ranked(found, budget, MESHES_COMPILED)
+    if not any(one.compiled for one in considered):
+        raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")
+    return considered
 
 
 def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
@@ -409,6 +475,7 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
 
 def code_of(options: Options) -> str:
     """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
+    axes = tuple(axis for axis in options.mesh if axis.startswith(BATCH_AXES))
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
     wrapper = [
         "    shard_module_params,",
@@ -425,7 +492,8 @@ def code_of(options: Options) -> str:
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
             *(OFFLOADED_STATE.format(axes=tuple(options.mesh)).splitlines() if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
-            f"    loss_fn, mesh, {tuple(options.mesh)}, num_minibatches={options.num_minibatches}",
+            *(["    # and those of the model's own axes that split the batch:"] if axes != tuple(options.mesh) else []),
+            f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}",
             ")",
         ]
     )

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.distributed.forecast.cost.axis_traffic import AxisTraffic, axis_traffic
 from xlstm_jax.distributed.forecast.cost.clock import Kernels
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, count_cycles, count_hbm_bytes
@@ -137,6 +138,11 @@ class Forecast:
     def wire_bytes(self) -> float:
         """What each device sends in a step."""
         return sum_wire_bytes(self.collectives)
+
+    @property
+    def axis_traffic(self) -> tuple[AxisTraffic, ...]:
+        """What travels along each set of axes, weights and activations apart; those that carry most first."""
+        return axis_traffic(self.collectives)
 
     @property
     def on_gpus(self) -> bool:
@@ -369,10 +375,12 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
     for collective in forecast.collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
     tokens = forecast.tokens and forecast.tokens / forecast.devices
+    collectives = tuple(_with_waits(links, collective) for collective in forecast.collectives)
     return dataclasses.replace(
         forecast,
+        collectives=collectives,
         roofline=step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=tokens),
-        exposed_seconds=sum(exposed_seconds(links, collective) for collective in forecast.collectives),
+        exposed_seconds=sum(one.count * (one.exposed_s or 0.0) for one in collectives),
         host=host_traffic(program, chip),
     )
 
@@ -408,6 +416,13 @@ def shared_flops(program: Program, flops: Flops) -> float:
     nameless = executed_flops(program, lambda i: not i.op_name)
     beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
     return outside + max(0.0, min(nameless, beyond))
+
+
+def _with_waits(links: Links, collective: Collective) -> Collective:
+    timing = collective.timing
+    alone = timing.seconds if timing else links.seconds(axes_of(links, collective), collective.wire_bytes)
+    waited = exposed_seconds(links, collective) / max(collective.count, 1)
+    return dataclasses.replace(collective, alone_s=alone, exposed_s=waited)
 
 
 def exposed_seconds(links: Links, collective: Collective) -> float:

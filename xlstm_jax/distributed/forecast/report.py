@@ -34,7 +34,7 @@ def tables(forecast: Any) -> RenderableType:
     """The whole report of a ``Forecast``."""
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
-    parts += [_collectives_table(forecast)]
+    parts += [_axes_table(forecast), _collectives_table(forecast)]
     if forecast.on_gpus and forecast.collectives:
         parts += [_waiting_table(forecast)]
     elif forecast.asynchronous_fraction:
@@ -134,6 +134,19 @@ def _temporaries_table(forecast: Any) -> RenderableType:
     if rest := sum(sum(sizes) for _, sizes in ordered[ROWS:]):
         rows.append([f"{len(ordered) - ROWS} more", "", "", format_bytes(rest)])
     return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
+
+
+def _axes_table(forecast: Any) -> RenderableType:
+    """What travels along the axes of the mesh; where times are known, what it takes alone, and what is waited for."""
+    rows = []
+    for traffic in forecast.axis_traffic:
+        sent = (traffic.weights, traffic.activations, traffic.other)
+        times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
+        cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
+        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
+    timed = bool(rows) and len(rows[0]) > 4
+    columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
+    return rich_table("What each axis carries, sent per device", columns, rows)
 
 
 def _collectives_table(forecast: Any) -> RenderableType:

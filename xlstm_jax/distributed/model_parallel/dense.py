@@ -321,7 +321,8 @@ class ColumnDense(_SplitDense):
         if devices_here(axis, self._called) == 1:
             return whole
         # Devices read different heads of it, so gradients are summed: those of copies, and zeros of the other heads.
-        whole = enter_split(whole, axis, caller=self._called)
+        with jax.named_scope("sync_gradients"):
+            whole = enter_split(whole, axis, caller=self._called)
         return lax.dynamic_slice_in_dim(whole, collectives.axis_index((axis,)) // copies, 1, dim)
 
     def _devices_per_head(self) -> int:
@@ -421,7 +422,10 @@ class RowDense(_SplitDense):
         if bias is None:
             return y
         # Each device adds it to tokens of its own, so its gradient is summed; where all have all tokens, it is equal.
-        return y + (bias if self.sequence_dim is None else enter_split(bias, self.axis_name, caller=self._called))
+        if self.sequence_dim is None:
+            return y + bias
+        with jax.named_scope("sync_gradients"):
+            return y + enter_split(bias, self.axis_name, caller=self._called)
 
 
 class SwiGLU(Split):

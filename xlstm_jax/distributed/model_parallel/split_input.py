@@ -77,6 +77,7 @@ def _entered(axis_name: str, params: PyTree) -> PyTree:
     def enter(leaf: Any) -> Any:
         if not leaf_of(leaf).is_differentiable:
             return leaf
-        return rebox(leaf, enter_split(leaf_of(leaf).value, axis_name, caller="on_split_input"))
+        with jax.named_scope("sync_gradients"):  # what is sent is a gradient, and no activation
+            return rebox(leaf, enter_split(leaf_of(leaf).value, axis_name, caller="on_split_input"))
 
     return map_leaves(enter, params)

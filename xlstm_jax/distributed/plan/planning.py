@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.distributed.model_parallel.experts import Experts, noting_experts
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
@@ -42,6 +44,7 @@ from xlstm_jax.distributed.optimizers.state import (
     optimizer_state_shardings,
     owner_of_state,
 )
+from xlstm_jax.distributed.plan.expert_plan import expert_plan
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -90,7 +93,9 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
-    variables = _planned_init(model, mesh, rng, inputs, kwargs, lambda made: with_frozen(made, trainable, frozen_dtype))
+    with noting_experts() as mixtures:
+        freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
+        variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
     assumed = ""
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         _check_not_given(axis_name=axis_name, min_weight_size=min_weight_size)
@@ -110,7 +115,27 @@ def plan_sharding(
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
-    return ShardingPlan(axis_sizes=sizes, assumed=assumed, rows=(*rows, *beside), matrices=matrix_plans(layout.reports))
+    experts = tuple(
+        expert_plan(path, module, of_layer, _axes_of(module), _count(_axes_of(module), sizes), rows)
+        for path, (module, of_layer) in mixtures.items()
+    )
+    roles = _roles(params, {axis for plan in experts for axis in plan.axes}, sizes)
+    return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
+
+
+def _axes_of(module: Experts) -> tuple[str, ...]:
+    return () if module.axis is None else as_axis_names(module.axis)
+
+
+def _roles(params: PyTree, of_experts: set[str], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+    """What parameters use each axis for; see ``ShardingPlan``."""
+    leaves = [leaf for _, leaf in leaves_with_path(params)]
+    gathered = {axis for leaf in leaves for axis in _gathered_axes(leaf)}
+    of_layers = {
+        axis for leaf in leaves for axis in leaf_of(leaf).axes if axis not in _gathered_axes(leaf)
+    } - of_experts
+    by_role = {"fsdp": gathered, "tensor": of_layers, "experts": of_experts}
+    return {axis: tuple(role for role, axes in by_role.items() if axis in axes) for axis in sizes}
 
 
 def _planned_init(
@@ -167,6 +192,13 @@ def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], size
     if leaf_of(leaf).is_differentiable:
         kept["gradients"] = kept["parameters"]
     return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
+
+
+def _gathered_axes(leaf: PyTree) -> set[str]:
+    """The axes over which a wrapper gathers the leaf; those of the model's own are left."""
+    if not isinstance(leaf, Planned):
+        return set(leaf_of(leaf).gathered_axes)
+    return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
 
 
 def _row(path: str, collection: str, leaf: PyTree, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:

@@ -4,12 +4,13 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
 from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
 from xlstm_jax.distributed.plan.table import plan_table
@@ -65,6 +66,10 @@ class ShardingPlan:
       assumed: the wrapper that the plan assumes around a model which has none; "" where the model has its own.
       rows: the parameters in the order of their tree, then other collections, then what the optimizer keeps beside.
       matrices: what an optimizer that needs whole matrices takes for such, and who owns them; see ``muon``.
+      experts: the mixtures of experts, and who owns which.
+      roles: for each axis what the parameters use it for: "fsdp" (they are gathered over it), "tensor" (layers are
+        split over it), "experts", or several of these; () where all devices along it have the same parameters, as of an
+        axis of the batch ("dp") or of a sequence.
 
     >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
     >>> plan
@@ -77,6 +82,8 @@ class ShardingPlan:
     assumed: str
     rows: tuple[LeafPlan, ...]
     matrices: tuple[MatrixPlan, ...] = ()
+    experts: tuple[ExpertPlan, ...] = ()
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -212,6 +219,7 @@ class ShardingPlan:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
         head |= {"totals": _totals(self), "matrices": [vars(plan) for plan in self.matrices]}
+        head |= {"experts": [vars(plan) for plan in self.experts], "roles": dict(self.roles)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(map(_leaf_json, self.rows))
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
@@ -235,7 +243,14 @@ class ShardingPlan:
             )
         rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
         matrices = tuple(MatrixPlan.from_json(fields) for fields in data["matrices"])
-        plan = cls(axis_sizes=data["axis_sizes"], assumed=data["assumed"], rows=rows, matrices=matrices)
+        plan = cls(
+            axis_sizes=data["axis_sizes"],
+            assumed=data["assumed"],
+            rows=rows,
+            matrices=matrices,
+            experts=tuple(ExpertPlan.from_json(fields) for fields in data.get("experts", ())),
+            roles={axis: tuple(roles) for axis, roles in data.get("roles", {}).items()},
+        )
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
                 f"the plan's totals are {data['totals']}, but its leaves add up to {totals}: it was edited."

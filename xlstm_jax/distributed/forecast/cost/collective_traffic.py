@@ -19,14 +19,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
+from xlstm_jax.distributed.forecast.cost.cycles import LoopCycles
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
 from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
-from xlstm_jax.distributed.forecast.hlo.op_names import BACKWARD, OTHER, RECOMPUTE, common_path, module_path
+from xlstm_jax.distributed.forecast.hlo.op_names import (
+    BACKWARD,
+    OTHER,
+    RECOMPUTE,
+    common_path,
+    in_shard_map,
+    module_path,
+)
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MIXED = "mixed"
+WEIGHTS, ACTIVATIONS = "weights", "activations"  # what a collective carries; else ``OTHER``
 MIN_S = 1e-12  # so that nothing hides beside nothing
 
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
@@ -43,7 +52,7 @@ class Overlap:
     Attributes:
       modules: that the compute instructions serve, in order.
       instructions: how many of them there are.
-      cycles: the compiler's estimate for all of them; None where it gives none.
+      cycles: the compiler's estimate for all of them, loops multiplied out; None where it gives none.
       seconds: on GPUs, what they are expected to take (``kernels``); else None.
       product_seconds: of it, the kernels that hold a matrix product.
     """
@@ -117,6 +126,8 @@ class Collective:
       asynchronous: whether the schedule goes on while it is under way.
       overlapped: what is scheduled while it is under way.
       timing: on GPUs how long it takes, and how long the schedule waits for it; else None.
+      alone_s, exposed_s: of one execution, how long it takes alone on its links, and how long the schedule is expected
+        to wait for it; None for a device without figures.
     """
 
     name: str
@@ -136,6 +147,16 @@ class Collective:
     overlapped: Overlap = field(default=NO_OVERLAP)
     slices: int = 1
     timing: Timing | None = None
+    alone_s: float | None = None
+    exposed_s: float | None = None
+
+    @property
+    def carries(self) -> str:
+        """What it carries: "weights", gathered, or their gradients, scattered and averaged; "activations", whatever
+        else is sent inside of ``shard_map``; "other", what is sent outside, as by the optimizer."""
+        if self.leaves or _is_in_own_scope(self.op_name):
+            return WEIGHTS
+        return ACTIVATIONS if in_shard_map(self.op_name) else OTHER
 
     @property
     def module(self) -> str:
@@ -182,7 +203,8 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
             f"the mesh {dict(axis_sizes)} has {devices} devices, the program was compiled for "
             f"{program.num_partitions}. Pass the axis sizes of the mesh that the step was compiled on."
         )
-    return [_collective(program, site, axis_sizes, devices) for site in sites(program)]
+    cycles = LoopCycles(program)
+    return [_collective(program, site, axis_sizes, devices, cycles) for site in sites(program)]
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
@@ -195,7 +217,9 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 # ------------------------------------------------------------------------------------------------- describing each one
 
 
-def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int) -> Collective:
+def _collective(
+    program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int, cycles: LoopCycles
+) -> Collective:
     if site.inner.opcode.startswith("collective-permute"):
         groups: Groups = connected(site.inner.source_target_pairs) or ((0,),)
     else:
@@ -230,14 +254,15 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], dev
         leaves=leaves,
         direction=direction,
         asynchronous=site.during is not None,
-        overlapped=_overlap(site.during or ()),
+        overlapped=_overlap(site, cycles),
         slices=_pieces_in_loops(program, site) if gathers else 1,
     )
 
 
-def _overlap(during: tuple[Instruction, ...]) -> Overlap:
-    work = [instruction for instruction in during if instruction.is_work]
-    cycles = [instruction.estimated_cycles for instruction in work if instruction.estimated_cycles is not None]
+def _overlap(site: Site, loops: LoopCycles) -> Overlap:
+    work = [instruction for instruction in site.during or () if instruction.is_work]
+    estimates = (loops.cycles_of(site.computation, instruction) for instruction in work)
+    cycles = [estimate for estimate in estimates if estimate is not None]
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
     return Overlap(tuple(filter(None, modules)), len(work), sum(cycles) if cycles else None)
 

@@ -14,7 +14,7 @@ moves more than is counted here.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
 from xlstm_jax.distributed.forecast.hlo.program import MAIN_THREAD, Computation, Program
@@ -53,6 +53,32 @@ def count_cycles(program: Program) -> int | None:
         if instruction.estimated_cycles is not None
     ]
     return sum(spent) if spent else None
+
+
+@dataclass(frozen=True)
+class LoopCycles:
+    """The cycles of an instruction with all that it calls: of a loop its body's, as often as it runs."""
+
+    program: Program
+    _known: dict[str, int | None] = field(default_factory=dict, repr=False)
+
+    def cycles_of(self, computation: Computation, instruction: Instruction) -> int | None:
+        """Of one execution; None where the compiler gives no estimate. Of a conditional the longest branch counts."""
+        if instruction.opcode not in _CONTROL:
+            return instruction.estimated_cycles
+        called = [self._of_computation(self.program.computations[name]) for name in instruction.all_called]
+        known = [cycles for cycles in called if cycles is not None]
+        if instruction.opcode == "conditional":
+            return max(known, default=None)
+        trips = self.program.trips_of(computation, instruction) if instruction.opcode == "while" else 1
+        return trips * sum(known) if known else None
+
+    def _of_computation(self, computation: Computation) -> int | None:
+        if computation.name not in self._known:
+            each = (self.cycles_of(computation, instruction) for instruction in computation.instructions)
+            known = [cycles for cycles in each if cycles is not None]
+            self._known[computation.name] = sum(known) if known else None
+        return self._known[computation.name]
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:

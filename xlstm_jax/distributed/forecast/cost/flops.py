@@ -148,7 +148,7 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     """The FLOP of an operation's own jaxprs, times how often they run."""
     scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
     counted: Counts = defaultdict(float)
-    for jaxpr in _jaxprs(eqn.params):
+    for jaxpr in sub_jaxprs(eqn.params):
         for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
     if times is None and counted:
@@ -156,7 +156,8 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     return counted
 
 
-def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs among the parameters of an operation: a loop's body, the branches of a conditional."""
     for value in params.values():
         for part in value if isinstance(value, Sequence) else (value,):
             if hasattr(part, "eqns"):

@@ -22,13 +22,14 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
 from xlstm_jax.distributed.data_parallel.wire.quantized import PACK_SCOPES
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
+from xlstm_jax.distributed.model_parallel.context import UNBALANCED_SCOPE
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "forward", "backward", "recompute", "other"
 
 # Scopes that JAX puts around the body of a call, and those of this library: no modules.
 CALLS = {"shard_map", "call_exported", "closed_call", "eval_jaxpr", "core_call", "core_closed_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "checkpoint", "rematted_computation"}
-CALLS |= {GATHER_SCOPE, LOOKUP_SCOPE, "sync_gradients", *PACK_SCOPES}
+CALLS |= {GATHER_SCOPE, LOOKUP_SCOPE, "sync_gradients", UNBALANCED_SCOPE, *PACK_SCOPES}
 LOOP_PARTS = re.compile(r"(body|cond)(_pred)?$")
 BRANCH = re.compile(r"branch_\d+_fun$")
 TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)$", re.DOTALL)

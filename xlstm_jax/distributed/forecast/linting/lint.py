@@ -81,7 +81,12 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 
 def lint(
-    forecast: Forecast, plan: ShardingPlan, *, num_minibatches: int = 1, keep_gathered: bool = False
+    forecast: Forecast,
+    plan: ShardingPlan,
+    *,
+    num_minibatches: int = 1,
+    keep_gathered: bool = False,
+    imbalance: float = 1.0,
 ) -> list[Finding]:
     """Finds where a step costs more than its sharding needs.
 
@@ -97,12 +102,13 @@ def lint(
       plan: of the same model on the same mesh.
       num_minibatches: of the step, each of which gathers anew; as for ``make_train_step``.
       keep_gathered: gathered weights are kept from forward to backward on purpose, which saves the second gather.
+      imbalance: of experts, as for ``dispatch``: rows of the busiest device over the mean.
     Returns:
       The findings by rule, within a rule the largest first; empty for a step that is well made.
     Raises:
       ValueError: the plan is of another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
     """
-    step = Step(forecast, plan, num_minibatches, keep_gathered)
+    step = Step(forecast, plan, num_minibatches, keep_gathered, imbalance)
     _check(step)
     causes = defaultdict(list)
     for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):

@@ -16,7 +16,8 @@ from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
-from xlstm_jax.distributed.forecast.linting.step import Step, shared_name, size_of
+from xlstm_jax.distributed.forecast.linting import split_rules
+from xlstm_jax.distributed.forecast.linting.step import Defect, Step, shared_name, size_of
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
@@ -42,15 +43,6 @@ F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
 _PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
 OPTIMIZER = "the optimizer"
-
-
-class Defect(NamedTuple):
-    """What a rule has found: the place, a sentence, the bytes, and a cure; "" stands for the cure of the rule."""
-
-    where: str
-    text: str
-    bytes: float
-    cure: str = ""
 
 
 class Rule(NamedTuple):
@@ -505,6 +497,14 @@ _TABLE = (
     Rule("hosts-last", _hosts_last,
          f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
          "inter_host_axes: it is gathered first, when what is sent is smallest."),
+    Rule("split-across-hosts", split_rules.split_across_hosts,
+         "Put the axis of split layers last in the mesh, at most as large as a host has GPUs: its devices then share "
+         "NVLink."),
+    Rule("exposed-ring", split_rules.exposed_rings),
+    Rule("uneven-experts", split_rules.uneven_experts),
+    Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
+         "Lay batches out by to_zigzag(batch, devices), and pass layout='zigzag' to context_attention and "
+         "context_positions."),
     Rule("replicated-leaf", _replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", _shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", _repeated_products, WHOLE_MATRICES),

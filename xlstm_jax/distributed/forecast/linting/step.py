@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
 from xlstm_jax.distributed.forecast.forecasting import Forecast
@@ -14,14 +15,24 @@ from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_fraction, path_pattern
 
 
+class Defect(NamedTuple):
+    """What a rule has found: the place, a sentence, the bytes, and a cure; "" stands for the cure of the rule."""
+
+    where: str
+    text: str
+    bytes: float
+    cure: str = ""
+
+
 @dataclass(frozen=True)
 class Step:
-    """A compiled step beside the plan of its model."""
+    """A compiled step beside the plan of its model; ``imbalance`` is that of experts, see ``dispatch``."""
 
     forecast: Forecast
     plan: ShardingPlan
     num_minibatches: int
     keep_gathered: bool
+    imbalance: float = 1.0
 
     @cached_property
     def rows(self) -> dict[str, LeafPlan]:

@@ -1,0 +1,377 @@
+"""Axes by their roles: what travels along each, who owns which expert, and what an imbalance of experts would cost."""
+
+import dataclasses
+import math
+from functools import cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_train_state,
+    partition_specs,
+    plan_sharding,
+    shard_modules,
+    value_and_grad,
+)
+from xlstm_jax.distributed.forecast import CHIPS, AxisTraffic, dispatch, fit, forecast, lint, parse_topology
+from xlstm_jax.distributed.forecast.compiling.compile import StepCall
+from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
+from xlstm_jax.distributed.forecast.cost.collective_traffic import NO_OVERLAP, Collective
+from xlstm_jax.distributed.forecast.cost.cycles import LoopCycles
+from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.distributed.forecast.linting.lint import findings_of
+from xlstm_jax.distributed.forecast.linting.rules import RULES
+from xlstm_jax.distributed.forecast.linting.step import Step
+from xlstm_jax.distributed.forecast.model_axes import Estimate, estimate, mesh_on, model_meshes, ranked
+from xlstm_jax.distributed.hardware.links import Links
+from xlstm_jax.distributed.model_parallel import (
+    Experts,
+    SwiGLU,
+    context_attention,
+    join_tokens,
+    on_split_input,
+    split_tokens,
+)
+from xlstm_jax.distributed.plan import ShardingPlan
+
+SIZES = {"fsdp": 2, "ep": 2, "tp": 2}
+WIDTH, ROWS, TOKENS, EXPERTS, TOP_K = 16, 8, 4, 4, 2
+
+
+class Expert(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(x.shape[-1], use_bias=False)(nn.gelu(nn.Dense(32, use_bias=False)(x)))
+
+
+class Model(nn.Module):
+    """An MLP over "tp", with a norm on split tokens, and a mixture over "ep"."""
+
+    capacity: float | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = split_tokens(x, 1, "tp")
+        x = on_split_input(nn.RMSNorm, "tp")(name="norm")(x)
+        x = x + SwiGLU(32, name="mlp", sequence_dim=1)(x)
+        options = {"num_experts": EXPERTS, "top_k": TOP_K, "capacity_factor": self.capacity}
+        return join_tokens(x + Experts(Expert(), axis="ep", **options, name="mixture")(x), 1, "tp")
+
+
+def built(capacity=None):
+    """(step, arguments): gradients on simulated devices; tokens are split over "tp", too."""
+    mesh = DeviceMeshManager.create_device_mesh(SIZES)
+    model = shard_modules(Model(capacity), (SwiGLU, Experts), "fsdp", 64)
+    x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.float32)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), x, batch_axes=("fsdp", "ep"))
+    specs, split = partition_specs(state.params, mesh), P(("fsdp", "ep"))
+
+    def gradients(params, x):
+        loss = lambda params: (model.apply({"params": params}, x) ** 2).mean()  # noqa: E731
+        return value_and_grad(loss, ("fsdp", "ep"))(params)
+
+    step = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(specs, split), out_specs=(P(), specs)))
+    return step, (state.params, placed(x, mesh, split))
+
+
+@cache
+def compiled(capacity=None):
+    """(forecast, plan)"""
+    step, args = built(capacity)
+    x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.float32)
+    model = shard_modules(Model(capacity), (SwiGLU, Experts), "fsdp", 64)
+    return forecast(step, *args, tokens=ROWS * TOKENS), plan_sharding(model, SIZES, x)
+
+
+# ----------------------------------------------------------------------------------------- what travels along each axis
+
+
+def test_each_axis_carries_weights_or_activations():
+    found, _ = compiled()
+    traffic = {one.axes: one for one in found.axis_traffic}
+    assert traffic["fsdp",].weights > 0 and traffic["fsdp",].activations == 0
+    of_router = WIDTH * EXPERTS * 4  # whole parameters are averaged over "ep", an axis of the batch
+    assert traffic["ep",].activations > 0 and traffic["ep",].weights < 10 * of_router
+    tp = traffic["tp",]  # weights: gradients of the norm and of the mixture, which are whole along it
+    assert tp.activations > 0 and tp.weights > 0 and tp.other == 0
+    assert sum(one.wire_bytes for one in found.axis_traffic) == found.wire_bytes
+    assert "What each axis carries" in str(found)
+
+
+def test_a_row_of_the_table_of_axes():
+    one = Collective("a", "collective-permute", None, 4, "f32", 8, 8.0, 2, ("cp",), "jit(f)/shard_map/ppermute",
+                     (), (), "forward", True, NO_OVERLAP, alone_s=0.5, exposed_s=0.1)  # fmt: skip
+    outside = dataclasses.replace(one, op_name="jit(f)/add", axes=("dp",), alone_s=None, exposed_s=None)
+    found = {traffic.axes: traffic for traffic in axis_traffic((one, outside))}
+    assert found["cp",] == AxisTraffic(("cp",), 4, 0.0, 32.0, 0.0, 2.0, 0.4)
+    assert found["cp",].hidden_fraction == pytest.approx(0.8)
+    assert found["dp",].other == 32.0 and found["dp",].hidden_fraction is None
+
+
+LOOP = """\
+HloModule jit_f, is_scheduled=true
+
+%body (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one), backend_config={"estimated_cycles":"70"}
+  ROOT %t = (s32[]) tuple(%next)
+}
+
+%cond (q: (s32[])) -> pred[] {
+  %q = (s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%j, %n), direction=LT
+}
+
+ENTRY %main (a: s32[]) -> (s32[]) {
+  %zero = s32[] constant(0)
+  %init = (s32[]) tuple(%zero)
+  ROOT %loop = (s32[]) while(%init), condition=%cond, body=%body
+}
+"""
+
+
+def test_a_loop_beside_a_collective_takes_all_its_trips():
+    program = parse(LOOP)
+    loop = program.entry.by_name["loop"]
+    assert LoopCycles(program).cycles_of(program.entry, loop) == 5 * 70
+    assert loop.estimated_cycles is None  # guard: the compiler has none for the loop itself
+
+
+# -------------------------------------------------------------------------------------------- roles, and who owns what
+
+
+def test_a_plan_says_what_axes_are_for_and_who_owns_experts():
+    _, plan = compiled()
+    assert plan.roles == {"fsdp": ("fsdp",), "ep": ("experts",), "tp": ("tensor",)}
+    (mixture,) = plan.experts
+    assert (mixture.path, mixture.axes, mixture.devices, mixture.layers) == ("mixture", ("ep",), 2, 1)
+    assert [list(mixture.experts_of(device)) for device in range(2)] == [[0, 1], [2, 3]]
+    assert [mixture.owner(expert) for expert in range(EXPERTS)] == [0, 0, 1, 1]
+    assert mixture.expert_size == 2 * WIDTH * 32 and mixture.expert_bytes == 4 * mixture.expert_size
+    assert "2 on each of 2 devices along 'ep'" in str(plan)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_experts_of_a_scan_are_counted_by_layer():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            return x + Experts(Expert(), EXPERTS, TOP_K, name="mixture")(x), None
+
+    layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=EXPERTS)
+    plan = plan_sharding(layers(), {"fsdp": 2, "ep": 4}, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    (mixture,) = plan.experts
+    assert (mixture.layers, mixture.per_device, mixture.expert_size) == (EXPERTS, 1, 2 * WIDTH * 32)
+
+
+# ------------------------------------------------------------------------------------------ dispatch, and its imbalance
+
+
+def test_the_bytes_of_dispatch_are_those_of_its_all_to_alls():
+    found, plan = compiled()
+    (sent,) = dispatch(found, plan, imbalance=1.5)
+    of_kind = [one for one in found.collectives if one.kind == "all-to-all"]
+    assert sent.wire_bytes == sum(one.wire_bytes_per_step for one in of_kind) > 0
+    # Each device may have to send all k = 2 choices to the one other device, which has 2 of 4 experts.
+    assert sent.experts.padding == 2 and sent.ideal_bytes == sent.wire_bytes / 2
+    assert sent.expert_s is None and sent.dropped_fraction == 0  # CPUs have no rate
+    with pytest.raises(ValueError, match=r"imbalance=0\.9: the busiest device has as many rows as the mean at least"):
+        dispatch(found, plan, 0.9)
+
+
+def test_an_imbalance_costs_time_or_with_a_capacity_tokens():
+    (found, plan), (_, capped) = compiled(), compiled(1.25)
+    found = dataclasses.replace(found, topology="h100:1x8", axis_sizes=SIZES)
+    (sent,) = dispatch(found, plan, imbalance=1.5)
+    rows = ROWS * TOKENS * TOP_K * 2 / 8  # devices along "tp" share tokens, or compute the same
+    flops = rows * 8 * sent.experts.expert_size
+    reached = found.chip.reached.peak_flops["float32"]
+    assert sent.imbalance_s == pytest.approx(0.5 * flops / reached)
+    (sent,) = dispatch(found, capped, imbalance=2.5)
+    assert sent.imbalance_s == 0 and sent.dropped_fraction == pytest.approx(0.5)
+    assert sent.experts.padding == 1.25 and "drops 50%" in str(sent)
+
+
+# ------------------------------------------------------------------------------------------------------------ the lint
+
+
+def found_by(rule, step):
+    return [finding.where for finding in findings_of(RULES[rule], step)]
+
+
+def test_the_lint_sees_experts_that_are_padded_or_uneven():
+    (found, plan), (bounded, capped) = compiled(), compiled(1.25)
+    rule = "uneven-experts"
+    found, bounded = (  # in so small a step all else is most of the traffic
+        dataclasses.replace(one, collectives=tuple(c for c in one.collectives if c.kind == "all-to-all"))
+        for one in (found, bounded)
+    )
+    assert found_by(rule, Step(found, plan, 1, False)) == ["mixture"]
+    assert found_by(rule, Step(bounded, capped, 1, False)) == []
+    (finding,) = findings_of(RULES[rule], Step(bounded, capped, 1, False, imbalance=2.5))
+    assert "drops 50% of the choices of its busiest device" in finding.text
+    assert [one.rule for one in lint(found, plan)].count(rule) == 1
+    slow = dataclasses.replace(found, topology="h100:1x8", tokens=2**40)
+    texts = [one.text for one in findings_of(RULES[rule], Step(slow, plan, 1, False, imbalance=2.0))]
+    assert any("waits for its busiest device" in text for text in texts)
+
+
+def placed(tree, mesh, spec):
+    sharding = jax.NamedSharding(mesh, spec)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+@cache
+def attention(layout, **options):
+    mesh = DeviceMeshManager.create_device_mesh({"cp": 4}, devices=jax.devices()[:4])
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)[:, :, None]
+            return context_attention(x, x, x, "cp", impl="ring", layout=layout, **options)
+
+    model, x = Attention(), jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
+    params, split = jax.eval_shape(model.init, jax.random.key(0), x), P(None, "cp")
+
+    def gradient(params, x):
+        return jax.grad(lambda params: model.apply(params, x).sum())(params)
+
+    step = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), split), out_specs=P(), check_vma=False))
+    args = [placed(params, mesh, P()), placed(x, mesh, split)]
+    return Step(forecast(step, *args), plan_sharding(model, {"cp": 4}, x), 1, False)
+
+
+def test_the_lint_sees_a_causal_sequence_without_balance():
+    (finding,) = findings_of(RULES["unbalanced-sequence"], attention("contiguous"))
+    assert "over 4 devices" in finding.text and "1.75 times the mean" in finding.text
+    assert "to_zigzag" in finding.cure and "unbalanced_ring" not in finding.where
+    assert found_by("unbalanced-sequence", attention("zigzag")) == []
+    assert found_by("unbalanced-sequence", attention("contiguous", causal=False)) == []
+
+
+# ------------------------------------------------------------------------------- meshes, and what a step costs on each
+
+
+def test_an_estimate_has_the_bytes_of_the_compiled_program():
+    """Of the axes that nothing but activations use; the compiler merges and drops small collectives of gradients."""
+    found, _ = compiled()
+    step, args = built()
+    links = Links(CHIPS["h100"], SIZES)
+    guess = estimate(StepCall(step, args), links)
+    for one in found.axis_traffic:
+        if one.axes in (("tp",), ("ep",)):
+            assert guess.wire_s[one.axes] == pytest.approx(links.seconds(one.axes, one.wire_bytes), rel=0.35)
+    assert guess.argument_bytes == found.memory.argument_bytes
+    assert guess.seconds == guess.compute_s + sum(guess.wire_s.values())
+
+
+def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
+    laid = lambda topology, **sizes: mesh_on(parse_topology(topology), sizes)  # noqa: E731
+    assert laid("v5p:4x4x8", tp=8) == {"fsdp_x": 4, "fsdp_y": 4, "tp": 8}
+    assert laid("v5p:4x4x8", tp=4, cp=8) == {"fsdp_x": 4, "tp": 4, "cp": 8}
+    assert laid("v6e:16x16", tp=4) == {"fsdp_x": 16, "fsdp_y": 4, "tp": 4}
+    assert laid("h100:4x8", tp=8, cp=2) == {"fsdp_host": 2, "cp": 2, "tp": 8}
+    assert laid("h100:4x8", tp=16) is None
+    assert laid("h100:4x8", dp=4, tp=8) == {"dp": 4, "fsdp_device": 1, "tp": 8}
+    assert all(math.prod(mesh.values()) == 32 for mesh in model_meshes(parse_topology("h100:4x8"), {"tp": 8, "cp": 4}))
+    with pytest.raises(ValueError, match="'fsdp' must be no axis of FSDP"):
+        model_meshes(parse_topology("h100:4x8"), {"fsdp": 2})
+
+
+def test_meshes_that_fit_by_their_estimate_are_compiled_first():
+    def guess(size, seconds):
+        return Estimate(size, 0, seconds, {})
+
+    found = [({"tp": 1}, guess(90, 1.0)), ({"tp": 2}, guess(40, 3.0)), ({"tp": 4}, guess(20, 2.0)), ({"tp": 8}, "no")]
+    order = ranked(found, budget=50, count=2)
+    assert [one.mesh["tp"] for one in order] == [4, 2, 1, 8]
+    assert [one.compiled for one in order] == [True, True, False, False]
+    assert "would not fit" in order[2].reason and order[3].reason == "no"
+
+
+# --------------------------------------------------------------------------------------------------- compiled for GPUs
+
+
+class MLP(nn.Module):
+    """Its features are split over "tp", its products in rings."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        how = {"dtype": jnp.bfloat16, "sequence_dim": 1, "ring": True}
+        for i in range(2):
+            x = x + SwiGLU(2 * self.width, name=f"mlp_{i}", **how)(x)
+        return x
+
+
+def mlp_step(sizes, rows_axis, width, tokens, rows):
+    """(model, batch, step, arguments) of gradients on a mesh without devices."""
+    mesh = DeviceMeshManager.create_abstract_mesh(sizes)
+    model, x = MLP(width), jax.ShapeDtypeStruct((rows, tokens, width), jnp.bfloat16)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=rows_axis, whole_ok=True)
+    specs, split = partition_specs(state.params, mesh), P(rows_axis, "tp")
+
+    def gradient(params, x):
+        return jax.grad(lambda params: model.apply({"params": params}, x).astype(jnp.float32).sum())(params)
+
+    step = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(specs, split), out_specs=specs, check_vma=False))
+    return model, x, step, (state.params, placed(x, mesh, split))
+
+
+@cache
+def on_gpus(sizes, width, tokens):
+    """Two hosts of four GPUs."""
+    sizes = dict(sizes)
+    model, x, step, args = mlp_step(sizes, "dp", width, tokens, sizes["dp"])
+    plan = plan_sharding(model, sizes, x, axis_name="dp")
+    return Step(forecast(step, *args, topology="h100:2x4"), plan, 1, False)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_plugin
+def test_fit_takes_the_best_of_all_meshes_and_says_why():
+    def build(options):
+        rows_axis = next(axis for axis in options.mesh if axis.startswith("fsdp"))
+        return mlp_step(options.mesh, rows_axis, 512, 1024, 8)[2:]
+
+    found = fit(build, "h100:1x8", model_axes={"tp": 4}, jobs=1)
+    assert {one.mesh["tp"] for one in found.considered} == {1, 2, 4}
+    assert found.best.options.mesh in [dict(one.mesh) for one in found.considered if one.compiled]
+    assert "is the fastest of these that fits" in found.why_mesh and found.why_mesh.startswith(
+        "Of 3 meshes 0 would not"
+    )
+    with pytest.raises(ValueError, match="meshes and model_axes both say"):
+        fit(build, "h100:1x8", meshes=[{"fsdp": 8}], model_axes={"tp": 4})
+
+
+WITHIN, ACROSS = (("dp", 2), ("tp", 4)), (("tp", 4), ("dp", 2))
+
+
+@pytest.mark.cuda_plugin
+def test_the_lint_sees_layers_that_are_split_across_hosts():
+    (finding,) = findings_of(RULES["split-across-hosts"], on_gpus(ACROSS, 1024, 8192))
+    assert finding.where == "'tp'" and "over the network" in finding.text and finding.bytes > 0
+    assert found_by("split-across-hosts", on_gpus(WITHIN, 1024, 8192)) == []
+
+
+@pytest.mark.cuda_plugin
+def test_the_lint_sees_rings_that_do_not_hide():
+    """Over the network a piece travels longer than a small product takes; a large product hides it within a host."""
+    (finding,) = findings_of(RULES["exposed-ring"], on_gpus(ACROSS, 1024, 8192))
+    assert finding.where == "'tp'" and "permutes take" in finding.text
+    (traffic,) = [one for one in on_gpus(WITHIN, 8192, 32768).forecast.axis_traffic if one.axes == ("tp",)]
+    assert traffic.hidden_fraction > 0.8
+    assert found_by("exposed-ring", on_gpus(WITHIN, 8192, 32768)) == []

@@ -1,0 +1,94 @@
+"""Mixtures of experts in a plan: which device owns which expert, and how large an expert is."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
+from xlstm_jax.wording import format_axes, format_bytes, path_pattern, rich_table
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """One module of ``Experts``, and the stack of layers that ``nn.scan`` makes of it.
+
+    Attributes:
+      path: of the module.
+      num_experts, top_k, capacity_factor: as ``Experts`` has them.
+      axes: those that experts are split over; () where each device has all of them.
+      devices: along these axes.
+      layers: of a scan; each has experts of its own.
+      expert_bytes: parameters of one expert in one layer, as they are stored.
+      expert_size: how many values they are.
+
+    >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=4, layers=1, expert_bytes=2**20, expert_size=2**18)
+    >>> mixture.experts_of(3), mixture.owner(7)  # the position of a device along "ep"
+    (range(6, 8), 3)
+    """
+
+    path: str
+    num_experts: int
+    top_k: int
+    capacity_factor: float | None
+    axes: tuple[str, ...]
+    devices: int
+    layers: int
+    expert_bytes: int
+    expert_size: int
+
+    @property
+    def per_device(self) -> int:
+        """How many experts of a layer each device has."""
+        return self.num_experts // self.devices
+
+    def experts_of(self, device: int) -> range:
+        """The experts of the device at this position along ``axes``, the first axis outermost."""
+        return range(device * self.per_device, (device + 1) * self.per_device)
+
+    def owner(self, expert: int) -> int:
+        """The position along ``axes`` of the device that has an expert."""
+        return expert // self.per_device
+
+    @property
+    def padding(self) -> float:
+        """What a dispatch sends, over the rows that tokens choose: shapes are those of the worst case, or capacity."""
+        if self.capacity_factor is not None:
+            return self.capacity_factor
+        return self.devices * min(self.top_k, self.per_device) / self.top_k
+
+    def __str__(self) -> str:
+        layers = f" in each of {self.layers} layers" if self.layers > 1 else ""
+        what = f"{self.num_experts} experts of {format_bytes(self.expert_bytes)}{layers}, {self.top_k} for a token"
+        if self.devices == 1:
+            return f"{what}: each device has them all"
+        last = self.experts_of(self.devices - 1)
+        owned = f"{self.per_device} on each of {self.devices} devices along {format_axes(self.axes)}"
+        return f"{what}: {owned}, the first has 0 to {self.per_device - 1}, the last {last[0]} to {last[-1]}"
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "ExpertPlan":
+        return cls(**{**fields, "axes": tuple(fields["axes"])})
+
+
+def expert_plan(
+    path: str, module: Any, of_layer: int, axes: tuple[str, ...], devices: int, rows: Sequence[LeafPlan]
+) -> ExpertPlan:
+    """Of an ``Experts`` module at a path, by the rows of its parameters; ``of_layer`` values are those of one layer."""
+    own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(f"{path}/experts/".lstrip("/"))]
+    size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
+    layers = max(size // max(of_layer, 1), 1)
+    count = layers * module.num_experts
+    options = (module.num_experts, module.top_k, module.capacity_factor)
+    return ExpertPlan(path, *options, axes, devices, layers, stored // count, size // count)
+
+
+def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
+    """A line for each mixture; those that differ in their number alone are one."""
+    named: dict[str, list[str]] = {}
+    for plan in plans:
+        named.setdefault(str(plan), []).append(plan.path)
+    rows = [[path_pattern(paths[0]) if len(paths) > 1 else paths[0], text] for text, paths in named.items()]
+    return rich_table("Experts, and who owns them", ["module", "what there is, and where"], rows, left=2)
