@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.support import Model, data, fsdp, mean_loss, on_mesh
+from tests.support import Model, as_called, data, fsdp, mean_loss, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, init_sharded, partition_specs, unbox, value_and_grad
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -20,7 +20,7 @@ BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no
 
 def collectives(text):
     """All collectives of a StableHLO text: (kind, shape of the first result)."""
-    flat = text.replace("\n", " ")
+    flat = as_called(text).replace("\n", " ")
     found = re.findall(r'"stablehlo\.(all_gather|reduce_scatter|all_reduce)"\(.*?->\s*\(?tensor<([^>]*)>', flat)
     assert len(found) == len(re.findall(r"stablehlo\.(?:all_gather|reduce_scatter|all_reduce)\"", flat))
     return [(kind, tuple(int(n) for n in re.findall(r"(\d+)x", shape))) for kind, shape in found]
