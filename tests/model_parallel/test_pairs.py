@@ -48,6 +48,7 @@ from xlstm_jax.distributed.model_parallel import (
     split_tokens,
     to_zigzag,
 )
+from xlstm_jax.distributed.optimizers import matrix_dimensions
 
 VOCAB, WIDTH, LENGTH, ROWS = 24, 8, 8, 16
 TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
@@ -142,8 +143,11 @@ class Feature:
     outside: bool = False
 
 
-ROUTER = optax.contrib.MuonDimensionNumbers((0,), (1,))  # without a bias: nothing else tells
-MUON = muon(1e-2)
+HEADS = {  # without a bias: nothing else tells
+    "*/attention/out/kernel": optax.contrib.MuonDimensionNumbers((0, 1), 2),
+    "*/attention/*/kernel": optax.contrib.MuonDimensionNumbers(0, (1, 2)),
+}
+MUON = muon(1e-2, muon_weight_dimension_numbers=matrix_dimensions(HEADS))
 
 
 def is_trained(path):
