@@ -1,10 +1,10 @@
-"""What stores steps: the interface between a ``Checkpointer`` and a storage library, as orbax.
+"""The interface between a ``Checkpointer`` and the storage library that writes its steps, such as orbax.
 
   Checkpointer   which step is due, sound, of the same tree; that all processes do and raise the same
   Backend        the bytes: arrays by path and a record (JSON) for each step, in <directory>/<step>/
 
-``OrbaxBackend`` is the one that the library has. Another is a class with these methods, as
-``Checkpointer(directory, backend=ThatClass)``; tests/checkpoint/test_backend.py has one of NumPy's files.
+This library has one backend, ``OrbaxBackend``. To store steps otherwise, write a class with the methods of ``Backend``
+and pass it, ``Checkpointer(directory, backend=MyBackend)``; tests/checkpoint/test_backend.py stores NumPy's files so.
 
 A step that is missing or damaged raises a ``ValueError`` or an ``OSError`` when it is read. An error of the system (no
 memory, no answer from a server; see ``errors``) may be raised as it comes.
@@ -63,7 +63,7 @@ class Backend(Protocol):
         """The JSON that was written as the record of a step."""
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """The arrays of a step, of those that are wanted; no process waits for another.
+        """The wanted arrays of a step; no process waits for another.
 
         With a ``sharding`` each device reads its shard; without one the process reads the array whole, into NumPy.
         """
@@ -71,4 +71,4 @@ class Backend(Protocol):
 
 
 MakeBackend = Callable[[Directory, int | None, int], Backend]
-"""Of the directory, the number of steps to keep (None: all), and the seconds that a save may take."""
+"""Makes a backend from the directory, the number of steps to keep (None: all), and the seconds that a save may take."""

@@ -100,7 +100,7 @@ class Checkpointer:
         """The newest step in the directory, as process 0 sees it; only ``restore`` finds out whether it is sound.
 
         It warns of later steps that are lost: an empty folder, a link that leads nowhere, a folder that was renamed.
-        Where there are only such it raises a ``CheckpointError``. So does a save that has failed in the background.
+        It raises a ``CheckpointError`` if all steps are lost, or if a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
         found = self._steps_of_process_0()
@@ -124,12 +124,12 @@ class Checkpointer:
             local leaves (those that are no global arrays), which must be the same in all processes.
           force: save also where ``save_interval_steps`` does not divide ``step``.
         Returns:
-          Whether it is being saved: False where it is not due, or was saved or restored by this object before.
+          Whether the step is being saved: False if it is not due, or if this object has saved or restored it before.
         Raises:
-          CheckpointError: this save failed, or the one before, also where this one is not due; or another job, or
-            another object of this process, writes in the directory.
-          ValueError: the directory holds a newer step, or one of another tree from which this process has read nothing;
-            or processes hold different values of a local leaf.
+          CheckpointError: this save failed, or the save before it (told also if this step is not due); or another job,
+            or another object of this process, writes in the directory.
+          ValueError: the directory holds a newer step, or its newest step has another tree and this process has
+            restored nothing from the directory; or processes hold different values of a local leaf.
           TypeError: a leaf is something else than numbers.
           TimeoutError: a process did not come to save this step within ``peer_timeout_s``.
         """
@@ -140,15 +140,16 @@ class Checkpointer:
             self._check()
             return False
         check_alive(state, f"save of step {step}")
-        # What follows waits for ever for a process that does not come.
+        # What follows waits for ever for a process that does not come; this meeting has a limit.
         self._together(self.wait, CheckpointError, f"save step {step}")
+        # Before `_is_new`, which asks the backend for its newest step, and needs it open.
         writer = self._become_writer()
         if not self._is_new(step):
             return False
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
         self._backend.check_dtypes(arrays)
-        # Copied, as the caller may overwrite them while the save goes on.
+        # Copied, since the caller may overwrite a NumPy array while the save goes on.
         local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
         local_sums = checksum_each(local)
         described = record.record_without_sums(leaves, state)
@@ -162,8 +163,10 @@ class Checkpointer:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
 
         try:
+            # Orbax refuses arrays without values; the record alone has their shapes.
             writer.save(step, {path: array for path, array in {**arrays, **local}.items() if array.size}, content)
         finally:
+            # After a failure, too: a background thread that already waits in `content` would wait for ever.
             sums.begin()
         return True
 
@@ -196,7 +199,10 @@ class Checkpointer:
         )
 
     def _check_same_experiment(self, entries: record.Record) -> None:
-        """Checks, before the first save, that the newest step is of the same tree, unless this process has read one."""
+        """Checks, before the first save, that the newest step has the same tree.
+
+        A process that has restored from the directory goes on from there, and may change the tree.
+        """
         newest, key = self._backend.latest_step(), str(self.directory)
         if newest is None or newest in self._own_steps or key in _read_from:
             return
@@ -204,9 +210,9 @@ class Checkpointer:
         def check() -> None:
             try:
                 there = self._read_record(newest)
-            except OtherVersionError:  # whose tree cannot be compared
+            except OtherVersionError:  # its tree cannot be compared
                 raise
-            except (ValueError, OSError):  # of a damaged step whoever restores hears
+            except (ValueError, OSError):  # damage must not keep a new run from saving; `restore` reports it
                 return
             record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
 
@@ -233,15 +239,16 @@ class Checkpointer:
 
         Args:
           abstract_state: the target: ``ShapeDtypeStruct`` with shardings (see ``abstract_train_state``), or a state of
-            arrays. Every leaf comes back as what it is there: an array with that sharding, a NumPy array, a Python
-            number, a PRNG key. What is no leaf (``apply_fn``, ``tx``) is taken from the target.
-          step: the step to restore; None: the newest that is sound, with a warning if that is not the newest. (Another
-            warning tells that a state was saved with another optimizer than the target's, of the same shapes.)
+            arrays. A leaf comes back as the kind that it has in the target: an array with the same sharding, a NumPy
+            array, a Python number, a PRNG key. Fields that are no leaves (``apply_fn``, ``tx``) come from the target.
+          step: the step to restore; None: the newest sound step, with a warning if newer steps are damaged. (Another
+            warning says that the state was saved with another optimizer than the target's, of the same shapes.)
         Raises:
-          CheckpointError: there is no such step, or it (with None: every step) is damaged; says what is.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or it has
+          CheckpointError: there is no such step, or the step (with None: every step) is damaged; says how.
+          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or the step has
             the format of version 0.1. Or processes restore different steps. (All of these are raised in all processes.)
-          OSError: the system could not read a step (too many open files, no answer from a server), which is no damage.
+          OSError: the system could not read a step (too many open files, no answer from a server); the step is not
+            damaged.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
         restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
@@ -251,18 +258,19 @@ class Checkpointer:
         return record.boxed_like(abstract_state, restored)
 
     def restore_params(self, abstract_params: PyTree, step: int | None = None, *, path: str | None = None) -> PyTree:
-        """Reads the parameters alone of a state, whatever its optimizer: to go on from them anew, or to evaluate.
+        """Reads only the parameters of a saved state, whatever its optimizer: to evaluate, or to begin a new run.
 
-        Only they are read, and checked as ``restore`` checks a state.
+        The optimizer's state is not read. The parameters are checked as ``restore`` checks a state.
 
         Args:
           abstract_params: the target: parameters of the plain or of a sharded model, arrays or ``ShapeDtypeStruct``
             with shardings. (``abstract_train_state(model, optax.identity(), ...).params`` needs no memory.)
           step: as for ``restore``.
-          path: where they are in the state, as ``"train/params"``; None: the part called ``params``, or all of it.
+          path: where the parameters are in the saved state, as ``"train/params"``; None: in the part called ``params``,
+            or the state is the parameters.
         Raises:
           CheckpointError, OSError, TimeoutError: as ``restore``.
-          ValueError: a step is sound but has other parameters, or more than one such part; names them.
+          ValueError: a step is sound but has other parameters, or several parts called ``params``; names them.
 
         >>> import tempfile
         >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -282,11 +290,15 @@ class Checkpointer:
     def _newest_sound(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
-        """The leaves of the step, or of the newest that is sound, their record and its number; ``part`` says which."""
+        """The leaves of ``step``, or of the newest sound step, with the step's record and number.
+
+        Only the part of the state is read that ``part_of`` finds in the record; ``part`` names it in errors.
+        """
         what = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
         self._together(self.wait, CheckpointError, what)
         likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
+        # The list of process 0 for all: with lists of their own, processes could try different steps and mix them.
         found = self._steps_of_process_0()
         for candidate in self._candidates(step, found):
             try:
@@ -334,7 +346,8 @@ class Checkpointer:
             return entries, wanted
 
         entries, wanted = self._together(part, _MISTAKES, reads)
-        # Checksums are programs that all processes run, so they begin when all processes have read their shards.
+        # Reading and checking are two steps: checksums are programs with collectives, so that a process which could not
+        # read its shards would leave the others waiting in them.
         arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         found = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
@@ -354,14 +367,14 @@ class Checkpointer:
         )
 
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
-        """What is stored for each leaf; an array without values is not stored."""
+        """The stored array of each leaf. Arrays without values are not stored, and made here."""
         structs = record.read_structs(entries, likes)
         empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
         wanted = {path: struct for path, struct in structs.items() if struct.size}
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
-        """``steps_in`` as process 0 sees them; a file system may show each process something else."""
+        """``steps_in`` as process 0 sees it. Network file systems cache: another process may see other folders."""
 
         def listing() -> str:
             if jax.process_index() != 0:
@@ -384,6 +397,8 @@ class Checkpointer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
+        # First the lock, then the clearing, then the backend: orbax lists the steps when it is opened, and must not
+        # list those that are moved away; and only the holder of the lock may move or remove folders.
         writer = self._together(self._open_and_clear, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
         writer.open()

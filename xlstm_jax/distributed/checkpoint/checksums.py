@@ -4,11 +4,11 @@ The words of an array, 32 bits each, are scrambled together with their positions
 
     checksum = sum_i  scramble(word_i, i)      scramble(., i) is one-to-one, so one changed word changes the sum
 
-A sum modulo 2^32 is exact in every order. So the checksum does not depend on how an array is split over devices, each
-device needs its shard alone, and what travels is one number. The two sums of two scrambles make 64 bits: other changes
+A sum modulo 2^32 is exact in every order. So the checksum does not depend on how an array is split over devices: each
+device sums its own shard, and only this sum travels. Two sums with different scrambles make 64 bits: other changes
 (words exchanged, several words changed) go unseen in one of 2^64 cases. It guards against accidents, not intent.
 
-``checksum_each`` is for arrays that nobody donates. ``SavedSums`` sums what is being saved, without holding up the
+``checksum_each`` is for arrays that nobody donates. ``SavedSums`` sums the arrays of a save without holding up the
 training thread:
 
   in save        the bits of each shard that this process stores are held as they are now
@@ -58,11 +58,12 @@ def checksum(x: Any) -> jax.Array:
 
 
 def checksum_of_part(x: Any, origin: Any, strides: Any) -> jax.Array:
-    """What a part of an array, as a shard, adds to the checksum of the whole.
+    """What a part of an array (a shard, say) adds to the checksum of the whole array.
 
     Args:
       x: the part; it may have further dims for the words of an entry.
-      origin: where in the array it begins, uint32 [ndim]; ``strides`` are those of the array, in entries modulo 2^32.
+      origin: where in the array the part begins, uint32 [ndim].
+      strides: those of the whole array, in entries modulo 2^32.
     """
     words = _words(x)
     own = words.shape[origin.size :]  # the dims of the words of one entry
@@ -71,6 +72,8 @@ def checksum_of_part(x: Any, origin: Any, strides: Any) -> jax.Array:
     positions = jnp.zeros(words.shape, jnp.uint32)  # in row-major order, modulo 2^32
     for dim in range(words.ndim):
         positions += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + begins[dim]) * strides[dim]
+    # With positions 0, 1, ... the words (5, 5) and (6, 4) would have one checksum, since both give {5, 6} as `word +
+    # position`.
     positions = positions * jnp.uint32(_STRIDE)
     return jnp.stack([jnp.sum(_scrambled(words + positions, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
 
@@ -80,8 +83,9 @@ def _strides(shape: Sequence[int]) -> np.ndarray:
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
-    """One-to-one on uint32. The first step keeps a word of 0 at position 0 from counting as nothing."""
+    """A mapping of uint32 to uint32 that is one-to-one."""
     first, factor, second, other, last = steps
+    # Without this line a word of 0 at position 0 would add nothing, and its loss would go unseen.
     words = words ^ jnp.uint32(factor)
     words = (words ^ (words >> first)) * jnp.uint32(factor)
     words = (words ^ (words >> second)) * jnp.uint32(other)
@@ -91,6 +95,7 @@ def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
 def _words(x: Any) -> jax.Array:
     """The bits of an array as uint32, with one dim more where an entry has several words."""
     x = jnp.asarray(x)
+    # XLA computes in device memory only, and the arrays of an offloaded optimizer lie in host memory.
     x = jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -101,11 +106,12 @@ def _words(x: Any) -> jax.Array:
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
     if bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
+    # Through integers of the same width: a bitcast from 8 or 16 to 32 bits would take several values together.
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
 
 
 def checksum_each(arrays: Arrays) -> Sums:
-    """The checksum of every array; those of placed arrays are computed on their devices, from the shards."""
+    """The checksum of every array. Devices compute those of placed arrays, each from its shard."""
     # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
     # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
     return {path: np.asarray(checksum_program(array)(_as_words(array))).tolist() for path, array in arrays.items()}
@@ -113,6 +119,7 @@ def checksum_each(arrays: Arrays) -> Sums:
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
     """``checksum``, compiled for an array: its result goes to all devices of the array."""
+    # To all, since each process reads the result on its own devices.
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return _checksum_to(
         NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
@@ -143,7 +150,9 @@ class _Part(NamedTuple):
 
 
 class SavedSums:
-    """Holds what is to be summed from its making on; ``begin`` lets the background begin, ``result`` waits for it.
+    """The checksums of arrays as they are when this object is made, whatever becomes of their buffers afterwards.
+
+    The save's background thread calls ``result``, which waits until the training thread has called ``begin``.
 
     Args:
       arrays: placed arrays, by path.
@@ -156,20 +165,22 @@ class SavedSums:
         self._begun = threading.Event()
 
     def begin(self) -> None:
-        """Lets ``result`` begin; until then it would take cores from a thread that copies shards to the host."""
+        """Lets ``result`` go on. Earlier it would take cores from the thread that copies shards to the host."""
         self._begun.set()
 
     def result(self) -> Sums:
-        """The checksums of the arrays; in process 0, the others have their own part of them. Called once."""
+        """The checksums of the arrays in process 0; in another process its own part of them. Call it once."""
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
-            part = self._parts.pop()  # and let go of the view
+            # Popped, to let go of the view: JAX cannot reuse a buffer's memory while it has one.
+            part = self._parts.pop()
             found = _program()(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
             _add(sums, part.path, np.asarray(found).tolist())
         return sums if jax.process_count() == 1 else self._of_all(sums)
 
     def _of_all(self, own: Sums) -> Sums:
+        # Through the job's store, not a collective: training steps with collectives of their own are in flight.
         state: Any = distributed.global_state
         store = Store("checksums", state.process_id, range(state.num_processes))
         if state.process_id != 0:
@@ -202,7 +213,9 @@ def _is_in_host_memory(device: Device) -> bool:
 def _parts(path: str, array: jax.Array) -> list[_Part]:
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:
+        # Of all copies of a shard the one with replica_id 0 counts, so that each word is summed once in the job.
         if shard.replica_id == 0 and shard.data.size:
+            # Cut modulo 2^32, as positions are: NumPy refuses to make a uint32 of a larger number.
             origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
             is_view = _is_in_host_memory(shard.device)
             held = np.asarray(shard.data) if is_view else _program()(shard.data, origin, strides)

@@ -1,8 +1,8 @@
-"""Damage to a step, after which a restore takes an older step, told from errors of the system, which end the restore.
+"""Tells damage to a step, after which a restore takes an older step, from errors of the system, which end the restore.
 
-Damage is what an intact file cannot give: a file that is missing or cut, values that do not have their checksum. A
-process without a free file descriptor, a server that does not answer or a full memory say nothing about the files: a
-step that cannot be read for such a reason is neither passed over nor moved away.
+Damage is an error that intact files cannot cause: a file is missing or cut, values do not have their checksum. An error
+of the system says nothing about the files: no file descriptor is free, a server does not answer, memory is full. A step
+that could not be read because of the system is neither passed over nor moved away.
 """
 
 import errno
@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from xlstm_jax.distributed.processes.together import cause_of, fail_together
 
-# Of OSError: what is not there, or is something else; and what wrong lengths and offsets in a damaged file lead to.
+# The numbers of an OSError that mean damage: a file is not there, or is something else; or the system was passed a
+# wrong length or offset that stood in a damaged file.
 _OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ENAMETOOLONG}
 _OF_DAMAGE |= {errno.ELOOP}  # links that lead to each other
 # TensorStore raises a ValueError and XLA a RuntimeError, whose texts begin with one of Abseil's status codes.
@@ -35,7 +36,7 @@ class CheckpointError(RuntimeError):
 
 
 class OtherVersionError(ValueError):
-    """A step is sound, and this version does not read what wrote it."""
+    """A step is sound, but was written in a format that this version does not read."""
 
 
 class _SystemError(Exception):
@@ -43,13 +44,14 @@ class _SystemError(Exception):
 
 
 def is_of_the_system(error: BaseException) -> bool:
-    """Whether an error while files were read, or a cause of it, is one of the system, and says nothing about them."""
+    """Whether an error of reading files, or a cause of it, is of the system and says nothing about the files."""
     if error.__cause__ is not None and is_of_the_system(error.__cause__):
         return True
     text = str(error)
     if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
         return True
     if isinstance(error, OSError):
+        # An OSError without a number comes from a library, about the content of a file.
         return error.errno is not None and error.errno not in _OF_DAMAGE
     if numbers := _OS_ERROR.findall(text):
         return any(int(number) not in _OF_DAMAGE for number in numbers)
@@ -57,7 +59,7 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
-    """``work``, which reads files, in all processes, as ``what`` says: if it fails in one, all raise.
+    """The result of ``work``, which reads files. All processes call this function; if ``work`` fails in one, all raise.
 
     Raises:
       OSError: an error of the system in one process, whatever the others report; names ``where``.
@@ -75,7 +77,8 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
             raise kind(cause_of(error)) from error
 
     try:
-        # In rising order: a storage that fails may look like damage in one process and like itself in another.
+        # The last kind of these wins. A storage that fails may look like damage in one process and like an error of the
+        # system in another; if damage won, an older step would be taken although the newest is sound.
         return fail_together(read, (CheckpointError, OtherVersionError, _SystemError), what, timeout_s)
     except _SystemError as error:
         raise OSError(

@@ -15,9 +15,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.wording import how_to_install
 
-# A device reads whole chunks. With small ones it reads little more than its shard, also of a leaf that was not split.
+# A device reads whole chunks. With small chunks it reads little more than its shard, also of a leaf saved whole.
 CHUNK_BYTES = 2**24
-OTHER_READS_TIMEOUT_S = 10.0  # after one has failed
+OTHER_READS_TIMEOUT_S = 10.0  # how long a read that failed waits for the others
 
 
 def orbax() -> Any:
@@ -49,6 +49,7 @@ class OrbaxBackend:
         options = orbax().CheckpointManagerOptions(
             max_to_keep=self._max_to_keep,
             cleanup_tmp_directories=True,
+            # The manager need not read the steps' metadata: nothing here uses it, and a damaged step may lack it.
             lightweight_initialize=True,
             async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
         )
@@ -68,6 +69,7 @@ class OrbaxBackend:
         args, tree = orbax().args, unflatten_dict(arrays, sep="/")
         chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         parts = args.Composite(state=args.PyTreeSave(tree, save_args=chunks), leaves=_late_json()(record))
+        # The checkpointer decides which steps are due; without `force` the manager might leave a step out.
         self._manager.save(step, args=parts, force=True)
 
     def is_saving(self) -> bool:
@@ -101,6 +103,7 @@ class OrbaxBackend:
         def how(struct: jax.ShapeDtypeStruct) -> Any:
             if struct.sharding is None:
                 return orbax().RestoreArgs(restore_type=np.ndarray)
+            # With shape and dtype given orbax takes no sharding from the checkpoint, whose mesh may not exist here.
             return orbax().ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
 
         tree = unflatten_dict(wanted, sep="/")
@@ -111,7 +114,10 @@ class OrbaxBackend:
 
 @cache
 def _late_json() -> Any:
-    """Arguments to write a JSON of what a function returns, which is called once the save goes on in the background."""
+    """The class of orbax's arguments for a JSON that is not known yet: a function makes it in the background.
+
+    The record holds checksums, for which ``save`` would otherwise have to wait.
+    """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler
     checkpoint_args: type[Any] = ocp.args.CheckpointArgs
@@ -143,11 +149,11 @@ class _Reads:
 
 @cache
 def _patient_readers() -> Any:
-    """Orbax's readers of arrays, which after a failure wait for the reads that go on beside it.
+    """Orbax's readers of arrays; a reader that fails waits for the reads that go on beside it.
 
-    By themselves they close the event loop under those, and each says so on stderr: one damaged file that many leaves
-    share gave a hundred lines. It does not suffice to wait for the tasks that are there at the failure: the other
-    reader may begin further ones.
+    Orbax itself closes the event loop while other reads go on, and each of these writes to stderr: one damaged file
+    that many leaves share gave a hundred lines. It does not suffice to wait for the tasks that exist at the failure:
+    the other reader may begin further tasks.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
 

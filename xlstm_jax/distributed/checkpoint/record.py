@@ -1,13 +1,13 @@
-"""What a checkpoint holds of a state: arrays by path, without boxes, and a record that says what each of them is.
+"""What a checkpoint stores of a state: arrays by path, without boxes, and a record that describes each array.
 
   state    {"train": TrainState(params={"w": box(W)}), "rng": key, "data": {"position": 7}}
 
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-Boxes and padding are not saved; of a PRNG key its data are. Paths are the paths of the plain model, so a state that was
-split in one way can be restored split in any other. The record is a JSON object with two digests: one shows damage to
-the record, the other, of the step's number, shows that a folder was renamed or copied.
+Boxes and padding are not saved; a PRNG key is saved as its data. Paths are the paths of the plain model, so a state can
+be restored with another sharding than it was saved with. The record is a JSON object with two digests: one shows damage
+to the record, the other, of the step's number, shows that a folder was renamed or copied.
 
 A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
 Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
@@ -52,13 +52,14 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 
 def bare_leaves(state: PyTree) -> Leaves:
-    """The leaves without boxes, by path; refuses leaves that are no numbers, and two with the same name on disk."""
+    """The leaves without boxes, by path; refuses leaves that are no numbers, and two leaves with one name on disk."""
     pairs = leaves_with_path(state)
     leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
     if len(leaves) < len(pairs):
         raise ValueError("two leaves of the state have the same path (the keys 0 and '0' of a dict, say); rename one.")
+    # Orbax names the files of a leaf by its path with dots for slashes: {"a": {"b": x}} and {"a.b": y} meet there.
     names = {path.replace("/", "."): path for path in leaves}
     for path in leaves:
         if (other := names[path.replace("/", ".")]) != path:
@@ -75,7 +76,8 @@ def _above(path: str) -> list[str]:
 
 
 def _unpadded(leaf: Any) -> Any:
-    """The value in its true shape; if it is padded, whole on every device: the axes do not divide that shape."""
+    """The value in its true shape. The value of a padded leaf becomes whole on every device."""
+    # Whole, since the axes do not divide the true shape: JAX has no sharding for it.
     described = leaf_of(leaf)
     if not described.is_padded:
         return described.value
@@ -141,10 +143,10 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 
 
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
-    """The record of a state without checksums, which keeps nothing of its values; it names the optimizers."""
+    """The record of a state without checksums; it names the optimizers, and holds on to no array."""
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
-        if is_prng_key(leaf):  # of abstract keys JAX does not say it; their dtype does
+        if is_prng_key(leaf):  # JAX names the implementation of real keys only; an abstract key has a dtype instead
             record[path]["impl"] = str(jax.random.key_impl(leaf))
     for begin, name in _optimizers_of(state).items():
         if (first := _first(record, begin)) is not None:
@@ -159,12 +161,12 @@ def _description(leaf: Any) -> Entry:
 
 
 def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
-    """The entries of a record that have checksums in ``sums``, with these."""
+    """The entries of a record whose paths are in ``sums``, with their checksums added."""
     return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
 def to_json(record: Record, step: int) -> Json:
-    """The record of a step with a digest of itself, and one of the step's number with it."""
+    """The record of a step, with a digest of the record, and a digest of the step's number and the first digest."""
     digest = _digest(record)
     return {"leaves": record, "digest": digest, "step": step, "step_digest": _digest([step, digest])}
 
@@ -193,14 +195,14 @@ def is_of_version_0_1(content: Json) -> bool:
 
 
 def saved_as(content: Json) -> int | None:
-    """The step that a record was saved as; None where it does not say so, with the digest of that."""
+    """The number of the step that a record was saved as; None if it is not there with its digest."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
         return None
     return number if content.get("step_digest") == _digest([number, content.get("digest")]) else None
 
 
 def check_number(number: int | None, name: int) -> None:
-    """Raises a ``ValueError`` where a folder of this name was not saved as that step."""
+    """Raises a ``ValueError`` if a folder called ``name`` was saved as another step ``number``."""
     if number is None:
         raise ValueError("the record's number of the step does not have its digest")
     if number != name:
@@ -212,6 +214,7 @@ def check_number(number: int | None, name: int) -> None:
 
 def _is_entry(entry: Json) -> bool:
     """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
+    # Checked although the digest is right: another program, or another version, may have written the record.
     try:
         names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
         wanted = {"shape", "dtype", "checksum"} | ({"impl"} if entry["dtype"].startswith("key<") else set())
@@ -227,7 +230,7 @@ def _digest(content: Json) -> str:
 
 
 def check_sound(record: Record, arrays: Arrays) -> None:
-    """Checks arrays that were read against the record; raises a ``ValueError`` that names those that differ."""
+    """Compares arrays that were read with the record; raises a ``ValueError`` that names the arrays that differ."""
     sums = checksum_each(arrays)
 
     def is_sound(path: str, entry: Entry) -> bool:
@@ -250,7 +253,7 @@ class HasOptimizer(Protocol):
 
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
-    """The optimizer of each ``opt_state`` in a state, by the beginning of the paths of its leaves."""
+    """The name of each optimizer in a state, by the path of its ``opt_state``, such as ``"train/opt_state/"``."""
     found, _ = flatten_with_path(state, HasOptimizer)
     nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
@@ -262,7 +265,7 @@ def _first(entries: Record, begin: str) -> str | None:
 
 
 def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
-    """Warns where the saved ``opt_state`` is of another optimizer than the target's, by their names."""
+    """Warns if the saved ``opt_state`` has the name of another optimizer than the target's."""
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
         if not _mean_the_same(saved, wanted):
@@ -275,13 +278,13 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
 
 
 def _mean_the_same(one: str, other: str) -> bool:
-    """Whether two names are of one optimizer, whatever the version; ``muon`` goes to and from that of optax."""
+    """Whether two names mean one optimizer, whatever its version. Our ``muon`` and optax's exchange states."""
     names = [name.rpartition(" of optax ")[0] for name in (one, other)]
     return names[0] == names[1] or all("muon" in name for name in names)
 
 
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
-    """Raises a ``ValueError`` where a step to be saved has another tree than the newest in its directory."""
+    """Raises a ``ValueError`` if a step to be saved has another tree than the newest step in its directory."""
     paths = sorted(entries.keys() | newest.keys())
     unlike = [path for path in paths if not (path in entries and path in newest and fits(newest[path], entries[path]))]
     if unlike:
@@ -318,9 +321,9 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
 
 
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
-    """What the paths of parameters called ``names`` begin with in a record: ``path`` and a slash, or "" for all of it.
+    """The prefix that the paths of the parameters ``names`` have in a record: ``path`` and a slash, or "" for none.
 
-    With ``path`` None it is the part called "params" that has these leaves, or all of the record if that has them.
+    If ``path`` is None, the parameters are the part called "params" with exactly these leaves, or the whole record.
     """
     if path is not None:
         part = f"{path.strip('/')}/" if path else ""
@@ -331,6 +334,7 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
     fitting = [
         part for part in ("", *called) if {part + name for name in names} == {p for p in record if p.startswith(part)}
     ]
+    # No part fits: a single part called "params" is taken all the same, so that the error names the leaves that differ.
     found = fitting or called
     if len(found) != 1:
         several = f"more than one part called 'params': {listed(found, PARTS_SHOWN)}" if found else "no part 'params'"
@@ -341,12 +345,12 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
 
 
 def _parts(record: Record) -> list[str]:
-    """The paths of everything that has leaves below it."""
+    """The paths of all inner nodes, which have leaves below them, the outermost first."""
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
-    """Which names of ``wanted`` were not saved, and which are not wanted; "" where both are the same."""
+    """A text: which wanted names were not saved, and which saved names are not wanted; "" if both sets are equal."""
     missing, extra = sorted(wanted - saved), sorted(saved - wanted)
     problems = [f"it has no {listed(missing)}"] if missing else []
     problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []
@@ -354,7 +358,8 @@ def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
 
 
 def fits(saved: Entry, like: Entry) -> bool:
-    """A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array."""
+    """Whether a saved leaf can be read into a leaf of the target: same shape and dtype, with one exception."""
+    # A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array.
     names = {saved["dtype"], like["dtype"]}
     same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
     return saved["shape"] == like["shape"] and (len(names) == 1 or same_kind)
@@ -367,7 +372,7 @@ def _kind(dtype: str) -> str:
 
 
 def target_leaves(target: PyTree) -> Leaves:
-    """``bare_leaves`` of a target; each has a sharding, which divides it. On one device it needs none."""
+    """``bare_leaves`` of a target; checks that shardings are given, if there are several devices, and divide."""
     likes = bare_leaves(target)
     for path, like in likes.items():
         if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None and jax.device_count() > 1:
@@ -377,12 +382,12 @@ def target_leaves(target: PyTree) -> Leaves:
                 "ShapeDtypeStruct a sharding."
             )
         if (sharding := getattr(like, "sharding", None)) is not None:
-            sharding.shard_shape(like.shape)
+            sharding.shard_shape(like.shape)  # raises if the sharding does not divide the shape
     return likes
 
 
 def reads_whole(entry: Entry, like: Any) -> bool:
-    """Whether each process reads a leaf whole into the memory of its host."""
+    """Whether each process reads a leaf whole, into NumPy: a local leaf, or a saved value that has no shards."""
     return is_local(like) or entry["dtype"] in PYTHON_DTYPES or 0 in entry["shape"]
 
 
@@ -396,7 +401,7 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
-    """What is read for each leaf, with the sharding by which each device reads its shard, or none: see ``Backend``."""
+    """The array that is read for each leaf: with a sharding, shard by shard; without, whole (see ``Backend``)."""
     return {
         path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)
         for path, entry in record.items()
@@ -404,7 +409,7 @@ def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruc
 
 
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
-    """An array that was read as what the leaf is in the target: a Python number, NumPy array, ``jax.Array`` or key."""
+    """An array that was read, as the kind of leaf of the target: a Python number, NumPy array, ``jax.Array`` or key."""
     if type(like).__name__ in PYTHON_DTYPES:
         return type(like)(array.item())
     if "impl" in entry:
@@ -413,7 +418,8 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
         return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
     if not reads_whole(entry, like):
         return array
-    with np.errstate(all="ignore"):  # what does not fit is told below
+    # A Python number may be read into a narrower dtype, if that holds its value. (Overflow is an error below.)
+    with np.errstate(all="ignore"):
         cast = array.astype(like.dtype)
     if array.dtype != like.dtype and not np.array_equal(cast, array, equal_nan=True):
         raise ValueError(f"'{path}' was saved as the Python number {array.item()!r}, which is not a {like.dtype}.")
@@ -427,6 +433,8 @@ def placed_like(array: Any, like: Any) -> Any:
     """
     if isinstance(like, np.ndarray | np.generic):
         return np.array(array) if isinstance(like, np.ndarray) else array[()]
+    # Uncommitted as the target is: committed to one device, it could not be used beside arrays on others.
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.array(array)
+    # Copies, since JAX on a CPU may use a NumPy array's own memory, here perhaps that of a mapped file.
     return jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.array(array[index]))

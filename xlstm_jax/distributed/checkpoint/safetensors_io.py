@@ -9,13 +9,13 @@ Hugging Face names them::
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
 
-Files are written under hidden names and renamed at the end, the index last.
+Files are written under hidden names and renamed at the end, the index last: after a crash no reader finds half a model.
 
 A file holds a length (8 bytes, little-endian), a JSON header of that length with the dtype, the shape and the offsets
 of each tensor, and the values. The header is written and read here: the safetensors library would need all tensors of a
 file in memory at once, and has no float8 for NumPy. A file may come from anybody. So a header is read only from a
-regular file, up to a length, as UTF-8, with each name once and whole numbers as sizes; and nothing is allocated by what
-it says.
+regular file, up to a length, as UTF-8, with each name once and whole numbers as sizes; and no memory is allocated
+because a header asks for it.
 """
 
 import json
@@ -51,7 +51,7 @@ from xlstm_jax.wording import is_unicode, listed
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
-METADATA = "__metadata__"  # the name under which a header keeps other things than tensors
+METADATA = "__metadata__"  # the one name of a header that is no tensor's
 REASON_CHARS = 200  # of an error in an error
 _WRONG_JSON = ValueError, KeyError, TypeError, AttributeError, RecursionError
 MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of an index
@@ -74,24 +74,24 @@ def export_safetensors(
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     names: NameMap | None = None,
 ) -> None:
-    """Writes parameters to safetensors files, whole, under the names that they have in the plain model, or others.
+    """Writes whole parameters to safetensors files, under the names of the plain model, or under others.
 
-    All processes must call it; process 0 writes. One leaf at a time is whole in memory (of hosts, and of devices where
-    there are several processes).
+    All processes must call it; process 0 writes. One leaf at a time is whole in the memory of each host, and, if there
+    are several processes, of each device.
 
     Args:
       params: a pytree of arrays, boxed or not, on any mesh. A tensor's name is its path, as ``blocks/mlp/kernel``.
       path: a folder, where ``model.safetensors`` is made, or a file ending in ``.safetensors``.
       max_file_bytes: values of more bytes go to several files, ``model-00001-of-00003.safetensors`` and so on, with an
         index. A leaf is never cut: a larger one has a file of its own.
-      names: the tensors' names and layouts, where a reader wants others than the tree has, by patterns of paths:
-        ``{r"(.+)/kernel": Stored(r"\\1.weight", "i o -> o i"), ...}``. ``TRANSFORMERS`` is that of Hugging Face's
+      names: the tensors' names and layouts by patterns of paths, if a reader wants others than the tree has:
+        ``{r"(.+)/kernel": Stored(r"\\1.weight", "i o -> o i"), ...}``. ``TRANSFORMERS`` has those of Hugging Face's
         models.
     Raises:
-      FileExistsError: there is such a model already.
+      FileExistsError: a model of this name is there already.
       TypeError: a leaf has a dtype that the format does not know; names it.
-      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair), none in ``names``,
-        or that of another leaf.
+      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair), has no name in
+        ``names``, or would have the name of another leaf.
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -113,6 +113,7 @@ def export_safetensors(
     target = _target(path)
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
+    # A generator: each leaf is gathered when it is written, and dropped before the next.
     arrays = (leaves[name].values() for names in files.values() for name in names)
 
     def write() -> None:
@@ -120,14 +121,16 @@ def export_safetensors(
             if jax.process_index() == 0:
                 _write_files(files, leaves, arrays, _index_file(target))
         finally:
-            for _ in arrays:  # process 0 takes part in every gather, also after an error
+            # A gather is a collective. The other processes gather all leaves, so process 0 takes part to the end even
+            # if it could not write.
+            for _ in arrays:
                 pass
 
     fail_together(write, OSError)
 
 
 class _ToBeStored(NamedTuple):
-    """A tensor that is to be written: of which leaf, which layer of it (None: all), and how its dims are laid out."""
+    """A tensor to write: its leaf, which layer of the leaf (None: all of it), and the layout of the tensor's dims."""
 
     leaf: Any
     place: StoredAt
@@ -146,13 +149,13 @@ class _ToBeStored(NamedTuple):
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
     def values(self) -> np.ndarray:
-        """On the hosts, whole."""
+        """The whole tensor, in every process."""
         leaf = self.leaf if self.layer is None else self.leaf[self.layer]
         return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
-    """The tensors of a file by name."""
+    """The tensors to write, by name; refuses two tensors with one name."""
     found: dict[str, _ToBeStored] = {}
     paths: dict[str, str] = {}
     for path, leaf in leaves.items():
@@ -200,7 +203,8 @@ def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int)
             bytes_left = max_file_bytes
         groups[-1].append(name)
         bytes_left -= leaf.nbytes
-    for names in groups:  # wide dtypes first, so that all are aligned
+    # Wide dtypes first: each tensor then begins at a multiple of its entries' size, as memory-mapping readers need it.
+    for names in groups:
         names.sort(key=lambda name: (-leaves[name].dtype.itemsize, name))
     if len(groups) == 1:
         return {target: groups[0]}
@@ -213,7 +217,8 @@ def _whole(leaf: Any) -> np.ndarray:
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return np.ascontiguousarray(multihost_utils.process_allgather(leaf, tiled=True))
-    # A jax.Array keeps the NumPy array that was made of it. Here that is a new one, which is dropped after its turn.
+    # `np.asarray(leaf)` would be kept by the leaf: after an export the whole model would lie in host memory. A new
+    # jax.Array of the same buffers is dropped with its NumPy array after its turn.
     shards = [shard.data for shard in leaf.addressable_shards]
     return np.ascontiguousarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
 
@@ -226,14 +231,17 @@ def _write_files(
     index = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": weight_map}
     written = [*files, index_file] if len(files) > 1 else [*files]
     try:
+        # The first loop writes, the second renames: a full disk shows before any file has its name.
         for file, names in files.items():
             with _new_file(_hidden(file)) as opened:
                 opened.write(_header_of({name: leaves[name] for name in names}))
                 for _ in names:
+                    # As bytes: bfloat16 and float8 arrays have no buffer that Python can write.
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
         if index_file in written:
             with _new_file(_hidden(index_file)) as opened:
                 opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
+        # Readers look for the index: until it is renamed, last, they find no model.
         for file in written:
             os.replace(_hidden(file), file)
     finally:
@@ -260,6 +268,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
     with open(path, "xb") as file:
         yield file
         file.flush()
+        # Before the rename: after a crash a file system may have the new name and not the bytes.
         os.fsync(file.fileno())
 
 
@@ -278,9 +287,9 @@ def import_safetensors(
       names: as in ``export_safetensors``. Two leaves may read one tensor (tied weights).
       ignore: a pattern of tensors' names that no leaf needs, as ``r".*\\.rotary_emb\\.inv_freq"``.
     Raises:
-      ValueError: names are missing or left over, a shape is another, a dtype is another and no narrower float, or a
-        file is damaged; says which.
-      FileNotFoundError: there is no such model.
+      ValueError: names are missing or left over, a shape differs, a dtype differs (a narrower float in the file is
+        read), or a file is damaged; says which.
+      FileNotFoundError: there is no model at ``path``.
 
     >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
     Traceback (most recent call last):
@@ -300,7 +309,7 @@ def import_safetensors(
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor in a file."""
+    """Where a tensor lies in a file."""
 
     file: Path
     offset: int  # from the beginning of the file
@@ -309,7 +318,7 @@ class _StoredTensor(NamedTuple):
 
     def values(self) -> np.ndarray:
         """The values, mapped into memory: only those that are indexed are read."""
-        if not math.prod(self.shape):
+        if not math.prod(self.shape):  # NumPy maps no empty range
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
@@ -339,13 +348,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    if path.exists() and not path.is_file():  # a pipe or a device would be waited for without end
+    if path.exists() and not path.is_file():  # opening a pipe would wait without end, and a device may have no end
         raise ValueError(f"{path} is no regular file.")
     return path.open("rb")
 
 
 def _json(content: bytes) -> Json:
-    """JSON in UTF-8, in which no object has a name twice: readers would differ on which of the two counts."""
+    """Reads JSON in UTF-8; refuses an object with a name twice, of which readers would take one or the other."""
 
     def once_each(pairs: list[tuple[str, Json]]) -> Json:
         found = dict(pairs)
@@ -357,7 +366,7 @@ def _json(content: bytes) -> Json:
 
 
 def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
-    """What a file's header says of its tensors, checked against the length of the file."""
+    """The tensors of a file by its header, which must account for every byte of the file."""
     with _opened(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         try:
@@ -372,6 +381,8 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
             raise ValueError(
                 f"{path} is damaged, or no safetensors file: its header cannot be read ({reason})."
             ) from error
+    # One after the other without gaps: overlapping tensors could stand for more memory than the file has bytes, and a
+    # gap could hide something else.
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset != end:
@@ -385,6 +396,7 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
+        # `type`, since True is an instance of int; the bound, since NumPy's sizes have 64 bits.
         if type(size) is not int or not 0 <= size < 2**63:
             raise ValueError(f"{size!r} is no size")
     if len(entry["shape"]) > MAX_DIMS:
@@ -396,7 +408,7 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
 
 
 def _holds(wanted: Any, stored: np.dtype) -> bool:
-    """Whether values of a dtype are exact in another: the same, or a wider float."""
+    """Whether the dtype ``wanted`` holds values of ``stored`` exactly: it is the same, or a wider float."""
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
     return wanted == stored or (floats and jnp.promote_types(wanted, stored) == wanted)
 

@@ -1,11 +1,12 @@
-"""A directory of checkpoints, a local folder or the URL of an object store: which steps it holds.
+"""The steps in a directory of checkpoints, which is a local folder or the URL of an object store.
 
-  30/              a step, as far as its name and the number in its record say
-  30/, empty       step 30 is lost, and so it is where 30 is a link that leads to no folder
-  5/, of step 30   a folder that was renamed, copied or linked: step 30, if no other folder holds it, is not found
+  30/              step 30, if the record in the folder says so too
+  30/, empty       step 30 is lost; so it is if 30 is a link that leads to no folder
+  5/, of step 30   a folder that was renamed, copied or linked; step 30 is lost unless another folder holds it
 
-A restore of the newest step must not go on from step 20 in silence because step 30 has another name. So the number in
-each record is read, whatever the folder is called. Object stores rename no folders; there the names are enough.
+A restore of the newest step must not go on from step 20 in silence because the folder of step 30 was renamed. So the
+number in each record is read and compared with the folder's name. An object store cannot rename folders; there the
+names are enough.
 """
 
 import json
@@ -27,7 +28,7 @@ def is_url(directory: str | os.PathLike[str]) -> bool:
 
 
 def directory_path(directory: str | os.PathLike[str]) -> Directory:
-    """The directory as orbax takes it; refuses what can hold no folders."""
+    """The directory as the path class of orbax; refuses a path where no folders can be made."""
     from etils import epath  # which orbax brings along; it has no types
 
     if not os.fspath(directory):
@@ -43,7 +44,8 @@ def directory_path(directory: str | os.PathLike[str]) -> Directory:
             ) from None
     path = Path(os.path.abspath(directory))
     for link in (path, *path.parents):
-        if link.is_symlink() and not link.exists():  # a run would find no steps there, and start anew
+        # A disk that is not mounted leaves such a link. The run would find no steps there, and start anew in silence.
+        if link.is_symlink() and not link.exists():
             raise ValueError(
                 f"the directory {path} is not to be found: {link} is a link to {os.readlink(link)}, which leads "
                 "nowhere. Mount what it leads to, or mend or remove the link."
@@ -56,9 +58,11 @@ def directory_path(directory: str | os.PathLike[str]) -> Directory:
 
 
 class StepFolder(NamedTuple):
-    """A folder: ``problem`` is why it is no step to restore, "" where nothing is known against it.
+    """The folder of a step.
 
-    ``saved_as`` is the number of the step in its record; without one, the number that is its name.
+    Attributes:
+      saved_as: the step's number in its record; if no record can be read, the number that is the folder's name.
+      problem: why the step must not be restored; "" if nothing is known against it.
     """
 
     saved_as: int
@@ -70,20 +74,21 @@ class StepFolder(NamedTuple):
 
 
 def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
-    """The folders that are called like a committed step, by that number; tells renamed ones by their records."""
+    """The folders that are named like a committed step, by number; records, if they are read, show renamed folders."""
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
+            # "007" is no name that the library writes; a step that is being written has a suffix.
             if name.isdecimal() and name == str(int(name)):
                 found[int(name)] = _folder(Path(directory, name), backend.record_file if read_records else "")
     return {number: folder for number, folder in found.items() if folder is not None}
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
-    """None for a file, and for a folder that a job beside this one has removed by now."""
-    number, record = int(path.name), path / record_file  # the folder itself where records are not to be read
+    """The folder of a step; None for a file, and for a folder that another job has removed since it was listed."""
+    number, record = int(path.name), path / record_file  # the folder itself if record_file is ""
     if not os.path.isdir(path):
         return StepFolder(number, NO_FOLDER) if path.is_symlink() else None
     try:
@@ -92,7 +97,8 @@ def _folder(path: Path, record_file: str) -> StepFolder | None:
     except FileNotFoundError:
         return None
     saved = number
-    with suppress(OSError, ValueError, RecursionError):  # what else is wrong with a record a restore finds out
+    # A record that cannot be read is not judged here: a restore reads it again, and tells damage from a failing system.
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(record.read_bytes()) if record.is_file() else None
         saved = number if (told := saved_as(content)) is None else told
     try:
@@ -107,13 +113,14 @@ def newest(steps: Mapping[int, StepFolder]) -> int | None:
 
 
 def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
-    """What is wrong with the folders of steps later than ``number``, by their names."""
+    """The problems of folders that are, or were, of a step later than ``number``, by the folders' names."""
     problems = {name: found.problem for name, found in steps.items() if max(name, found.saved_as) > number}
     return {name: problem for name, problem in problems.items() if problem}
 
 
 def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
-    """Removes empty folders, and moves out of the way the ``damaged`` and links that lead nowhere."""
+    """Removes empty folders; renames the folders of ``damaged`` steps, and links that lead nowhere."""
+    # Renamed, not removed: damage may be mended by hand, and a mounted disk mends a link.
     for number, found in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)
         if found.problem == EMPTY and not os.path.islink(folder):

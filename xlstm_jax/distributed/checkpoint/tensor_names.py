@@ -1,14 +1,15 @@
-"""Leaves of a tree as tensors of a file that somebody else names and lays out.
+"""Leaves of a tree as tensors of a file with other names and layouts, such as Hugging Face's.
 
-A map of names has a pattern of leaves' paths, and the tensor in which such a leaf is stored:
+A map of names goes from patterns of leaves' paths to the tensors in which such leaves are stored:
 
     {"embed/embedding": "model.embed_tokens.weight",
      r"layer_(\\d+)/(q|k|v)/kernel": Stored(r"model.layers.\\1.self_attn.\\2_proj.weight", "d h w -> (h w) d"),
      r"blocks/(up|down)/kernel": Stored(r"model.layers.{layer}.mlp.\\1_proj.weight", "i o -> o i")}
 
-The first pattern that is all of a path counts. Groups of the pattern go into the name (``\\1``), with dots for slashes.
-A name with ``{layer}`` stands for several tensors, one for each layer of a scan, which are the leaf's first dim. The
-dims say how a leaf (without layers) lies in its tensor, as einops writes it; without them it lies there as it is.
+The first pattern that matches the whole path counts. Groups of the pattern go into the name (``\\1``), with dots for
+slashes. A name with ``{layer}`` stands for several tensors, one for each layer of a scan; the layers are the leaf's
+first dim. The dims say, in the notation of einops, how the leaf's dims (without layers) become the tensor's; without
+such a text they are the same.
 """
 
 import re
@@ -25,11 +26,12 @@ LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Stored:
-    """How a leaf is stored in a file of somebody else.
+    """The name and layout of a leaf's tensor in a file.
 
     Attributes:
-      name: the tensor's name; see the top of this file.
-      dims: the leaf's dims and the tensor's, as ``"d h w -> (h w) d"``; or one such text for each rank of a leaf.
+      name: the tensor's name; may hold groups of the pattern and ``{layer}``, see the top of this file.
+      dims: the leaf's dims and the tensor's, as ``"d h w -> (h w) d"``; or several such texts, for leaves of different
+        ranks.
 
     >>> Stored("head.weight", "i o -> o i")
     Stored(name='head.weight', dims='i o -> o i')
@@ -61,10 +63,10 @@ class StoredAt(NamedTuple):
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """Where the leaf at ``path`` of this shape stands in a file; under its own path without a map.
+    """The place in a file of the leaf at ``path`` with this shape; without a map, its name is its path.
 
     Raises:
-      ValueError: no pattern is all of the path, or the dims are not those of the leaf; names the leaf.
+      ValueError: no pattern matches the whole path, or the dims do not fit the leaf's rank; names the leaf.
     """
     if names is None:
         return StoredAt((path,), False, shape, _same, _same)
@@ -75,6 +77,7 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
         raise ValueError(f"no pattern of names is all of the path '{path}'; it has {listed(sorted(names))}.")
     stored = stored if isinstance(stored, Stored) else Stored(stored)
     groups = [(group or "").replace("/", ".") for group in found.groups()]
+    # Not `found.expand(name)`: groups have dots for slashes, and a group that took no part is "".
     name = re.sub(r"\\(\d)", lambda digit: groups[int(digit[1]) - 1], stored.name)
     in_layers = LAYER in name
     tensors = tuple(name.replace(LAYER, str(layer)) for layer in range(shape[0])) if in_layers else (name,)
@@ -86,9 +89,11 @@ def _same(array: Any) -> Any:
 
 
 def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """The tensor's shape, and the ways from the leaf to the tensor and back."""
+    """The tensor's shape, a function from the leaf to the tensor, and its inverse."""
     texts = [dims] if isinstance(dims, str) else list(dims)
     by_rank = {len(text.partition("->")[0].split()): text for text in texts}
+    # Several texts are choices by rank, and a bias has none. A single text is meant for its leaf: another rank is an
+    # error, below.
     if not texts or (not isinstance(dims, str) and len(shape) not in by_rank):
         return shape, _same, _same
     text = by_rank.get(len(shape), texts[0])
@@ -111,9 +116,9 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
 
 
 class StoredLeaf:
-    """A leaf as it stands in a file, in the leaf's layout: only what is indexed is read, and cast to its dtype.
+    """A leaf in a file, indexed like an array in the leaf's layout: it reads only the entries that are indexed.
 
-    ``parts`` are its layers where it is ``in_layers``, else one array.
+    ``parts`` are the leaf's layers if it is ``in_layers``, else one array. Entries are cast to ``dtype``.
     """
 
     def __init__(self, parts: list[Any], in_layers: bool, dtype: Any):

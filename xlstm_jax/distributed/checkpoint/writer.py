@@ -1,8 +1,8 @@
-"""Who writes a directory: one ``Checkpointer`` of a process, and one job; and what becomes of its last save.
+"""Lets one job, and one ``Checkpointer`` of its processes, write a directory, and sees its last save to the end.
 
 A second job is refused until the first has ended, however it ends: by a lock of ``flock``, which belongs to the open
-file and not to the process. (A POSIX record lock goes as soon as the process closes any descriptor of the file, that of
-a copy of the folder, say. On network file systems Linux turns ``flock`` into a lock on the server.)
+file and not to the process. (A process loses a POSIX record lock as soon as it closes any descriptor of the file, after
+copying the folder, say. On network file systems Linux turns ``flock`` into a lock on the server.)
 
 A save goes on in the background, up to a time limit that includes its commit. If it fails, the next call raises. At the
 end of the program there is no next call: the exit waits for the save, at a point where orbax can still start threads
@@ -30,11 +30,11 @@ from xlstm_jax.distributed.checkpoint.steps import is_url
 from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of
 
-_COMMIT_GRACE_S = 1.0  # beyond the limit, in which orbax's own error comes
+_COMMIT_GRACE_S = 1.0  # beyond the limit: orbax's own error, which says more, comes within it
 _LOOK_EVERY_S = 0.005
 LOCK_FILE = ".writer"
-_NAME_BYTES = 200  # of the writer's name that an error repeats
-_JUMP_S = 1.0  # of the clock, beyond which it is the cause of a timeout
+_NAME_BYTES = 200  # of the lock's file, which names the job that holds it
+_JUMP_S = 1.0  # if the system's clock jumped further, the jump is taken for the cause of a timeout
 
 
 class Writer:
@@ -43,8 +43,8 @@ class Writer:
     Args:
       directory: it exists.
       backend: stores the steps; the writer opens and closes it.
-      owner: the object that saves with it. While that lives, no other object of this process can write the directory.
-      steps: numbers of saved steps; ``save`` adds to them, and a failure takes away again.
+      owner: the object that saves. While it lives, no other object of this process can write the directory.
+      steps: numbers of saved steps; ``save`` adds a step, and a failure takes it away again.
       locks: whether this process locks the directory for the job.
       timeout_s: how long a save may take in the background, its commit and the removal of old steps included.
     Raises:
@@ -58,7 +58,8 @@ class Writer:
         self.is_open = False
         self._lock: DirectoryLock | None = None
         self._saving: int | None = None  # the step
-        self._begun = 0.0, 0.0  # of that save: by the clock, and by one that never jumps
+        self._begun = 0.0, 0.0  # when that save began: by the system's clock, and by the monotonic clock
+        # Two paths may lead to one directory, and must not get two writers.
         self._key = str(directory) if is_url(directory) else os.path.realpath(directory)
         self._take_over(owner)
         if locks and not is_url(directory):
@@ -67,7 +68,7 @@ class Writer:
         _writers[self._key] = (weakref.ref(owner), self)
 
     def _take_over(self, owner: object) -> None:
-        """Finishes for an object that is gone; refuses where it is not."""
+        """Closes the writer of an owner that is gone; raises if another owner lives."""
         if self._key not in _writers:
             return
         other, writer = _writers[self._key]
@@ -96,17 +97,19 @@ class Writer:
         if (step := self._saving) is not None:
             with self._failing_as(step):
                 self._wait_for_commit()
-                self._saving = None  # before an error can come: each failure is told once
+                # Before an error can come: each failure is told once, and the next save may try again.
+                self._saving = None
                 self._backend.wait()
             self._steps.add(step)
         self.check_place()
 
     @property
     def hangs(self) -> bool:
-        """Whether the last save has passed its limit, and goes on: a rename on a file system that does not answer."""
+        """Whether the last save goes on beyond its limit, as when a file system does not answer to a rename."""
         return self._saving is not None and time.monotonic() >= self._deadline and self._backend.is_saving()
 
     def _wait_for_commit(self) -> None:
+        # Not by the backend's `wait`: it would wait without end for a rename that hangs.
         while self._backend.is_saving():
             if time.monotonic() >= self._deadline:
                 raise TimeoutError(
@@ -120,7 +123,7 @@ class Writer:
         return self._begun[1] + self._timeout_s + _COMMIT_GRACE_S
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the directory is another by now: a link to it was moved, say."""
+        """Raises a ``CheckpointError`` if the path no longer leads to the locked directory: a link was moved, say."""
         if self._lock is not None:
             self._lock.check_place()
 
@@ -132,13 +135,16 @@ class Writer:
     def close(self) -> None:
         """Waits for the last save, as ``wait`` does, and unlocks the directory."""
         with ExitStack() as at_last:
+            # Also if `wait` raises: a failed save must not leave the directory locked.
             at_last.callback(self._close_unless_it_hangs)
             self.wait()
 
     def _close_unless_it_hangs(self) -> None:
-        """What hangs may still be committed: the directory stays locked until that, or the end of the process."""
+        """Closes the backend and unlocks the directory; does nothing if the last save hangs."""
+        # A save that hangs may still be committed. The directory stays locked, so that no other job writes there.
         if self.hangs:
             return
+        # Callbacks run in reverse, each whatever the other raises: the backend is closed before the lock is released.
         with ExitStack() as at_last:
             if self._lock is not None:
                 at_last.callback(self._lock.close)
@@ -157,14 +163,14 @@ class Writer:
             raise CheckpointError(message + "Steps saved before it are untouched.") from error
 
     def _clock_jump(self, error: Exception) -> str:
-        """A hint where orbax's timer, which runs by the clock, was not to be trusted."""
+        """A hint if the system's clock, by which orbax measures its timeout, jumped during the save."""
         passed, really = time.time() - self._begun[0], time.monotonic() - self._begun[1]
         if not isinstance(error, TimeoutError) or passed - really < _JUMP_S:
             return ""
         return f"The system's clock jumped ahead by {passed - really:.0f} s in the meantime; save again. "
 
     def _space_left(self) -> str:
-        """A hint for a full disk: the processes that could write see a timeout only."""
+        """A hint at a full disk, of which the processes that could write see a timeout only."""
         if is_url(self.directory) or not Path(self.directory).exists():
             return ""
         return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
@@ -174,10 +180,10 @@ class Writer:
 
 
 class DirectoryLock:
-    """Locks a local directory from ``__init__`` to ``close``; without effect where the file system has no locks.
+    """Locks a local directory from ``__init__`` to ``close``; has no effect if the file system has no locks.
 
     Raises:
-      CheckpointError: another job has it; says which. Or there is no regular file under the lock's name.
+      CheckpointError: another job has locked it; says which. Or a link or folder has the name of the lock's file.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -185,7 +191,8 @@ class DirectoryLock:
 
         self._path = os.path.join(directory, LOCK_FILE)
         self._file: int | None = _opened(self._path)
-        _open_locks.add(self)  # before it locks: another thread may fork a child right after
+        # Before it locks: another thread may fork a child right after, which would inherit the lock for good.
+        _open_locks.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -196,11 +203,12 @@ class DirectoryLock:
             ) from None
         except OSError:  # this file system has no locks
             pass
+        # Once it is locked: a job that was refused must not overwrite the name of the job that holds the lock.
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` where the path leads to another file by now than the one that is locked."""
+        """Raises a ``CheckpointError`` if the path leads to another file than the locked file by now."""
         try:
             held = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file or 0))
         except (FileNotFoundError, NotADirectoryError):
@@ -223,7 +231,8 @@ _open_locks: set[DirectoryLock] = set()
 
 
 def _opened(path: str) -> int:
-    """The lock's file, which must be no link: the file that it leads to would be overwritten."""
+    """Opens the lock's file; refuses a link, since the file that it leads to would be overwritten."""
+    # O_NONBLOCK: a pipe or a device under this name must not be waited for.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if stat.S_ISREG(os.fstat(file).st_mode):
@@ -242,7 +251,8 @@ _lost: list[str] = []  # at the exit
 
 
 def _leave_to_the_parent() -> None:
-    """A child made by ``fork`` has the locks' open files too. One that outlives its parent must not keep them."""
+    """In a child made by ``fork``: closes its copies of the locks' files, and forgets the writers."""
+    # A lock of `flock` holds as long as any copy of its file is open: a child that outlives its parent would keep it.
     for lock in list(_open_locks):
         lock.close()
     _writers.clear()
@@ -254,9 +264,9 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _finish_at_exit() -> None:
-    """Has the open writers closed at the end of the program, before the pools of threads that orbax writes with."""
-    # Those that are registered last are called first, and orbax has registered its pools when it was imported. Python
-    # has no public name for it; atexit's own functions are called when the pools are gone.
+    """Has the open writers closed at the end of the program, before the pools of threads with which orbax writes."""
+    # Functions that are registered last are called first, and orbax registered its pools when it was imported. Python
+    # has no public name for `_register_atexit`; functions of `atexit` are called too late, when the pools are gone.
     threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
@@ -276,7 +286,9 @@ def _close_all() -> None:
 
 @atexit.register
 def _exit_with_an_error() -> None:
-    """Makes the exit code 1 where a save was lost. It was registered early, so it is called after most others."""
+    """Makes the exit code 1 if a save was lost."""
+    # Python has no other way to change the exit code so late. `os._exit` skips the exit functions that would follow;
+    # this function was registered at an import, so that most others have been called.
     if not _lost:
         return
     logging.shutdown()
