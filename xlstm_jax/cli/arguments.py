@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 from xlstm_jax import __version__
 from xlstm_jax.wording import shortened
 
-MAX_SIZE, MAX_BYTES = 10**9, 2**63  # of an axis, or of minibatches; of a budget
-MAX_SHOWN = 80  # characters of a wrong argument
+MAX_SIZE, MAX_BYTES = 10**9, 2**63  # the largest size of an axis or number of minibatches; the largest budget
+MAX_SHOWN = 80  # characters of a wrong argument in an error
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 EXIT_CODES = "Exit codes: 0 all is well, 2 an error,\n1 {bad}."
@@ -26,6 +26,7 @@ EXAMPLES = {
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises its errors, so that they are printed like all others."""
 
+    # argparse itself would print the usage and end the process.
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help.")
 
@@ -46,6 +47,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_bytes(text: str) -> int:
     """``14GiB`` -> 14 * 2**30; ``14GB`` -> 14 * 10**9; ``1024`` -> 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    # "14iB" is no unit.
     good = match is not None and (match[2] or not match[3])
     size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].upper()] if match and good else 0.0
     if not 0 < size <= MAX_BYTES:
@@ -61,7 +63,7 @@ def parse_fraction(text: str) -> float:
         fraction = float(text)
     except ValueError:
         fraction = -1.0
-    if not 0 <= fraction <= 1:  # nor NaN
+    if not 0 <= fraction <= 1:  # refuses NaN, too, which "fraction < 0 or fraction > 1" would let through
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no number from 0 to 1; write 0.02 for 2%")
     return fraction
 
@@ -71,7 +73,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal that is nested too deep
         raise argparse.ArgumentTypeError(
             f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
             "quotes"
@@ -86,7 +88,7 @@ def parse_count(text: str) -> int:
 
 
 def _shown(text: str) -> str:
-    """An argument in an error: in quotes, and not all of it where it is long."""
+    """An argument as an error shows it: in quotes, and shortened if it is long."""
     return shortened(repr(text), MAX_SHOWN)
 
 
@@ -146,7 +148,7 @@ STEP = (*TRAINING, "--minibatches", "--offload", "--compiler-options", "--no-cac
 
 
 class Command(NamedTuple):
-    """A command in words: what it says, what exit code 1 means, its options, and what --topology is to it."""
+    """The help of a command: what it shows, what exit code 1 means, its options, and a remark on --topology."""
 
     text: str
     bad: str
@@ -200,6 +202,7 @@ def make_parser() -> Parser:
             description=f"{said.text[0].upper()}{said.text[1:]}.",
             epilog=f"{EXIT_CODES.format(bad=said.bad)}\n\n{_example(name)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # Scripts that abbreviate an option would break with the next option that begins alike.
             allow_abbrev=False,
         )
         for option in ("--json", "--traceback", *said.options):

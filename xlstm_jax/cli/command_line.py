@@ -1,4 +1,4 @@
-"""Runs a command and prints its report; ``commands`` does the work.
+"""Runs a command of ``commands.py`` and prints its report.
 
 stdout      the tables, or with --json the JSON and nothing else
 stderr      progress, if it is a terminal; notes, bad news and errors, one line each
@@ -20,10 +20,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from xlstm_jax.cli.arguments import make_parser
 
 BAD_NEWS, ERROR, INTERRUPTED = 1, 2, 130
-WIDTH = 120  # columns, where stdout is no terminal
+WIDTH = 120  # columns, if stdout is no terminal
 MAX_ERROR = 1000  # characters
 
-if TYPE_CHECKING:  # it imports jax, which takes seconds that --help need not wait for
+if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must not wait for it
     from xlstm_jax.cli.commands import Report, Say
 
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:  # a user's model may raise anything
+    # The library and the user's model may raise anything; a user of the command wants a line and not a traceback.
+    except Exception as error:
         if "--traceback" in argv:
             traceback.print_exc()
         sys.stderr.write(f"xlstm-jax: error: {error_line(error)}\n")
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Terminated(SystemExit):
-    """The end of the process that SIGTERM asked for."""
+    """SIGTERM as an exception; a ``SystemExit`` of its own class, to tell it from those of the user's code."""
 
 
 @contextmanager
@@ -63,12 +64,14 @@ def sigterm_raises() -> Iterator[None]:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command, prints its report and returns the exit code."""
-    with redirect_stdout(sys.stderr), progress() as say:  # the user's code may print
+    # The user's code may print, and stdout is for the report alone, which a program may read as JSON.
+    with redirect_stdout(sys.stderr), progress() as say:
         say("starting")
         report = _report(args, say)
     if args.json:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
+        # Without a terminal rich assumes 80 columns, and would fold tables in a log.
         known = sys.stdout.isatty() or "COLUMNS" in os.environ
         out = console(width=None if known else WIDTH)
         for part in report.tables():
@@ -79,15 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, say: "Say") -> "Report":
-    """What the command found. The library is imported here, so that ``--help`` does not wait for jax.
-
-    The commands compute nothing, so JAX runs on the CPU and starts no accelerator, unless the user names a platform.
-    """
+    """The report of the command. The library is imported here, so that ``--help`` does not wait for jax."""
     import jax
 
     from xlstm_jax.cli.commands import COMMANDS
     from xlstm_jax.distributed.forecast.workload import described
 
+    # Commands compute nothing. An accelerator that JAX started would be taken from a training on the same machine.
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     try:
@@ -102,7 +103,7 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
 
 
 def error_line(error: Exception) -> str:
-    """An error as one line; one that is not the library's own also says its type and the line of the user's code."""
+    """An error as one line. An error of other code also has its type and the line of the user's code."""
     from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
     from xlstm_jax.wording import shortened
 
@@ -117,7 +118,7 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def progress() -> "Iterator[Say]":
-    """Shows what the command does now, and for how long, if stderr is a terminal; what stays is a line anywhere."""
+    """Shows on a terminal what the command does now, and for how long. A text that ``stays`` is printed anywhere."""
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:

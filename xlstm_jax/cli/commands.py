@@ -1,8 +1,8 @@
-"""What the commands do: each takes the parsed arguments and returns a ``Report``, which the command line prints.
+"""The commands: each takes the parsed arguments and returns a ``Report``, which the command line prints.
 
   run_plan       model, mesh                      --plan_sharding-->  what is split, why, and what each device keeps
   run_forecast   step, topology (or CPU devices)  --forecast------->  memory, traffic and time of a step
-  run_lint       the same                         --lint----------->  what in the compiled step costs more than it need
+  run_lint       step, topology (or CPU devices)  --lint----------->  what in the compiled step costs more than it need
   run_fit        topology, budget                 --fit------------>  options of the step that fit, the fastest first
   run_doctor     this machine                     --examine-------->  versions, devices, extras, self-tests
 
@@ -40,23 +40,23 @@ from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 
 class Say(Protocol):
-    """Shows what the command does now; what ``stays`` is a line of its own, on a terminal and elsewhere."""
+    """Shows what the command does now; a text that ``stays`` becomes a line of its own, on a terminal and elsewhere."""
 
     def __call__(self, text: str, *, stays: bool = False) -> None: ...
 
 
-MAX_REASON = 200  # characters
-MAX_LINE = 100  # of a trial's outcome
+MAX_REASON = 200  # characters of a reason in an error
+MAX_LINE = 100  # characters of a trial's outcome
 UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."
 
 
 class Report(NamedTuple):
-    """What a command found.
+    """The result of a command.
 
     Attributes:
       tables: returns the tables, as ``rich`` renderables and strings.
-      json: returns the same as JSON.
-      refusals: bad news, one line each; with any of them the exit code is 1.
+      json: returns the content of the tables as JSON.
+      refusals: bad news, one line each; if there is any, the exit code is 1.
       notes: remarks, one line each.
     """
 
@@ -67,11 +67,11 @@ class Report(NamedTuple):
 
 
 def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
-    """The mesh of ``--mesh`` with its -1 filled in; by default one that suits the topology and the factory.
+    """The mesh of ``--mesh`` with its -1 filled in; by default a mesh that suits the topology and the factory.
 
     Raises:
-      ValueError: the sizes do not multiply to the topology's number of devices, neither of the two is given, or no axis
-        is one to split over.
+      ValueError: the sizes do not multiply to the topology's number of devices; neither --mesh nor --topology is given;
+        or the mesh has no axis to split over.
     """
     mesh: dict[str, int] | None = args.mesh
     if args.topology is not None:
@@ -101,6 +101,8 @@ def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
 
 def _other_sizes(mesh: dict[str, int], devices: int) -> str:
     """The cure for sizes that do not multiply to the number of devices."""
+    # An axis can be -1 if the product of all others divides the number of devices. The last such axis is proposed, the
+    # innermost, which is split over by custom.
     given = {axis: size for axis, size in mesh.items() if size != -1}
     known = math.prod(given.values())
     free = [axis for axis in reversed(given) if devices % (known // given[axis]) == 0]
@@ -126,12 +128,13 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
-    """Those of ``fit`` where the factory can split over any axes; else one flat axis."""
+    """The meshes that ``fit`` tries by default, if the factory takes the axes to split over; else one flat axis."""
+    # A factory without an argument for them names its axes itself, and most likely "fsdp".
     return meshes_of(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:
-    """Before anything is compiled: which options do not reach the factory."""
+    """Says, before anything is compiled, which options do not reach the factory."""
     if ignored := [what for what in factory.not_varied if what in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
@@ -141,7 +144,7 @@ def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> N
 
 
 def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Workload:
-    """The user's workload for a mesh, with all options at the defaults of the factory."""
+    """The user's workload for a mesh; options that ``--set`` does not name have the factory's defaults."""
     return factory.workload(mesh, dict(args.set), Offload() if args.offload else NO_OFFLOAD)
 
 
@@ -152,12 +155,14 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
-    """The forecast, the plan, and what is to be said of the cache."""
+    """The forecast, the plan, and notes on the cache."""
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
         _say_what_it_ignores(factory, list(VARIED)[:1], say)
     say("building the step")
+    # For a topology the mesh is abstract: its devices are not here. CPU devices are simulated before the user's code,
+    # which may start JAX's devices.
     devices = mesh if args.topology else _simulated(mesh)
     workload = _workload(args, factory, mesh)
     step, abstract = workload.build_step(devices, args.minibatches)
@@ -178,7 +183,7 @@ def _cache(args: Namespace) -> ReportCache | None:
 
 
 def _kept(cache: ReportCache | None) -> list[str]:
-    """What was read from the cache and kept in it, with its folder; nothing without a cache."""
+    """Notes: what came from the cache and what is kept there, with its folder; none without a cache."""
     if cache is None or not cache.hits + cache.misses:
         return []
     if cache.problem:
@@ -258,7 +263,8 @@ def run_lint(args: Namespace, say: Say) -> Report:
         raise ValueError(f"--rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
     compiled, plan, notes = _forecast(args, say)
     say("reading the compiled step")
-    kept = bool(dict(args.set).get("keep_gathered"))  # given on the command line, so on purpose
+    # On the command line it was given on purpose, so the rule about kept weights has nothing to say.
+    kept = bool(dict(args.set).get("keep_gathered"))
     findings = lint(compiled, plan, num_minibatches=args.minibatches, keep_gathered=kept)
     findings = [finding for finding in findings if finding.rule in rules]
     refusals = [f"{len(findings)} finding{'s' * (len(findings) > 1)}."] if findings else []
@@ -296,7 +302,8 @@ def run_fit(args: Namespace, say: Say) -> Report:
         nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more "
         refusals = (f"{nothing}chips, larger ones, or a smaller batch per device.",)
         return Report(lambda: [found.table()], found.to_json, refusals, tuple(_kept(cache)))
-    # The command that forecasts the best again, with those arguments that the factory declares.
+    # The command that forecasts the best options again, as --set for the arguments that the factory declares. The axes
+    # are left out: the command's --mesh says them.
     varied = {name: value for name, value in settings_of(found.best.options).items() if name not in AXES}
     command = command_of(found.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
     again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
@@ -304,7 +311,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
 
 
 class _FitProgress:
-    """Says what ``fit`` compiles now, and of each trial that is done what it found and how long it took."""
+    """Says what ``fit`` compiles now; for each trial that is done, says the outcome and how long it took."""
 
     def __init__(self, say: Say) -> None:
         self.say = say
@@ -336,7 +343,7 @@ def _said(options: Options) -> str:
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax doctor``: a failed check is bad news; an extra that is not installed is not."""
+    """``xlstm-jax doctor``: a failed check is bad news, a missing extra is none."""
     del args
     found = examine(say)
     failed = [check.name for check in found.checks if not check.ok]

@@ -3,8 +3,9 @@
     examine() -> Diagnosis
 
 This process starts no accelerator. Child processes (``self_test``) list the devices and compare sharded training with
-training on one device: they can simulate devices, and an accelerator is free again when they end. Compilers for devices
-that are not there run beside them, and so does a training on simulated devices, which counts where there are no others.
+training on one device: a child can simulate devices, and frees an accelerator when it ends. Meanwhile compilers for
+devices that are not there run, and so does a training on simulated devices, whose result is used unless this machine
+has several accelerators.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ EXTRAS = {
     "docs": (*_DOCS, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD),
     "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
 }
-# What they are for; the first four concern every user.
+# What each extra is for; the first four concern every user.
 USES = {
     "checkpoint": "Checkpointer",
     "forecast": "forecasts for TPUs, and pictures",
@@ -70,18 +71,18 @@ USES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 CHILD_TIMEOUT_S = 300.0
-# What is tested there is the library: XLA's optimizations would take a third of the time.
+# Simulated devices test the library, not XLA, whose optimizations would take a third of the time.
 SIMULATED = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 TOPOLOGIES = {"forecast": "v5e:2x2", "forecast-gpu": "h100:1x4"}  # of four devices each
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ``examine`` found.
+    """The result of ``examine``.
 
     Attributes:
       versions: of Python and of packages; None for packages that are not installed.
-      missing: extras that lack packages, and these packages.
+      missing: the packages that are missing, by extra.
       devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" if JAX cannot start.
       tested_on: the devices of the self-tests.
       checks: the results of the self-tests.
@@ -123,9 +124,11 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras()
+    # matplotlib draws, and is not needed to compile.
     begun = {extra: _begin_compiling(extra) for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}}
     say("starting JAX on the devices at hand")
     with ThreadPoolExecutor() as beside:
+        # Begun before it is known whether it is needed: on a machine without accelerators that saves its whole time.
         simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
         listed = run_child("devices", dict(os.environ))
         kinds = listed.get("kinds", [])
@@ -153,12 +156,12 @@ def installed() -> dict[str, str | None]:
     names = (*NEEDED, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD)
     plugins = {name: found for name in PLUGINS if (found := _version(name))}
     packages = {name: _version(name) for name in names} | plugins
-    packages["xlstm_jax"] = __version__  # of the code that runs; what is installed may be another
+    packages["xlstm_jax"] = __version__  # of the code that runs; another version may be installed
     return {"python": platform.python_version()} | packages
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
-    """The extras that lack packages, and these: {"tensorboard": ["tensorboardX"]}."""
+    """The packages that are missing, by extra: {"tensorboard": ["tensorboardX"]}."""
     lacking = {extra: [name for name in dict.fromkeys(names) if not _version(name)] for extra, names in extras.items()}
     return {extra: names for extra, names in lacking.items() if names}
 
@@ -171,7 +174,8 @@ def _version(name: str) -> str | None:
 
 
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
-    """Whether an installed libtpu is the one that this version of JAX asks for."""
+    """The check that an installed libtpu is the version that this JAX asks for; none without a libtpu."""
+    # The requirement reads "libtpu==0.0.17.*; extra == 'tpu'".
     wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "")
     wanted = wanted.partition(";")[0].strip()
     if installed and wanted:
@@ -180,9 +184,11 @@ def _libtpu_check(installed: str | None) -> Iterator[Check]:
 
 
 def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """What a child process of ``self_test`` found, or {"error": reason}."""
+    """The result of a child process of ``self_test``, or {"error": reason}."""
+    # Through a file: JAX and its plugins may write to stdout and stderr.
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
+        # -P: modules of the working directory, as the user's own `jax.py`, must not be imported instead.
         command = [sys.executable, "-P", "-m", self_test.__name__, what, str(path)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -201,17 +207,17 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
 
 
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
-    """A small program on its way through the compiler of an extra; or why that is of no use."""
+    """Starts to compile a small program with the compiler of an extra; or returns the error that prevents it."""
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
         return begin_for_topology(StepCall(jax.jit(jnp.sum), (x,), topology=parse_topology(TOPOLOGIES[extra]))).start()
-    except ImportError as error:  # of another version than jaxlib
+    except ImportError as error:  # the plugin is for another version of jaxlib
         return error
 
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
-    """Whether the program compiles for devices that are not there."""
+    """The check that the program compiles for devices that are not there."""
     problem: Exception | None = job if isinstance(job, ImportError) else None
     try:
         if isinstance(job, Pending):

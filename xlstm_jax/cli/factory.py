@@ -2,11 +2,11 @@
 
   "my_project.train:training"  --load_factory-->  Factory  --workload(options, chosen)-->  Workload
 
-A factory takes what it declares of the options; with ``**sharding`` also those arguments of ``shard_modules`` and
-``shard_module_params`` that a search varies, to pass them on as they come.
+A factory gets the options that it declares as arguments. A factory with ``**sharding`` also gets the arguments of
+``shard_modules`` and ``shard_module_params`` that a search varies, and passes them on.
 
-A factory is the user's code and may raise anything. That is raised again as a ``FactoryError``: one line with the call,
-the error and the line of the user's file.
+A factory is the user's code and may raise anything. Its error becomes a ``FactoryError``: one line with the call, the
+error and the line of the user's file.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.forecast.workload import Workload, described
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 
-AXES = ("shard_axes", "axis_name")  # the factory's own name for them, and that of the wrappers
-# What a search varies: in words, and by the names that a factory may take it.
+AXES = ("shard_axes", "axis_name")  # the axes to split over, as a factory may call them, and as the wrappers do
+# What a search varies: in words, and the names of arguments by which a factory may take it.
 VARIED = {
     "the axes to split over": AXES,
     "min_weight_size": ("min_weight_size",),
     "weights gathered again": ("keep_gathered", "reshard_after_forward"),
     "remat": ("remat",),
 }
-PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # in **sharding
+PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # the options that **sharding gets
 
 
 class FactoryError(ValueError):
@@ -57,30 +57,30 @@ class Factory:
 
     @cached_property
     def takes_sharding(self) -> bool:
-        """Whether it has ``**sharding``, or whatever it calls that."""
+        """Whether the function has ``**sharding``, by whatever name."""
         kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
         return inspect.Parameter.VAR_KEYWORD in kinds
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The names of the options that reach it."""
+        """The names of the options that reach the function."""
         return (*self.declared, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
     def axes_name(self) -> str | None:
-        """The name by which it takes the axes to split over; None: it names them itself."""
+        """The name of the argument for the axes to split over; None: the function names the axes itself."""
         return next((name for name in AXES if name in self.taken), None)
 
     @property
     def not_varied(self) -> list[str]:
-        """What a search cannot vary, in words."""
+        """The options that a search cannot vary for this function, in words."""
         return [what for what, names in VARIED.items() if not set(names) & set(self.taken)]
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the function is called with.
 
         Args:
-          options: passed if the function takes one of that name.
+          options: each is passed if the function takes an argument of this name.
           chosen: the values of ``--set``, always passed; they replace options of the same name.
         Raises:
           FactoryError: the function has no argument of a chosen name.
@@ -103,8 +103,8 @@ class Factory:
 
         Args:
           mesh: its axes and devices are options that the function may take.
-          offload: replaces that of the workload; ``NO_OFFLOAD`` leaves it as the user made it.
-          varied: more options; what is not among them stays at the function's defaults.
+          offload: replaces the workload's ``offload``; ``NO_OFFLOAD`` leaves it as the user made it.
+          varied: more options; an option that is not among them has the function's default.
         Raises:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
@@ -124,7 +124,7 @@ class Factory:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """These options as keyword arguments, under every name by which a factory may take them."""
+    """The options as keyword arguments, under every name by which a factory may take them."""
     return {
         **dict.fromkeys(AXES, options.shard_axes),
         "min_weight_size": options.min_weight_size,
@@ -145,6 +145,7 @@ def load_factory(name: str) -> Factory:
         raise FactoryError(f"--factory {name!r} is a path, not package.module:function. {_as_module(name)}")
     if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise FactoryError(f"--factory {name!r} is not package.module:function, as docs.example_training:training.")
+    # A console script has its own folder first in `sys.path`, and not the current one, as `python -m` has.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = _imported(module_name)
@@ -172,6 +173,7 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The factory's module, or a package above it, is missing; otherwise a module that it imports is.
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise FactoryError(
                 f"--factory: there is no module {error.name!r}, neither in {os.getcwd()} nor among what is installed. "

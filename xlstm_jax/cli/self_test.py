@@ -1,13 +1,13 @@
-"""Compares sharded training on this machine with training on one device, of a small model.
+"""Trains a small model sharded on this machine and on one device, and compares.
 
-``doctor`` runs this file in child processes, which write what they found to FILE:
+``doctor`` runs this file in child processes, which write their results to FILE:
 
   python -m xlstm_jax.cli.self_test devices FILE         the devices at hand
   python -m xlstm_jax.cli.self_test parity FILE          comparisons on these devices
   python -m xlstm_jax.cli.self_test simulated FILE       comparisons on 8 simulated CPU devices
 
 The reference is the plain model on one device with the whole batch, without any collective. The rows of the devices
-differ in scale, so that no device's own gradient is the mean. The last comparison leaves the mean out and must differ.
+differ in scale, so that no device's own gradient is the mean. A guard leaves the mean out, and must see a difference.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ WIDTH, MIN_WEIGHT_SIZE, ROWS = 16, 32, 16
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what was measured, what is allowed, and whether the one is within the other."""
+    """A comparison: the measured value, the allowed value, and whether the measured value is within the allowed."""
 
     name: str
     measured: str
@@ -96,6 +96,7 @@ def example_batch() -> dict[str, np.ndarray]:
 
 def optimizer() -> optax.GradientTransformation:
     """AdamW after a transform whose state is the last gradients."""
+    # `make_train_step` returns no gradients; the optimizer's state shows those that it was given.
     seen = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )
@@ -103,9 +104,10 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def difference(got: PyTree, want: PyTree) -> float:
-    """The largest difference, as a fraction of its leaf's largest entry; of the tree's, where the leaf is all zeros."""
+    """The largest difference, as a fraction of its leaf's largest entry; of the tree's, if the leaf is all zeros."""
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])
+    # The gradient of a leaf may be zero by the mathematics. Its entries are rounding errors then, and no scale.
     scale = np.where(largest > 1e-6 * largest.max(), largest, largest.max())
     off = np.array([np.abs(g - w).max() for g, w in zip(got, want, strict=True)])
     return float((off / scale).max())
@@ -142,6 +144,7 @@ def parity(mesh: Mesh) -> list[Check]:
         first, grads, last = reference(batch)
         sharded_batch = shard_batch(batch, mesh, axes)
         state = create_train_state(SHARDED, optimizer(), mesh, jax.random.key(0), batch["x"], batch_axes=axes)
+        # Copies, here and below: the train step donates the state's buffers.
         params = jax.tree.map(jnp.copy, state.params)
         checks = [within("initial values", unbox(params), first)]
         for check_vma in (True, False):
@@ -157,10 +160,11 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Gradients of a hand-written step, and those without ``sync_gradients``: each device's own of what is not split.
+    """Gradients of a hand-written step with ``sync_gradients``, and, with ``check_vma=False``, without it.
 
-    The second are there with ``check_vma=False``; in the other mode JAX itself sums them.
+    Without ``sync_gradients`` the gradient of a replicated leaf is each device's own.
     """
+    # With check_vma=True JAX itself sums the gradients of replicated leaves, so leaving the mean out shows nothing.
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
 
     def per_device(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:

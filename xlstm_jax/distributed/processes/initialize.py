@@ -24,7 +24,7 @@ from xlstm_jax.distributed.processes.leaving import leave_with_others
 from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
-HEARTBEAT_TIMEOUT_S = 600  # as a step may take by default: a process that pauses is not dead before
+HEARTBEAT_TIMEOUT_S = 600  # the default limit of a step: a process that pauses for a shorter time is not dead
 SHUTDOWN_TIMEOUT_S = 30
 RETRY_S = 0.2  # between attempts to reach the coordinator
 
@@ -54,26 +54,27 @@ def initialize_distributed(
 ) -> None:
     """Joins the processes of one job, so that JAX sees the devices of all. Call it before the first use of a device.
 
-    Without arguments JAX looks for the cluster that started the program: SLURM, Open MPI, Kubernetes, TPU pods. Where
-    it finds none, or one of a single process, nothing happens, so the same program runs alone. A second call does
-    nothing if it asks for the same.
+    Without arguments JAX looks for the cluster that started the program: SLURM, Open MPI, Kubernetes, TPU pods. If it
+    finds no cluster, or a single process, nothing happens, so the same program runs alone. A second call with the same
+    arguments does nothing.
 
     Args:
       coordinator_address: "host:port" of process 0, as the other processes reach it. Process 0 listens on this address
-        only (set JAX_COORDINATOR_BIND_ADDRESS where it has another name there), as on one that was found. Where that
-        is a name that stands for no address of its host but loopback, it listens on all.
-      num_processes, process_id: how many there are, and which one this is, from 0.
+        only; set JAX_COORDINATOR_BIND_ADDRESS if its own address is another. It also listens only on an address that
+        JAX found, unless this is a name that stands for no address of its host but loopback: then it listens on all.
+      num_processes, process_id: how many processes there are, and the number of this process, from 0.
       local_device_ids: the accelerators of this host that this process uses. By default all of them, or, under SLURM
         and Open MPI, the one with the number of the process on its host: start one process for each, or pass the list.
-      initialization_timeout_s: how long to wait for the others. A process that finds no coordinator raises. One that
-        did, but waits for a third, is ended by JAX's runtime (SIGABRT, "RegisterTask ... Deadline Exceeded").
+      initialization_timeout_s: how long to wait for the others. A process that finds no coordinator raises. JAX's
+        runtime ends a process that found the coordinator but waits for a third process (SIGABRT, "RegisterTask ...
+        Deadline Exceeded").
       heartbeat_timeout_s: after this long without a sign of life from a process (its host is gone, or it was stopped)
-        all others are ended, by JAX's runtime (SIGABRT). A pause that a ``LoopGuard`` allows must be shorter: pass at
-        least its ``step_timeout_s``. A process that is killed in a collective, or leaves by an error, is noticed at
-        once; elsewhere this is how long it is waited for, where no other limit comes first.
+        JAX's runtime ends all others (SIGABRT). A pause that a ``LoopGuard`` allows must be shorter: pass at least its
+        ``step_timeout_s``. The others notice at once if a process is killed in a collective or leaves by an error;
+        if it goes otherwise they wait for it so long, unless another limit comes first.
       shutdown_timeout_s: how long a process that exits waits for the others to exit.
     Raises:
-      ValueError: some of the three arguments are given and others are not, or they make no sense.
+      ValueError: one or two of the first three arguments are given, or they do not fit each other.
       TimeoutError: nothing listens at the coordinator's address.
       RuntimeError: already joined as something else, or JAX has already started its devices.
 
@@ -86,6 +87,7 @@ def initialize_distributed(
     if member is None or _has_joined(member) or member.num_processes == 1:
         return
     deadline = time.monotonic() + initialization_timeout_s
+    # JAX's own wait for the coordinator ends in an abort of the process; this wait ends in an error with a cure.
     if member.process_id != 0:
         _wait_for_coordinator(member, deadline, initialization_timeout_s)
     jax.distributed.initialize(
@@ -99,6 +101,7 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
+    # Right after joining: from here on an error in one process would leave the others waiting in a collective.
     leave_with_others()
 
 
@@ -134,6 +137,7 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
     found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
     address, num_processes, process_id, device_ids = found
     if address is not None and num_processes is not None and process_id is not None:
+        # JAX by itself listens on all interfaces, where anybody who reaches the port can join the job.
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_own_address(address) if process_id == 0 else None)
         return Membership(address, num_processes, process_id, device_ids, bind)
     if variable is not None:
@@ -145,10 +149,10 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
 
 
 def _own_address(address: str) -> str | None:
-    """The address of this host that the name in "name:port" stands for; None if it stands for none that others reach.
+    """The address of this host that the name in "name:port" means; None if it means no address that others reach.
 
-    The others look the name up themselves. So an address of another host (behind a translation of addresses), and a
-    loopback address that stands for this host's own name (as Debian has it in /etc/hosts), tell nothing.
+    The others look the name up themselves, and may find another address. So two kinds of answers are no use: an address
+    of another host (behind a translation of addresses), and loopback for this host's own name (Debian's /etc/hosts).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -159,6 +163,7 @@ def _own_address(address: str) -> str | None:
     for own, family in found.items():
         if own != host and ipaddress.ip_address(own.partition("%")[0]).is_loopback and host != "localhost":
             continue
+        # A host can bind only to its own addresses. Any free port (0) will do: only the address is in question.
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((own, 0))
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
@@ -180,7 +185,7 @@ def _has_joined(member: Membership) -> bool:
 
 
 def _wait_for_coordinator(member: Membership, deadline: float, timeout_s: float) -> None:
-    """Returns once something listens at the coordinator's address; JAX's own wait for that ends in an abort."""
+    """Returns as soon as something listens at the coordinator's address."""
     host, _, port = member.coordinator_address.rpartition(":")
     while True:
         left = deadline - time.monotonic()

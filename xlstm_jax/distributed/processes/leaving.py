@@ -1,8 +1,8 @@
 """How a process leaves its job early: at once, with an exit code of ours, and so that the others leave too.
 
-  who gives up         posts why to the store, for each other process; process 0 then stays for a moment, since JAX
-                       aborts all others (SIGABRT) as soon as its coordination service is gone
-  each other process   a daemon thread waits for that text, prints it, and ends the process: its main thread may be
+  the leaving process  posts its reason to the store, for each other process; process 0 then stays for a moment, since
+                       JAX aborts all others (SIGABRT) as soon as its coordination service is gone
+  each other process   a daemon thread waits for the reason, prints it, and ends the process: its main thread may be
                        stuck, or wait in a collective, where no Python code runs
 
 ``initialize_distributed`` starts the thread, and so does a ``LoopGuard``. An exception that nobody catches is seen at
@@ -28,17 +28,18 @@ EXIT_FAILED = 13
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 FLUSH_TIMEOUT_S = 0.5
 POST_TIMEOUT_S = 2.0
-COORDINATOR_GRACE_S = 1.0  # that process 0 stays after it was told, or has told, that the job ends
-WAIT_MS = 3600 * 1000  # for the text; then the thread waits again
+COORDINATOR_GRACE_S = 1.0  # how long process 0 stays after the reason was posted
+WAIT_MS = 3600 * 1000  # for the reason; then the thread waits again
 MAX_REASON = 500
-_KEY = "xlstm_jax/leaving"  # below it a text for each process; an empty one ends its thread
+_KEY = "xlstm_jax/leaving"  # below it a text for each process; an empty text ends the thread that waits for it
 
 
 def leave(code: int, reason: str = "") -> None:
     """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` all other processes of the job end too.
 
-    What was printed is flushed, where that does not block.
+    Output is flushed as far as that does not block.
     """
+    # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that wait for this one.
     if reason and _has_peers():
         state: Any = distributed.global_state
         why = shortened(one_line(reason).rstrip("."), MAX_REASON)
@@ -51,7 +52,7 @@ def leave(code: int, reason: str = "") -> None:
 
 
 def in_time(work: Callable[[], object], timeout_s: float) -> None:
-    """Does the work in a thread that is left behind if it takes longer, or fails."""
+    """Does the work in a thread, and leaves the thread behind if it takes longer; errors are dropped."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -63,7 +64,7 @@ def in_time(work: Callable[[], object], timeout_s: float) -> None:
 
 
 def leave_with_others() -> None:
-    """From now on this process leaves where another one has left, or where an exception ends it that nobody caught."""
+    """From now on this process leaves if another process leaves, or if an exception that nobody catches ends it."""
     if _has_peers():
         _start_listening()
 
@@ -77,7 +78,8 @@ def _start_listening() -> None:
     state: Any = distributed.global_state
     listener = threading.Thread(target=_listen, args=(state.client, state.process_id), name="peers", daemon=True)
     listener.start()
-    # Before threads that are no daemons are joined; after what was registered later, as a checkpointer's last save.
+    # Called before Python joins the threads that are no daemons, and after functions that are registered later, such as
+    # that of a checkpointer, which waits for its last save.
     threading._register_atexit(_at_the_end, listener)  # type: ignore[attr-defined]
 
 
@@ -86,11 +88,13 @@ def _listen(client: Any, me: int) -> None:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)
         except Exception as error:  # the service ends with the job, or an hour has passed
+            # The client has no other way to tell a timeout.
             if "DEADLINE_EXCEEDED" not in str(error):
                 return
             continue
         if not text:
             return
+        # Not by `sys.stderr`, whose lock the stuck main thread may hold.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}. Process {me} ends with it.\n".encode())
         _let_others_leave()
@@ -100,7 +104,8 @@ def _listen(client: Any, me: int) -> None:
 
 def _post(client: Any, processes: Sequence[int], text: str) -> None:
     for process in processes:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # It has one already, of another that leaves.
+        # A key can be set once: of several processes that leave, the first gives the reason.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(f"{_KEY}/{process}", text)
 
 
@@ -110,7 +115,7 @@ def _let_others_leave() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Leaves after an exception; else ends the thread, which must not wait in C++ while the interpreter goes."""
+    """Leaves if an exception ends the program; else ends the listening thread."""
     if not _has_peers():
         return
     state = distributed.global_state
@@ -118,10 +123,12 @@ def _at_the_end(listener: threading.Thread) -> None:
     if error is not None:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
         leave(code, f"{type(error).__name__}: {error}")
+    # The thread waits in C++, and must have returned before the interpreter is torn down.
     in_time(lambda: _post(state.client, [state.process_id], ""), POST_TIMEOUT_S)
     listener.join(POST_TIMEOUT_S)
 
 
 def _flush() -> None:
+    # In a thread with a limit: a pipe that nobody reads, or a stream whose lock is held, would block for ever.
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
     in_time(lambda: [stream.flush() for stream in streams], FLUSH_TIMEOUT_S)

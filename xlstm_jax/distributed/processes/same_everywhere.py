@@ -1,11 +1,11 @@
-"""Processes compare what they start with, and all of them learn what differs.
+"""Processes compare the values that they start with, and all of them learn which values differ.
 
-  every process   value --> {"optimizer/lr": "0.001", ...} --> sends a digest of these entries to all others
-  one digest      all go on
-  several         of each group of processes with equal digests one sends its entries, and all raise: which entry, on
-                  which process, with which value
+  every process     value --> {"optimizer/lr": "0.001", ...} --> sends a digest of these entries to all others
+  digests equal     all go on
+  digests differ    one process of each group with equal digests sends its entries, and all raise: which entry, on
+                    which process, with which value
 
-Processes meet in the store of ``processes/store.py``, so it works before devices are started, and ends.
+Processes meet in the store of ``processes/store.py``: that works before devices are started, and never waits for ever.
 """
 
 import dataclasses
@@ -42,19 +42,19 @@ VALUES_SHOWN = 6  # of an array
 def assert_same_everywhere(
     value: PyTree, what: str = "configuration", *, timeout_s: float = AGREEMENT_TIMEOUT_S
 ) -> None:
-    """Raises on every process, within seconds, if processes call it with different values. Call it in all of them.
+    """Raises in all processes, within seconds, if they call it with different values.
 
-    Call it after ``initialize_distributed`` and before the model is built: processes with different configurations run
-    different programs, which wait for each other for ever, and with different seeds they train a mixture. In one
-    process it does nothing.
+    Call it in all processes, after ``initialize_distributed`` and before the model is built: processes with different
+    configurations run different programs, which wait for each other for ever, and with different seeds they train a
+    mixture. In a single process it does nothing.
 
     Args:
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
         and the like. Functions and classes are compared by their names, modules and packages by their source files:
-        pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The versions of Python and of the
-        packages that computations depend on are compared in any case, and so is how JAX is set as far as that decides
-        what is computed: options of ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
-      what: what the error calls it.
+        pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. Also compared are the versions of
+        Python and of the packages that compute, and the settings of JAX that change a computation: options of
+        ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
+      what: the name of the value in the error.
       timeout_s: how long to wait for a process that does not come.
     Raises:
       ValueError: the values differ: key path, both values, and on which processes.
@@ -71,13 +71,14 @@ def assert_same_everywhere(
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """``assert_same_everywhere`` of entries, among ``processes``, of which this one is ``me``."""
+    """``assert_same_everywhere`` for entries, among ``processes``; ``me`` is the number of this process."""
+    # Digests first: entries of a large configuration, times thousands of processes, are too much for the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
     digests = exchange_in(Store("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
     groups = sorted(by_text(digests, processes).values(), key=len, reverse=True)
     if len(groups) == 1:
         return
-    # Of each group one process shows its entries, and all others learn them.
+    # All exchange again, so that all counts of the store stay equal; the first process of each group sends its entries.
     shown = json.dumps(dict(entries) if me in [group[0] for group in groups[:GROUPS_SHOWN]] else {})
     texts = exchange_in(Store("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
     of_process = dict(zip(processes, map(json.loads, texts), strict=True))
@@ -85,7 +86,7 @@ def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
-    """Every leaf by its path, as a short text that differs where the leaf differs."""
+    """Every leaf by its path, as a short text; leaves that differ have different texts."""
     return dict(_walk(value, ""))
 
 
@@ -101,7 +102,8 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
-    """What ``value`` is made of, by name; None for a leaf."""
+    """The parts of ``value`` by name; None if ``value`` is a leaf."""
+    # Not by JAX's registry alone: dataclasses and namespaces of a configuration are leaves there.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Namespace | SimpleNamespace):
@@ -113,6 +115,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     if isinstance(value, set | frozenset):
+        # Sorted: the order of a set of strings differs between processes, which hash with different seeds.
         return dict(enumerate(sorted(value, key=repr)))
     if isinstance(value, functools.partial):
         return {"function": value.func, "args": value.args, **value.keywords}
@@ -139,6 +142,7 @@ def _text(leaf: Any, path: str) -> str:
     if callable(leaf) and hasattr(leaf, "__qualname__"):
         return f"{getattr(leaf, '__module__', '')}.{leaf.__qualname__}"
     text = repr(leaf)
+    # An address differs between processes although the objects are alike.
     if " at 0x" in text:
         raise TypeError(
             f"'{path}' is {_short(text)}: a {type(leaf).__name__} has no text that is the same in two processes with "
@@ -180,9 +184,9 @@ def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]
 # ------------------------------------------------------------------------------------------------------ how JAX is set
 
 # Two processes that set JAX differently compile different programs of the same code, or draw different numbers from the
-# same key, and nothing says so. Not compared is what a process may have for itself: where it is (addresses, platforms,
-# devices and their number), what it writes (logs, dumps, profiles, tracebacks), what it keeps (compilation caches), how
-# it checks itself without another result (leaks, transfers), and paths, which differ from host to host.
+# same key, and nothing says so. Settings that processes may have for themselves are not compared: the place (addresses,
+# platforms, devices and their number), output (logs, dumps, profiles, tracebacks), compilation caches, checks that do
+# not change results (leaks, transfers), and paths, which differ from host to host.
 COMPARED_OPTIONS = frozenset(
     # the values: dtypes, precision, random bits, formulas
     "jax_enable_x64 jax_explicit_x64_dtypes jax_numpy_dtype_promotion jax_numpy_rank_promotion "
@@ -201,13 +205,14 @@ COMPARED_OPTIONS = frozenset(
 )
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PLAIN_VARIABLES = ("NVIDIA_TF32_OVERRIDE",)  # turns TensorFloat-32 off or on in the libraries that XLA calls
-OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|from)$")  # of a process, by their names
+OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|from)$")  # names of flags not compared
 
 
 def jax_settings() -> dict[str, str]:
     """The options, flags and variables that decide what is computed, as short texts by their names."""
     values = jax.config.values
-    # Attributes know what a context manager, as jax.enable_x64(), has set in this thread; some options have none.
+    # An attribute has the value that a context manager (jax.enable_x64()) has set in this thread, `values` does not;
+    # some options have no attribute.
     options = {name: str(getattr(jax.config, name, values[name])) for name in COMPARED_OPTIONS & values.keys()}
     flags = {}
     for variable in FLAG_VARIABLES:

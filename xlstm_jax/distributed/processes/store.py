@@ -1,4 +1,4 @@
-"""The key-value store of a job: processes exchange texts through it, and wait no longer than a deadline.
+"""The key-value store of a job: processes exchange texts through it, and wait until a deadline at most.
 
   every process   posts its text
   process 0       waits for all texts, and posts its answer
@@ -20,15 +20,15 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-PEER_TIMEOUT_S = 600.0  # as long as a step may take by default: the slowest process may read its shards so much longer
-GRACE_S = 1.0  # for the answer, which process 0 may post as late as at the deadline
+PEER_TIMEOUT_S = 600.0  # the default limit of a step; the slowest process may take so much longer to read its shards
+GRACE_S = 1.0  # for the answer, which process 0 may post only at the deadline
 
 
 class Store:
-    """A folder of the store, for one exchange among ``processes``, of which this one is ``me``.
+    """A folder of the store for one exchange among ``processes``; ``me`` is the number of this process.
 
-    Exchanges of one ``kind`` among the same processes are numbered. Each process counts in the store, so the count ends
-    with the job.
+    Exchanges of one ``kind`` among the same processes are numbered, since a key can be set only once. Each process
+    keeps its count in the store, not in Python: the count must end with the job, as the store does.
     """
 
     def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
@@ -43,6 +43,7 @@ class Store:
 
     def read(self, name: str, deadline: float) -> str | None:
         """Waits for the text; None after the deadline."""
+        # At least 1 ms, so that a text that is there is read also after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
             return self._client.blocking_key_value_get(f"{self._folder}/{self._number}/{name}", wait_ms)
@@ -52,7 +53,7 @@ class Store:
             return None
 
     def missing(self) -> list[int]:
-        """The processes that have not posted a text; the first where all have, and it has not answered."""
+        """The processes that have not posted a text; if all have, process 0, which has not answered."""
         found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
 
@@ -61,7 +62,7 @@ class Store:
 
 
 def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[str]:
-    """The texts of the processes of ``store``, in their order. All call it, with the same ``what``: "restore step 3".
+    """The texts of all processes of ``store``, in order. All call it, with the same ``what``, as "restore step 3".
 
     Raises:
       TimeoutError: processes did not come in time; says which.
@@ -69,6 +70,8 @@ def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[st
     """
     deadline = time.monotonic() + timeout_s
     store.post(f"texts/{store.me}", json.dumps([what, text]))
+    # One process judges for all: if each waited for all texts, a text that comes at the deadline would be there for
+    # some and missing for others, and processes would part ways.
     if store.me == store.processes[0]:
         _answer(store, deadline)
     # Process 0 may have waited up to the deadline itself before it answers.
@@ -89,18 +92,19 @@ def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[st
 
 
 def _answer(store: Store, deadline: float) -> None:
-    """Posts what all processes have posted; or the processes that did not come."""
+    """Posts the texts of all processes; or, if some did not come, their numbers."""
     posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
     missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]
     if missing:
         store.post("answer", json.dumps({"missing": missing}))
         return
-    store.delete_previous()  # All processes have come here, so none still reads it.
+    # All processes have posted here, so they have read the previous answer. The current one is still to be read.
+    store.delete_previous()
     store.post("answer", json.dumps({"posted": [json.loads(text) for text in posted if text]}))
 
 
 def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
-    """The processes that have sent the same text, by that text."""
+    """The processes grouped by the text that they sent."""
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)

@@ -26,9 +26,9 @@ def fail_together(
 ) -> Result:
     """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
 
-    All processes must call it. The error says in which processes ``work`` raised, and what. Of several kinds of
-    ``failure`` it is the one that was raised; the first, where something else was. Where processes raised different
-    kinds, the last of these in ``failure`` wins, whichever process raised it.
+    All processes must call it. The error says which processes raised, and what. ``failure`` may be several kinds of
+    errors: an error of one of these keeps its kind, any other error becomes the first kind. If processes raise
+    different kinds, all raise the kind that comes last in ``failure``.
 
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this one; says which, and ``what``.
@@ -36,6 +36,7 @@ def fail_together(
     kinds = failure if isinstance(failure, tuple) else (failure,)
     results: list[Result] = []
     caught, problem = None, None
+    # Every error is caught: a process that left here would not come to the exchange below, and the others would wait.
     try:
         results.append(work())
     except kinds as error:
@@ -52,7 +53,7 @@ def fail_together(
 
 
 def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
-    """The texts of all processes, by process. All must call it; ``what`` is what for, as "restore step 3".
+    """The texts of all processes, in order. All must call it; ``what`` says for what purpose, as "restore step 3".
 
     Raises:
       TimeoutError: a process did not call it within ``timeout_s``; says which, and ``what``.
@@ -70,6 +71,7 @@ def cause_of(error: BaseException) -> str:
     """The error at the beginning of a chain of errors, as one line of at most ``MAX_CAUSE_CHARS`` characters."""
     while error.__cause__ is not None:
         error = error.__cause__
+    # TensorStore ends its messages with lines of its C++ sources and long specifications.
     text = one_line(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
     text = f"{type(error).__name__}: {text or 'without a message'}"
     return text if len(text) <= MAX_CAUSE_CHARS else text[:MAX_CAUSE_CHARS] + "..."

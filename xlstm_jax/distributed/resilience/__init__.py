@@ -1,6 +1,6 @@
-"""Staying alive: a guard around the training loop, so that a fault ends every process soon and loses little.
+"""A guard around the training loop: a fault ends every process soon, and little of the run is lost.
 
-What goes wrong in a run, and what happens then:
+What can go wrong in a run, what happens then, and how soon:
 
   a step hangs in one process         the watchdog writes all stacks, and ends the process         within the timeout
   an exception in one process         it is printed and the process ends; the others get an error  < 2 s

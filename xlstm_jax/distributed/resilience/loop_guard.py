@@ -7,8 +7,8 @@ for the host. All processes learn of a bad step one step later, at the same step
 After an exception a process tells the others and ends with ``os._exit`` (``processes/leaving.py``). JAX's ``atexit``
 would wait in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out.
 
-The watchdog looks at every shard of the loss. Where a process is gone, the collective fails on the devices that talk to
-it; the others wait for their neighbours, and a read of the loss reads the first device alone.
+The watchdog looks at every shard of the loss. If a process is gone, the collective fails on the devices that talk to
+that process, while other devices wait for their neighbours. A read of the loss would see the first device alone.
 """
 
 import math
@@ -33,7 +33,7 @@ INTERRUPTED = (
     b"\nCtrl-C: this run saves and ends after its step, with exit code 130; a second Ctrl-C ends it at once.\n"
 )
 DEFAULT_STEP_TIMEOUT_S = 600.0
-DEFAULT_FIRST_STEP_TIMEOUT_S = 3600.0  # it compiles
+DEFAULT_FIRST_STEP_TIMEOUT_S = 3600.0  # the first step compiles
 DEFAULT_MAX_SKIPPED_IN_A_ROW = 10
 LOSS = "loss"
 
@@ -53,24 +53,26 @@ class NonFiniteError(ArithmeticError):
 class LoopGuard:
     """Guards a training loop: a watchdog, a fast exit, preemption, and an end to non-finite steps.
 
-    Every process of a run makes one and calls the same methods. If an exception leaves the block in a run of several
-    processes, the process ends at once with code 13 (130 after Ctrl-C, its own after ``sys.exit``): an enclosing
-    ``with`` or ``finally`` does not run. So what waits for other processes as it closes (a checkpointer) belongs
-    outside of the guard, what writes files (a ``MetricLogger``) inside. In a single process the exception propagates.
+    Every process of a run makes a guard and calls the same methods. In a single process an exception propagates as
+    usual. If an exception leaves the block in a run of several processes, the process ends at once with code 13 (130
+    after Ctrl-C, its own code after ``sys.exit``): an enclosing ``with`` or ``finally`` does not run. So put a
+    checkpointer, which waits for other processes as it closes, outside of the guard, and a ``MetricLogger``, which
+    writes files, inside.
 
-    Ctrl-C is heard as SIGTERM is: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
-    program by ``SystemExit(130)``. A second one, or one that the loop does not ask about, is a ``KeyboardInterrupt``.
+    Ctrl-C works as SIGTERM does: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
+    program by ``SystemExit(130)``. A second Ctrl-C is a ``KeyboardInterrupt``; so is the first in a loop that never
+    calls ``should_stop``.
 
     Args:
       step_timeout_s: a step that takes longer, from one ``step_done`` to the next, ends the process with code 14 after
         the stacks of all threads were written to stderr. The time covers all that the loop does between steps: data, an
         evaluation that is not ``paused``. None watches nothing, for a debugger.
-      first_step_timeout_s: the same for the time up to the first ``step_done``, in which the step is compiled.
+      first_step_timeout_s: the limit up to the first ``step_done``, a time in which the step is compiled.
       max_skipped_in_a_row: with ``skip_nonfinite`` around the optimizer: more skipped steps than this, one after the
         other, raise ``NonFiniteError``. 0 stops at the first.
     Raises:
-      ValueError: a limit that is no positive number, or longer than 292 years; or a single process enters it in another
-        thread than the main one, which alone hears SIGTERM.
+      ValueError: a limit is not positive, or is longer than 292 years; or a single process enters the guard in another
+        thread than the main thread, which alone hears SIGTERM.
 
     >>> with LoopGuard(step_timeout_s=60) as guard:
     ...     for step in range(1, 4):
@@ -101,6 +103,7 @@ class LoopGuard:
     def __enter__(self) -> Self:
         if self._watchdog is not None:
             raise ValueError("this LoopGuard is in use, or was; make one for each loop.")
+        # Signals first: entering in the wrong thread raises here, before any thread is started.
         self._listen()
         leave_with_others()
         self._watchdog = Watchdog(f"process {jax.process_index()} of {jax.process_count()}", self._failed_shard)
@@ -110,6 +113,7 @@ class LoopGuard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
+        # The last step has no step after it, in which its loss would be looked at.
         try:
             if error is None:
                 self._check_pending()
@@ -133,10 +137,13 @@ class LoopGuard:
           ValueError: ``metrics`` have no ``loss``; or the guard is outside of its ``with`` block.
         """
         self._entered("step_done")
+        # Ctrl-C came before the step before, and `should_stop` was not called since: nobody would ever hear it.
         if self._unheard:
             raise KeyboardInterrupt("a step after Ctrl-C, and the loop has not called should_stop since")
         self._unheard = self._interrupted
         held = None if metrics is None else (step, _values_to_check(metrics))
+        # Before the wait for the step before, in which the watchdog must see both losses. The clock starts anew after
+        # that wait, since the wait is where a step that hangs is noticed.
         self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, held))]
         self._check_pending()
         self._pending = held
@@ -145,18 +152,19 @@ class LoopGuard:
     def should_stop(self, step: int) -> bool:
         """Whether to save a checkpoint and leave: some process has got SIGTERM, or Ctrl-C.
 
-        It is True in all processes after the same step, the first one that none had begun; they agree on it through
-        JAX's preemption service, without a collective. Call it in every process after every step, with its number.
+        Call it in every process after every step, with the step's number. It is True in all processes after the same
+        step. They agree on that step through JAX's preemption service, without a collective.
         """
         self._entered("should_stop")
         self._unheard = False
+        # The process that got the signal must not stop by itself: the others would wait in the next step's collectives.
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._sigterm_seen
 
     @contextmanager
     def paused(self, timeout_s: float | None = None) -> Iterator[None]:
-        """A section that is no step and may take long: an evaluation, a checkpoint that is waited for.
+        """A section that is no step and may take long, as an evaluation, or the wait for a checkpoint.
 
         ``timeout_s`` is the section's own limit; by default there is none. The step's clock starts anew after it.
         """
@@ -173,7 +181,7 @@ class LoopGuard:
         self._entered("watch").watch(what, timeout_s)
 
     def _entered(self, method: str) -> Watchdog:
-        """The watchdog; an error names ``method`` where there is none, outside of the ``with`` block."""
+        """The watchdog; raises an error that names ``method`` if the ``with`` block was not entered."""
         if self._watchdog is None:
             raise ValueError(f"{method} of a LoopGuard outside of its block; write 'with LoopGuard(...) as guard:'.")
         return self._watchdog
@@ -183,6 +191,7 @@ class LoopGuard:
         if self._pending is None:
             return
         (step, held), self._pending = self._pending, None
+        # Checked before the read, whose own error ("Array has been deleted") would not say what deleted it.
         if isinstance(decisive := _decisive(held), jax.Array) and decisive.is_deleted():
             raise ValueError(
                 f"the loss of step {step} was donated before it could be looked at, one step later, most likely to a "
@@ -207,7 +216,7 @@ class LoopGuard:
         return next(filter(None, map(_failure_of, losses)), None)
 
     def _listen(self) -> None:
-        """Notes SIGTERM and Ctrl-C. In a run of several processes JAX hears SIGTERM, and tells all of them."""
+        """Installs handlers for SIGTERM and Ctrl-C. With several processes JAX handles SIGTERM, and tells all of them."""
         several = jax.distributed.is_initialized()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not several and not in_main_thread:
@@ -221,11 +230,13 @@ class LoopGuard:
             if self._interrupted:
                 signal.default_int_handler(number, frame)
             self._interrupted = self._sigterm_seen = True
+            # A handler may interrupt a print, whose lock `sys.stderr` would then wait for.
             os.write(2, INTERRUPTED)
+            # JAX's preemption service hears SIGTERM, in C++, and nothing else.
             if several:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        # None is a handler that was not installed from Python, which cannot be put back.
+        # `signal.signal` returns None for a handler that was not installed from Python, and cannot put it back.
         if not several:
             self._previous_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop) or signal.SIG_DFL
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored (nohup)
@@ -233,6 +244,7 @@ class LoopGuard:
 
     def _close(self, error: BaseException | None) -> None:
         """Ends the process if others would wait for it; else stops the watchdog and restores the handlers."""
+        # `leave` never returns: the error, which Python would print at the end, is printed first.
         if error is not None and jax.process_count() > 1 and (code := _exit_code(error)):
             traceback.print_exception(error)
             leave(code, f"{type(error).__name__}: {error}")
@@ -242,13 +254,15 @@ class LoopGuard:
 
 
 def _failure_of(loss: jax.Array) -> str | None:
-    """The error of a device that could not compute a loss; None for a loss that was donated, at whatever moment."""
+    """The error of a device that could not compute a loss; None if there is none, or the loss was donated."""
     shard = None
     try:
         for shard in loss.addressable_shards:
+            # A shard whose computation failed is ready, too; `block_until_ready` then raises the error.
             if shard.data.is_ready():
                 shard.data.block_until_ready()
     except Exception as error:
+        # The main thread may donate the loss between any two of these lines, which is no failure.
         if shard is None or loss.is_deleted() or shard.data.is_deleted():
             return None
         return f"device {shard.device.id} failed ({error})"
@@ -280,7 +294,8 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decisive(held: Mapping[str, Any]) -> Any:
-    """What is waited for: the counter of skipped steps, and where there is none the loss."""
+    """The value that is waited for: the counter of skipped steps, or, without this counter, the loss."""
+    # With the counter, a loss that is not finite is no error: its update was skipped.
     return held.get(SKIPPED_IN_A_ROW, held[LOSS])
 
 
@@ -297,7 +312,8 @@ def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """0 for a ``sys.exit()`` that means success, which all processes do together."""
+    """The code to leave with after an exception; 0 for a ``sys.exit()`` that means success."""
+    # Success is what all processes reach together: the process ends as usual then, through JAX's barrier.
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):

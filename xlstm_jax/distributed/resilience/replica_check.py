@@ -1,11 +1,12 @@
 """Checks that the copies of a shard are equal in every bit.
 
 JAX does not check it. If a sharding says that devices hold the same values and they do not, each device goes on with
-its own, a read on the host returns the first, and training drifts. Here devices compute checksums, and hosts compare:
+its own values, a read on the host returns those of the first device, and training drifts. Here devices compute
+checksums, and hosts compare them:
 
-  on each device     leaves of which it holds a copy -> checksums [leaves, 2]; one program, no collective
-  in each process    exchanges the checksums of its devices with the other processes: some bytes for each leaf
-  for each leaf      devices that hold the same shard, by the leaf's sharding, must have the same checksum
+  each device       copies of leaves -> checksums [leaves, 2]; one program, no collective
+  each process      exchanges the checksums of its devices with the other processes: some bytes for each leaf
+  for each leaf     devices that hold the same shard, by the leaf's sharding, must have the same checksum
 """
 
 from collections import defaultdict
@@ -45,7 +46,7 @@ class ReplicaError(RuntimeError):
 
 
 class _Copied(NamedTuple):
-    """A leaf that has copies: ``holders`` are, for each shard with copies, the devices that hold it."""
+    """A leaf with copies; ``holders`` has one list for each shard with copies: the devices that hold the shard."""
 
     path: str
     value: jax.Array
@@ -55,8 +56,8 @@ class _Copied(NamedTuple):
 def check_replicas(tree: PyTree) -> None:
     """Compares all copies of each shard, in every bit (0.0 is not -0.0, a NaN is itself).
 
-    Copies are what replicated leaves have on all devices, and other leaves along the axes that do not split them.
-    Every process calls it, with the same tree; all of them raise, or none.
+    A replicated leaf has a copy on every device; a sharded leaf has copies along the axes that do not split it. Every
+    process calls it, with the same tree; all of them raise, or none.
 
     Args:
       tree: arrays, in boxes or not, as a ``TrainState``; leaves that are no ``jax.Array`` are passed over.
@@ -86,6 +87,7 @@ def _copied(path: str, value: Any) -> list[_Copied]:
     """The leaf, if several devices hold the same shard of it."""
     if not isinstance(value, jax.Array) or value.size == 0:
         return []
+    # By the sharding, not by the shards at hand: copies may be on devices of other processes.
     holders = defaultdict(list)
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         holders[tuple(dim.indices(size) for dim, size in zip(index, value.shape, strict=True))].append(device)
@@ -94,11 +96,13 @@ def _copied(path: str, value: Any) -> list[_Copied]:
 
 
 def _local_table(values: list[jax.Array]) -> np.ndarray:
-    """The checksums of what this process's devices hold: uint32 [local device, leaf, 2], 0 where one holds nothing."""
+    """The checksums of the leaves on this process's devices: uint32 [local device, leaf, 2], 0 if it is not there."""
+    # One program for each set of devices: all arrays of a program must be on the same devices.
     groups = defaultdict(list)
     for index, value in enumerate(values):
         groups[tuple(sorted(value.sharding.device_set, key=attrgetter("id")))].append(index)
     local = jax.local_devices()
+    # As many rows in every process, which the gather of the tables needs.
     most = max(len(jax.local_devices(process_index=process)) for process in range(jax.process_count()))
     table = np.zeros((most, len(values), 2), np.uint32)
     for devices, indices in groups.items():
@@ -110,7 +114,9 @@ def _local_table(values: list[jax.Array]) -> np.ndarray:
 
 
 def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """The buffers of all devices as shards of one array, whether or not they are copies by the leaf's sharding."""
+    """The buffers of all devices as the shards of one array, which is split over all devices."""
+    # Declared as different values: of an array that is declared replicated the compiler may assume that all copies are
+    # equal, which is what is to be checked.
     buffers = [shard.data for shard in value.addressable_shards]
     if is_prng_key(value):
         buffers = [jax.random.key_data(buffer) for buffer in buffers]
@@ -121,7 +127,7 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
-    """The checksums of what each device holds, uint32 [device, leaf, 2]: one program, which communicates nothing."""
+    """The checksums of each device's buffers, uint32 [device, leaf, 2]: one program without collectives."""
 
     def on_device(values: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(value) for value in values])[None]
@@ -132,7 +138,8 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
     """Each device's row of the table, those of other processes included."""
-    allgather_text("", "check_replicas")  # The next line waits for ever for a process that does not come.
+    # A meeting with a time limit: the next line waits for ever for a process that does not come.
+    allgather_text("", "check_replicas")
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]
     return {
         device: row

@@ -1,17 +1,17 @@
 """A watchdog that ends the process when something takes too long.
 
-JAX notices a process that died, but not one that is stuck: the others wait in a collective, in C, and no Python code of
-their main threads runs any more. Two clocks run beside the main thread:
+JAX notices a process that died, but not a process that is stuck: the others wait in a collective, in C, and no Python
+code of their main threads runs any more. Two clocks run beside the main thread:
 
   a daemon thread   looks some times a second. Past the limit it writes what took how long and the stacks of all threads
                     to stderr, and ends the process with code 14; with code 13 if ``find_failure`` has found a failure
-  faulthandler      a timer in C that the thread restarts each time it looks. Where a C call holds the lock of the
+  faulthandler      a timer in C that the thread restarts each time it looks. If a C call holds the lock of the
                     interpreter the thread cannot run; the timer then writes the stacks and ends the process with code 1
 
-Both write to file descriptor 2, without Python's ``sys.stderr``, whose lock the stuck thread may hold. Neither waits
-for whoever reads it: a pipe that nobody reads (a launcher that hangs) is full after 64 KiB, and a write to it never
-returns. So the thread leaves its text to another one, for which it does not wait long, and the timer writes to a
-descriptor of its own that does not block. What does not fit is lost; the exit code is not.
+Both write to file descriptor 2, not to Python's ``sys.stderr``, whose lock the stuck thread may hold. Neither waits for
+a reader: a pipe that nobody reads (the launcher hangs) is full after 64 KiB, and a write to it never returns. So the
+daemon thread hands its text to a second thread, for which it does not wait long, and the timer writes to a descriptor
+of its own that does not block. Text that does not fit is lost; the exit code is not.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, in_time, leave
 
 EXIT_HUNG = 14
 LOOK_EVERY_S = 0.25
-TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, which has more to say
-MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # that the timer can take; 292 years
-WRITE_TIMEOUT_S = 2.0  # that a reader of stderr is given to take the stacks
+TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, whose message says more
+MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # the longest limit that the timer can take; 292 years
+WRITE_TIMEOUT_S = 2.0  # the time that a reader of stderr has to take the stacks
 _STDERR = 2
 
 
@@ -40,10 +40,11 @@ class _Watched(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process if ``watch`` is not called again in time. One at a time: Python's faulthandler has one timer.
+    """Ends the process if ``watch`` is not called again in time. Use one at a time: faulthandler has one timer.
 
-    ``name`` is that of this process in what is written; ``find_failure`` returns a text if something has failed, and
-    must not wait.
+    Args:
+      name: the name of this process in messages.
+      find_failure: returns a text if something has failed; must not wait.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
@@ -63,6 +64,7 @@ class Watchdog:
     def watch(self, what: str, timeout_s: float | None) -> None:
         """From now on ``what`` may take ``timeout_s`` seconds; None: for ever."""
         before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
+        # With the same limit the thread restarts the timer at its next look, and a step costs no call into C.
         if timeout_s != before.timeout_s:
             self._restart_timer()
 
@@ -72,6 +74,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """Ends the thread and the timer."""
+        # In this order: the thread would start the timer again.
         self._stopped.set()
         self._thread.join()
         self._restart_timer()
@@ -86,7 +89,7 @@ class Watchdog:
             if left <= 0:
                 took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
                 self._end(f"{watched.what} {took}", EXIT_HUNG)
-            # By now the main thread has raised the failure of the look before itself, if it is not stuck.
+            # A failure ends the process at the second look only: a main thread that is not stuck has raised it by then.
             failed, failure = failure, self._find_failure()
             if failed and failure and not self._stopped.is_set():
                 self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
@@ -108,10 +111,10 @@ class Watchdog:
 
 
 def _stderr_that_does_not_block() -> int:
-    """A descriptor of its own for stderr where that is a pipe or a terminal, on Linux; else descriptor 2.
+    """A new descriptor for stderr that does not block, if stderr is a pipe or a terminal on Linux; else descriptor 2.
 
-    It is opened anew, since a copy would share its flags with the processes that have the other copies. Files never
-    block. Sockets cannot be opened anew, nor can the pipe of another user: there the timer may block, as Python's does.
+    It is opened anew: a copy (``os.dup``) shares its flags with all other copies, in other processes too. Files never
+    block. Sockets, and pipes of another user, cannot be opened anew: there the timer may block, as Python's does.
     """
     mode = os.fstat(_STDERR).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
@@ -121,7 +124,9 @@ def _stderr_that_does_not_block() -> int:
 
 
 def _stacks() -> bytes:
-    """The stacks of all threads, as faulthandler writes them; to a pipe, whose 64 KiB are enough."""
+    """The stacks of all threads, as faulthandler writes them."""
+    # Through a pipe, since faulthandler writes to descriptors only. Nobody reads meanwhile: what is beyond the pipe's
+    # 64 KiB is dropped, since its end does not block.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     faulthandler.dump_traceback(file=writer, all_threads=True)
