@@ -1,11 +1,11 @@
-"""Frozen parameters: what fine-tuning keeps, as the base under an adapter, and how it is stored.
+"""Frozen parameters, such as the base model under an adapter: they take no gradient, and may be stored in fewer bits.
 
-  W[d_fsdp, f]  -- freeze_params -->  the same in a box that says trainable=False, in the dtype that is asked for
+  W[d_fsdp, f]  -- freeze_params -->  W in a box that says trainable=False, in the dtype that is asked for
   forward       gathered as any other leaf, in the dtype in which it is stored, or in its ``gather_dtype``
-  backward      gathered again where weights are not kept; no gradient, no reduce-scatter, no all-reduce
+  backward      gathered again if weights are not kept; no gradient, no reduce-scatter, no all-reduce
   optimizer     does not see it: no moments, no part in norms
 
-The box says it, and ``Sharded.is_differentiable`` reads it; everything else follows from that.
+Everything follows from the box's ``trainable``, which ``Sharded.is_differentiable`` reads.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def freeze_params(
 ) -> PyTree:
     """Freezes parameters: a leaf that is not trainable has no gradient and no optimizer state, and is stored as asked.
 
-    ``create_train_state`` does it within the initialisation, given the same arguments. Here it is for parameters that
-    come from elsewhere: from a checkpoint, or two trees merged into one.
+    ``create_train_state`` does it within the initialisation, given the same arguments. Use this function for parameters
+    that come from elsewhere: from a checkpoint, or two trees merged into one.
 
     >>> params = {"base": {"kernel": jnp.ones((8, 4))}, "lora": {"a": jnp.ones((8, 2))}}
     >>> found = freeze_params(params, lambda path: path.startswith("lora/"), frozen_dtype="bfloat16")
@@ -39,16 +39,16 @@ def freeze_params(
     (False, dtype(bfloat16), dtype('float32'))
 
     Args:
-      params: arrays, boxed where they are split; outside of ``jit`` or inside. Integers and PRNG keys take no gradient
+      params: arrays, boxed if they are split; outside of ``jit`` or inside. Integers and PRNG keys take no gradient
         anyway, and stay as they are.
-      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; where it is false, the leaf is frozen. A
-        leaf that is frozen already stays so. None: those are all.
-      frozen_dtype: a floating dtype of 16 bits or more, in which frozen leaves are stored, and gathered unless their
-        ``gather_dtype`` says otherwise; or "int8", "float8_e4m3fn" or "int4": in blocks of bytes with scales (see
-        docs/quantized.md), which are gathered as they are stored, while leaves that are whole, padded, or not filled
-        by blocks stay as they are. None: all stay as they are.
+      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; if it is false, the leaf is frozen. Leaves
+        that are frozen already stay frozen; with None no others are.
+      frozen_dtype: the dtype in which frozen leaves are stored; None: they stay as they are. A floating dtype has 16
+        bits or more; leaves are gathered in it, unless their ``gather_dtype`` says otherwise. "int8", "float8_e4m3fn"
+        and "int4" are blocks of bytes with scales (see docs/quantized.md), which are gathered as they are stored;
+        leaves that are whole, padded, or not filled by blocks stay as they are.
     Returns:
-      The tree; frozen leaves in boxes with ``trainable=False``, those that are whole too, and all others as they were.
+      The tree, with frozen leaves, split or whole, in boxes with ``trainable=False``; all others as they were.
     Raises:
       TypeError: ``trainable`` is no function, or ``frozen_dtype`` no dtype.
       ValueError: ``frozen_dtype`` is given and nothing is frozen; or it does not fit a leaf, which is named.
@@ -79,13 +79,14 @@ def freeze_params(
 
 
 def stored(path: str, leaf: Any, dtype: str | None) -> Any:
-    """A frozen leaf as it is stored: in blocks of bytes only where it is split, unpadded, and fills the blocks."""
+    """A frozen leaf as it is stored: in blocks of bytes only if it is split, not padded, and fills the blocks."""
     if dtype is None:
         return leaf
     leaf = unpacked(leaf)
     box = leaf_of(leaf)
     if not isinstance(leaf, Sharded) or not packed_format(box.value, dtype):
         return rebox(leaf, box.value.astype(cast_dtype(box.value, dtype, "frozen_dtype", path)))
+    # Along a dim that is split, a block would lie on two devices, and its scale on one.
     dim = None if box.is_padded else dim_to_pack(box.value.shape, list(map(bool, box.names)))
     if dim is None:
         return leaf
@@ -94,7 +95,7 @@ def stored(path: str, leaf: Any, dtype: str | None) -> Any:
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:
-    """What ``model.init`` has returned, its "params" by ``freeze_params``; untouched where nothing is asked for."""
+    """The variables of ``model.init`` with "params" frozen by ``freeze_params``; unchanged if both options are None."""
     if trainable is None and frozen_dtype is None:
         return variables
     return {**variables, "params": freeze_params(variables.get("params", {}), trainable, frozen_dtype=frozen_dtype)}

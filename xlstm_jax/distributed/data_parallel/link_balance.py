@@ -1,4 +1,4 @@
-"""Links in balance: in what order of the mesh axes each sharded parameter travels.
+"""Chooses the order of the mesh axes in which each sharded parameter travels, so that all links carry the same load.
 
 A leaf of B bytes that is split over axes of sizes n_0 (outermost), n_1, ... is gathered innermost first, and its
 gradient is scattered outermost first. Over the outermost axis travel B (n_0 - 1) / n_0 bytes, over the next
@@ -56,9 +56,11 @@ def balanced_orders(
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 
     orders = list(given)
+    # The largest first, as one packs a trunk: small leaves even out what large leaves leave uneven.
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         choices = _orders(given[leaf], slow_axes)
-        # Of equally good orders the last: the first axis is left to modules that have a single leaf.
+        # `min` takes the first of equally good orders, so in reverse the last: the first axis is left to modules that
+        # have a single leaf, whose order is the given one.
         choices = choices[::-1] if any(total.values()) else choices[:1]
         orders[leaf] = min(choices, key=partial(loads, sizes[leaf]))
         for axis, sent in _traffic(sizes[leaf], orders[leaf], axis_sizes).items():
@@ -91,9 +93,9 @@ def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[s
 def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """The parameters with the orders of their axes balanced over the whole model; values are global arrays.
 
-    A wrapped module sees its own leaves alone when it boxes them. This function sees all leaves, those of a scan with
-    all their layers. Only names change: the same dim is split over the same axes. Axes that the model itself splits a
-    leaf over stay where they are, and so does every leaf that only one axis gathers.
+    A wrapped module sees only its own leaves when it boxes them. This function sees all leaves, and all layers of a
+    scan. Only the order of names changes: the same dim is split over the same axes. Axes over which the model itself
+    splits a leaf keep their places, and a leaf that only one axis gathers stays as it is.
 
     Args:
       params: boxed arrays, or abstract arrays, of global shapes.
@@ -120,7 +122,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
 
 
 def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, Order]:
-    """The first dim that several axes gather, with these axes in the order of the mesh; no axes where there is none."""
+    """The first dim that several axes gather, with these axes in the order of the mesh; no axes without such a dim."""
     box = leaf_of(leaf)
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
@@ -143,7 +145,8 @@ def _travelling_bytes(leaf: Any) -> float:
 def _shared_orders(
     found: dict[str, tuple[float, int, Order]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
 ) -> dict[str, Order]:
-    """Orders by path: layers of a Python loop share theirs where the links are in balance all the same."""
+    """Orders by path: layers of a Python loop share one order, if the links are in balance all the same."""
+    # Layers with different orders are different programs: JAX traces, and XLA compiles, each of them.
 
     def orders_of(key: Callable[[str], Any]) -> dict[str, Order]:
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -162,5 +165,6 @@ def _shared_orders(
         loads = [load[axis] for axis in load if axis not in slow_axes and load[axis]]
         return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
 
+    # Paths that differ in numbers alone are those of layers: block_0/kernel, block_1/kernel.
     shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *found[path][1:]))
     return shared if in_balance(shared) else orders_of(lambda path: path)

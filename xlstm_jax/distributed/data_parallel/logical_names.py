@@ -3,8 +3,8 @@
     kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          what the dims of a parameter are
     with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         which mesh axis splits them
 
-They are read as Flax reads them; and an axis that the mesh does not have splits nothing. Rules are those in force when
-the model is initialised.
+Names are read as Flax reads them, except that an axis that the mesh does not have splits nothing. The rules in force
+when the model is initialised count.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,14 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry,
 
 
 def is_logical(leaf: Any) -> bool:
-    """Whether ``leaf`` is in a box whose names there are rules for; where there are none, names are those of axes."""
+    """Whether ``leaf`` is in a box of logical names, and there are rules; without rules its names are mesh axes."""
     return isinstance(leaf, nn.LogicallyPartitioned) and bool(leaf.rules or nn.get_logical_axis_rules())
 
 
 def rules_of_mesh() -> AbstractContextManager[None]:
-    """While a model runs on the mesh that is set: the rules in force name its axes, and none within ``shard_map``.
-
-    Flax constrains parameters and activations by the rules. JAX refuses that along other axes, and along manual ones.
-    """
+    """A context in which rules name only axes of the mesh that is set, and in which ``shard_map`` has no rules."""
+    # By the rules Flax constrains parameters and activations. JAX refuses a constraint along an axis that the mesh does
+    # not have, and along a manual axis.
     mesh = jax.sharding.get_abstract_mesh()
     rules = () if mesh.manual_axes else nn.get_logical_axis_rules()
     return nn.logical_axis_rules(tuple((name, _there(entry, mesh.shape)) for name, entry in rules))
@@ -38,7 +37,7 @@ def _there(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
 
 
 def mesh_names(box: Any) -> tuple[AxisEntry, ...]:
-    """A box's names as axes of the mesh that is set: logical ones by its own rules, or by those in force."""
+    """A box's names as axes of the mesh that is set: logical names by the box's own rules, or by the rules in force."""
     return _by_rules(tuple(box.names), box.rules) if is_logical(box) else tuple(box.names)
 
 
@@ -48,5 +47,5 @@ def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
 
 
 def layer_name(name: str | None) -> AxisEntry:
-    """The entry for a dim that ``nn.scan`` adds, which ``metadata_params`` names: by the rules, where there are any."""
+    """The entry for a dim that ``nn.scan`` adds and ``metadata_params`` names: read by the rules, if there are any."""
     return _by_rules((name,), None)[0] if nn.get_logical_axis_rules() else name

@@ -19,11 +19,9 @@ HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a devic
 
 
 def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of one leaf on ``mesh``; axes of size 1 split nothing and are left out.
-
-    Leaving them out keeps a mesh of one device free of collectives: under ``check_vma=True`` only a (compiled and paid)
-    all-reduce turns a value that a spec declared varying back into one that is not.
-    """
+    """The ``PartitionSpec`` of one leaf on ``mesh``, without axes of size 1, which split nothing."""
+    # With these axes a mesh of one device would pay for collectives: under check_vma=True a value that a spec declares
+    # varying becomes a value that is not only by an all-reduce, which is compiled and run.
     axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_of(leaf).names]
     # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
     while axes and not axes[-1]:
@@ -39,7 +37,7 @@ def stored_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of rows that are split over ``axes``; those of size 1 are left out, as in ``leaf_spec``."""
+    """The ``PartitionSpec`` of rows that are split over ``axes``, without axes of size 1, as in ``leaf_spec``."""
     return PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))
 
 

@@ -1,9 +1,9 @@
-"""How a plan learns what wrapped modules decide: on a mesh without devices they box every leaf with their decisions.
+"""Records for a plan what wrapped modules decide: on a mesh without devices they box every leaf with their decisions.
 
-A plan traces ``model.init`` under ``planning_mesh``. Where ``shard_module_params`` would split a leaf or leave it, it
-puts it into a ``Planned`` box instead, which travels to the end of ``init`` as the box of a split leaf does: through
-``nn.scan`` and ``nn.vmap``, which add a dim, and through further wrappers, which add decisions. Everything that a plan
-says was therefore decided by the code that decides in training, on the shapes that it sees there.
+A plan traces ``model.init`` under ``planning_mesh``. There ``shard_module_params`` puts every leaf into a ``Planned``
+box, whether it would split the leaf or not. The box travels to the end of ``init`` as the box of a split leaf does:
+through ``nn.scan`` and ``nn.vmap``, which add a dim, and through further wrappers, which add decisions. So everything
+in a plan was decided by the code that decides in training, on the shapes that it sees there.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,9 @@ _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="pla
 
 
 def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
-    """The mesh under which wrapped modules plan; to be set with ``jax.sharding.use_abstract_mesh``.
-
-    The name of its devices marks it. That makes it another mesh than any real one, so that JAX, which keeps traced
-    functions by mesh, never uses what was traced for a plan in an initialisation, nor the reverse.
-    """
+    """The mesh under which wrapped modules plan; to be set with ``jax.sharding.use_abstract_mesh``."""
+    # The name of its devices marks it, and makes it unequal to every real mesh. JAX keeps traced functions by mesh, and
+    # would otherwise use in an initialisation what was traced for a plan.
     types = (AxisType.Auto,) * len(axis_sizes)
     return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types, abstract_device=_NO_DEVICE)
 
@@ -38,8 +36,8 @@ def is_planning() -> bool:
 class Decision(NamedTuple):
     """One wrapper's choice for a leaf.
 
-    ``shape`` and ``names`` are those of the leaf where that wrapper ran (within ``nn.scan``, of a single layer), the
-    names with the outcome in them. The dtypes are those in which the leaf travels.
+    ``shape`` is the leaf's shape as that wrapper saw it (within ``nn.scan``, of a single layer); ``names`` are the
+    leaf's names after the choice. The dtypes are those in which the leaf travels.
     """
 
     axes: tuple[str, ...]
@@ -51,8 +49,9 @@ class Decision(NamedTuple):
 
 
 class _Decisions(tuple[Decision, ...]):
-    """Decisions in the structure of a tree that compare as equal: the branches of ``nn.cond`` may differ in them."""
+    """Decisions that all compare as equal."""
 
+    # They are part of a tree's structure. JAX wants it to be equal in all branches of a `cond`; decisions may differ.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Decisions)
 
@@ -63,7 +62,7 @@ class _Decisions(tuple[Decision, ...]):
 class Planned(Sharded, repr=False):
     """The box of a leaf in a plan, split or whole. ``decisions`` are those of all wrappers that saw it, in their order.
 
-    ``stands_for`` is the class of the box that the leaf has when the model is initialised, None where it has none.
+    ``stands_for`` is the class of the box that the leaf has when the model is initialised; None if it has no box.
     """
 
     decisions: tuple[Decision, ...] = struct.field(default=_Decisions(), pytree_node=False)
@@ -71,7 +70,7 @@ class Planned(Sharded, repr=False):
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
-        """``leaf``, which the decision makes ``boxed``, in such a box with one decision more."""
+        """A box for ``leaf`` with this decision added; ``boxed`` is the leaf as the decision makes it."""
         before, box = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
         own = boxed if is_logical(leaf) else leaf
@@ -89,7 +88,7 @@ class Planned(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
-        """The leaf as a wrapper over ``axes`` gives it to its module: not split over them, to be decided once more."""
+        """The leaf as a wrapper over ``axes`` hands it to its module: no longer split over ``axes``."""
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):
             return self

@@ -1,7 +1,7 @@
-"""What a user asks for where parameters are split, and which dim of a leaf is split then.
+"""The options of a wrapper as one object, and the choice of the dim along which a leaf is split.
 
 ``ShardPolicy`` is made once, where a user enters, and handed on whole. ``choose_shard_dim`` decides from shapes alone,
-for sharding and for the plan.
+so that sharding and the plan decide alike.
 """
 
 import math
@@ -35,8 +35,8 @@ UNEVEN = ("replicate", "pad")
 class ShardPolicy:
     """Over which axes leaves are split, which leaves, how they travel, and when gathered weights are dropped.
 
-    ``shard_module_params`` documents each option, and raises what this does. Dtypes are kept by name and axes in a
-    tuple, so that equal policies compare as equal. ``axes`` is ``axis_name`` as a tuple.
+    ``shard_module_params`` documents each option, and the errors. Dtypes are kept by name and axes in a tuple, so that
+    equal policies compare as equal. ``axes`` is ``axis_name`` as a tuple.
     """
 
     axis_name: AxisNames
@@ -82,13 +82,14 @@ class ShardPolicy:
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
             )
+        # In place of the user's values, so that equal policies compare as equal: jit and vjp rules keep programs by it.
         kept = {"axis_name": axes, "axes": axes, "min_weight_size": int(size), "communication": travels}
         for name, value in (kept | vars(travels)).items():
             object.__setattr__(self, name, value)
 
 
 class ShardChoice(NamedTuple):
-    """What ``choose_shard_dim`` decided. ``dim`` is None where the leaf stays whole; ``reason`` says why."""
+    """The choice of ``choose_shard_dim``. ``dim`` is None if the leaf stays whole; ``reason`` says why."""
 
     dim: int | None
     reason: Reason
@@ -101,17 +102,17 @@ def choose_shard_dim(
     min_weight_size: int,
     uneven: str = "replicate",
 ) -> ShardChoice:
-    """Decides which dim of a leaf is split over the axes: the largest that they divide and that is still whole.
+    """Decides which dim of a leaf is split over the axes: the largest dim that they divide and that is not split yet.
 
-    Of equal dims it is the last, which is the output dim of a Linen kernel.
+    Of equally large dims it is the last, which is the output dim of a Linen kernel.
 
     Args:
       shape: the leaf's shape as this device sees it.
-      names: its entry for each dim, ``(None,) * len(shape)`` for a leaf without a box.
+      names: the entry of each dim, ``(None,) * len(shape)`` for a leaf without a box.
       axis_sizes: the axes to split over, outermost first, with their sizes.
-      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
-      uneven: where the axes divide no dim: "replicate" leaves the leaf whole, "pad" takes the largest dim, which is
-        then stored with zeros up to the next multiple.
+      min_weight_size: leaves with fewer values stay whole; a leaf of exactly this size is split.
+      uneven: what to do if the axes divide no dim: "replicate" leaves the leaf whole; "pad" takes the largest dim,
+        which is then stored with zeros up to the next multiple.
     """
     held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
     size, parts = math.prod(shape), math.prod(axis_sizes.values())

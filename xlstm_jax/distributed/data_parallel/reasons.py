@@ -19,6 +19,7 @@ class Reason:
 
     text: ClassVar[str]
 
+    # Decorates each subclass; `dataclass_transform` above tells type checkers so.
     def __init_subclass__(cls, text: str = "") -> None:
         cls.text = text
         dataclass(frozen=True)(cls)
@@ -28,7 +29,7 @@ class Reason:
 
     @property
     def each(self) -> "tuple[Reason, ...]":
-        """The reasons that an ``OfSeveral`` consists of; of any other, itself."""
+        """The reasons that an ``OfSeveral`` holds; any other reason holds itself."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,13 +61,13 @@ class TooSmall(Reason, text="{size} values are fewer than min_weight_size={minim
 
 
 class AlreadySplit(Reason, text="already split over {axes}"):
-    """Its box names one of the axes already: another wrapper, or the model, has split it."""
+    """The leaf's box names one of the axes already: another wrapper, or the model, has split the leaf."""
 
     axes: str
 
 
 class Taken(Reason, text="every dim of shape {shape} is taken by {names}"):
-    """Other axes (tensor parallel) split each of its dims."""
+    """Other axes (tensor parallel) split every dim of the leaf."""
 
     shape: tuple[int, ...]
     names: tuple[AxisEntry, ...]
@@ -77,7 +78,7 @@ class NoValues(Reason, text="holds no values (shape {shape})"):
 
 
 class Scalar(Reason, text="is a scalar"):
-    """It has no dim, and ``min_weight_size`` is 1 or less: a larger one makes it ``TooSmall``."""
+    """The leaf has no dim, and ``min_weight_size`` is 1 or less; with a larger threshold it is ``TooSmall``."""
 
 
 class PrngKeys(Reason, text="holds PRNG keys, which are never split"):
@@ -124,5 +125,6 @@ def reason_from_json(data: Any) -> Reason:
     return classes[data["kind"]](**{name: _tuples(value) for name, value in data.items() if name != "kind"})
 
 
+# JSON has lists alone, and a reason with lists would be neither equal to the original nor hashable.
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

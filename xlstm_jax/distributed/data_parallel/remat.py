@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: activations as you say, gathered weights never.
+"""Policies of rematerialisation, which keep activations as you choose and gathered weights never.
 
     jax.checkpoint(f, policy=remat_policy(base))        nn.remat(Block, policy=remat_policy(base))
 
@@ -7,21 +7,22 @@
     "nothing"     only the inputs; all is computed again
     a policy      what that policy keeps
 
-A policy of JAX is asked about one operation at a time: which one, the types of its inputs, its parameters; not where
-its inputs come from. So it cannot recognise a weight. Nor does it help to name the output of a gather and to keep all
-but that name: JAX then keeps the gather's own output, before the name, or what is computed after it. What helps is to
-refuse the gathers themselves (``GATHERS``), and all that only moves or casts values, arithmetic on single elements, and
-random numbers (``RECOMPUTED``), also where a function with a derivative of its own consists of nothing else.
+JAX asks a policy about one operation at a time: the policy sees the operation, the types of its inputs and its
+parameters, not where the inputs come from. So it cannot recognise a weight. Nor does it help to name the output of a
+gather and to keep everything except that name: JAX then keeps the gather's own output, before the name, or a value that
+is computed after it. It does help to refuse the gathers themselves (``GATHERS``), and all operations that only move or
+cast values, compute element by element, or draw random numbers (``RECOMPUTED``); also a function with a derivative of
+its own that consists of nothing else.
 
-What these make of a gathered weight (a cast, a transpose, some rows, quantised values times their scales, an exp) is
-made again in the backward pass. So are the same operations on activations, which costs no matrix product: XLA fuses
-them into the operations that read their results. In the compiled programs of docs/remat.md that takes less memory *and*
-fewer cycles than to keep their results, as fewer bytes are moved.
+The results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their
+scales, an exp) are computed again in the backward pass. So are their results on activations, which costs no matrix
+product: XLA fuses them into the operations that read them. In the compiled programs of docs/remat.md this takes less
+memory *and* fewer cycles than keeping the results, as fewer bytes are moved.
 
-What can still be kept of a weight alone: reductions over it (a norm, a maximum: smaller than the weight), and products
-of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative sums, sorts,
-kernels and loops over them, which look like those over activations. Merge such weights outside of the rematerialised
-function, or keep "nothing".
+Some values that are computed from weights alone may still be kept: reductions (a norm, a maximum: smaller than the
+weight), products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``),
+cumulative sums, sorts, kernels and loops. A policy cannot tell them from the same operations on activations. Merge such
+weights outside of the rematerialised function, or keep "nothing".
 """
 
 import functools
@@ -39,7 +40,7 @@ from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 
 Policy = Callable[..., Any]
 
-BLOCK_INPUT = "block_input"  # the name (``checkpoint_name``) of what a wrapped module is given
+BLOCK_INPUT = "block_input"  # the name (``checkpoint_name``) of a wrapped module's input
 
 GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
 _CASTS = (
@@ -56,7 +57,8 @@ ARITHMETIC = (
     "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
-# Kept, the bits of a dropout mask would take 32 times what the mask itself says; made again, they are the same.
+# Each entry of a dropout mask is drawn from 32 random bits; keeping them would take 32 times the information of the
+# mask. Computed again from the same key, they are the same bits.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
 RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {ARITHMETIC} {_RANDOM}".split())
 
@@ -77,14 +79,14 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     (8, 32)
 
     Args:
-      base: what is kept of the rest: "everything" (also None), "dots", "nothing", or a policy, as those of
+      base: what is kept of all other values: "everything" (also None), "dots", "nothing", or a policy, as those of
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
-        what it names, whatever that is.
+        every value of that name, also a weight.
       offload: names of values (``checkpoint_name``) that are kept in the memory of the host, until the backward pass
-        needs them; with base "nothing" these alone are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped
+        needs them; with base "nothing" only these are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped
         module.
     Returns:
-      The same object for the same base: JAX compares policies by identity, and would trace again for another.
+      The same object for the same arguments: JAX compares policies by identity, and would trace again for another.
     Raises:
       ValueError: ``base`` is no such name.
       TypeError: ``offload`` is one string, and not several.
@@ -123,8 +125,10 @@ def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any)
     name = primitive.name
     if name in GATHERS or name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
         return False
+    # A base that keeps even products of single elements keeps everything: it has not chosen this name, which may be a
+    # weight's. A base that keeps this name, and not such products, has chosen it.
     if name == "name" and base(mul_p, *inputs, *inputs):
-        return False  # it keeps all there is and has not chosen the name, which may be that of a weight
+        return False
     return base(primitive, *inputs, **params)
 
 
@@ -134,11 +138,9 @@ def _is_table(name: str, params: dict[str, Any]) -> bool:
 
 
 def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
-    """Whether a function has nothing in it to keep.
-
-    JAX looks into most functions itself. But one with a derivative of its own stays whole where it is of values that
-    are not differentiated, and so does the gather of frozen weights. The maxima in it are those of blocks of a shard.
-    """
+    """Whether a function has nothing in it to keep."""
+    # JAX looks into most functions itself. It does not look into a function with a derivative of its own if nothing in
+    # it is differentiated, as in the gather of frozen weights. The maxima in such a gather are those of packed blocks.
     if name not in _FUNCTIONS:
         return False
     body = (params.get("call_jaxpr") or params["jaxpr"]).eqns
@@ -151,12 +153,13 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """The arrays of a tree by position, and a function that puts others there; the rest (a flag, a module) stays.
+    """The arrays of a tree by position, and a function that puts other arrays in their places; all else stays.
 
-    Instances of ``others``, whatever they hold, count as arrays.
+    Instances of the classes ``others`` count as arrays.
     """
     found, treedef = flatten_with_path(tree, others)
     leaves = [leaf for _, leaf in found]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
-    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]  # no tracer outlives its trace in here
+    # Without the arrays, since the function below keeps `rest`: a tracer in it would outlive its trace.
+    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
     return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])

@@ -3,9 +3,9 @@
     block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_params -->  blocks/up/kernel[3, d, f]
                                                       <-- unstack_params --
 
-A module that is called in a loop has parameters of its own for each layer; ``nn.scan`` keeps those of all layers in one
-leaf, with a layer dim in front. On a mesh the layer dim is whole: each device stacks the shards that it has, and
-nothing travels. A box gets an entry for the layer dim, or loses it, and keeps all else.
+Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of all layers in one leaf, with a
+layer dim in front. On a mesh the layer dim is whole: each device stacks the shards that it has, and nothing travels. A
+box gets an entry for the layer dim, or loses it, and keeps all else.
 """
 
 import functools
@@ -44,8 +44,8 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
       tree: nested dicts; a box is one leaf.
-      names: for the beginning of a path (whole parts of it), what stands there instead; the longest that fits counts,
-        and a path that none fits stays. ``{new: old for old, new in names.items()}`` leads back.
+      names: from the beginning of a path (one or more whole parts) to its replacement. The longest beginning that fits
+        counts; a path that none fits stays. ``{new: old for old, new in names.items()}`` leads back.
     Raises:
       ValueError: two leaves would lie at one path, or a name fits no leaf.
     """
@@ -69,10 +69,10 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def stack_params(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
-    """Layers in a loop to layers in a scan: all that is kept for ``block_0``, ``block_1``, ... under ``blocks``.
+    """Layers in a loop to layers in a scan: the leaves of ``block_0``, ``block_1``, ... are stacked under ``blocks``.
 
-    Wherever in the tree such layers lie, they are stacked: in parameters, in the moments of an optimizer, in a whole
-    ``TrainState`` (whose ``apply_fn`` stays what it was), in the abstract target of a restore.
+    Such layers are stacked wherever they lie in the tree: in parameters, in the moments of an optimizer, in a whole
+    ``TrainState`` (whose ``apply_fn`` stays), in the abstract target of a restore.
 
     >>> params = {"block_0": {"w": jnp.zeros((4, 2))}, "block_1": {"w": jnp.ones((4, 2))}, "head": jnp.ones(2)}
     >>> stacked = stack_params(params, "block_{}", "blocks")
@@ -85,15 +85,15 @@ def stack_params(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
       layer_names: the layers' name with ``{}`` for their numbers, from 0 on, as "block_{}".
       stacked_name: the name of the scan.
     Returns:
-      The tree with leaves [layers, ...] under ``stacked_name``. All else is as it was: the same arrays, which a step
-      that takes over the memory of one tree takes from the other.
+      The tree with leaves [layers, ...] under ``stacked_name``. All other leaves are the same arrays in both trees: a
+      step to which one tree is donated takes them from the other, too.
     Raises:
       ValueError: there is no such layer, or one is missing; layers differ in structure, shape, dtype or box (names the
         leaf); or there is something of that name already.
       TypeError: a name is no string, or ``layer_names`` has not one ``{}``.
 
-    The state of an optimizer is stacked right where it has a number for each of a parameter (SGD, Adam, Lion), and not
-    where it has a norm or a factor of the parameter as a whole.
+    An optimizer's state is stacked rightly if it has a number for each number of a parameter (SGD, Adam, Lion), and
+    wrongly if it has a norm or a factor of a whole parameter.
     """
     pattern = _pattern(layer_names)
     _check_name(stacked_name)
@@ -136,8 +136,11 @@ def _with_other_entries(
     replaced: Callable[[Mapping[str, Any]], tuple[Sequence[str], Entries]],
     wanted: str,
 ) -> PyTree:
-    """The tree with other entries in each dict that it ``concerns``: ``replaced(dict)`` are the names of old ones, and
-    the new ones. ``wanted`` is the name to say is missing where it concerns none."""
+    """The tree with entries replaced in each dict for which ``concerns(dict)`` is true.
+
+    ``replaced(dict)`` returns the names of the old entries, and the new entries. If ``concerns`` is true of no dict, an
+    error says that ``wanted`` is missing.
+    """
     seen: set[str] = set()
     replacements: list[Entries] = []
 
@@ -254,6 +257,7 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
 
 def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
     """A function that returns the leaf's first layer, then its second, and so on."""
+    # A function and not a list, which `jax.tree.map` would take for a part of the tree.
     layers = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), leaf_of(leaf).value)
     if isinstance(leaf, meta.AxisMetadata):
         layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
@@ -268,7 +272,8 @@ def _split(stacked: Any) -> list[Any]:
 
 
 def _on_shards(fn: Callable[..., Any], respec: Callable[[PartitionSpec], PartitionSpec], *values: Any) -> Any:
-    """``fn(*values)``; on a mesh each device works on its shards, and ``respec`` makes the spec of what comes out."""
+    """``fn(*values)``; on a mesh each device works on its shards, and ``respec`` makes the spec of the results."""
+    # Tracers have no sharding that could be read: inside `jit` the compiler chooses.
     sharding = None if isinstance(values[0], Tracer) else getattr(values[0], "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, respec(sharding.spec))
@@ -278,6 +283,7 @@ def _on_shards(fn: Callable[..., Any], respec: Callable[[PartitionSpec], Partiti
     return _jitted(fn, sharding)(*values) if isinstance(sharding, NamedSharding) else fn(*values)
 
 
+# Cached: a new `jax.jit` for each leaf would compile for each leaf.
 @functools.cache
 def _jitted(fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
     return jax.jit(fn, out_shardings=sharding)

@@ -51,14 +51,14 @@ def shard_params(
       params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
       axis_name: an axis or a tuple of axes; a dim is split over all of them. The order given is that of the largest
         leaf, outermost first; other leaves take the order that lets all axes carry the same load.
-      min_weight_size: leaves with fewer values stay whole; one of exactly this size is split.
-      uneven: what happens to a leaf none of whose dims the axis divides; "replicate": it stays whole; "pad": it is
+      min_weight_size: leaves with fewer values stay whole; a leaf of exactly this size is split.
+      uneven: what to do with a leaf if the axis divides none of its dims; "replicate": it stays whole; "pad": it is
         split along its largest dim, with zeros up to the next multiple of N.
     Returns:
-      The tree, leaves split along the largest dim that the axis divides and no other axis has taken, as
-      ``nn.Partitioned`` with value [..., d / N, ...]. All others come back as they are, PRNG keys among them.
+      The tree. A leaf is split along the largest dim that the axis divides and no other axis has taken, as
+      ``nn.Partitioned`` with value [..., d / N, ...]. All other leaves come back as they are, PRNG keys too.
     Raises:
-      ValueError: an axis is not bound; lists those that are.
+      ValueError: an axis is not bound; lists the axes that are.
     """
     axes = as_axis_names(axis_name)
     collectives.check_bound(axes, caller="shard_params")
@@ -77,9 +77,9 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with their global values, padded where that is needed; and frozen ones.
+    """Boxes the leaves that are to be split, with their global values, padded if needed; boxes frozen leaves, too.
 
-    ``take(value, dim, axes)`` makes another value of each for the box: its shard, say.
+    ``take(value, dim, axes)`` makes the value that a box holds from the global value: its shard, say.
     """
     decided, count = _decisions(params, axis_sizes, policy), math.prod(axis_sizes.values())
 
@@ -99,6 +99,7 @@ def _decisions(
     params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy
 ) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
     """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
+    # All leaves at once: the order of a leaf's axes depends on what the others send over each axis.
     leaves = dict(trees.leaves_with_path(params))
     choices = {path: _choice(leaf, axis_sizes, policy) for path, leaf in leaves.items()}
     split = [path for path, choice in choices.items() if choice.dim is not None]
@@ -116,7 +117,7 @@ def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> Shard
 
 
 def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
-    """The value with ``dim`` padded by zeros to a multiple, and its size before; None where nothing was added."""
+    """The value with ``dim`` padded by zeros to a multiple, and the dim's size before; None if nothing was added."""
     size = value.shape[dim]
     if size % multiple == 0:
         return value, None
@@ -127,7 +128,7 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
 
 
 def plan_params(params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy) -> PyTree:
-    """What ``shard_params`` would decide: every leaf, global or abstract, split or not, as a ``Planned``.
+    """The decisions that ``shard_params`` would take: every leaf, global or abstract, split or not, as a ``Planned``.
 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
@@ -153,10 +154,10 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
     >>> largest(jnp.arange(8.0)[None]).tolist()  # of 2 values on each of 4 devices
     [1.0, 3.0, 5.0, 7.0]
 
-    Nothing travels. In the backward pass each device has the gradient of its own slice, and zeros elsewhere. Their sum
-    over the axis, the gradient of ``x``, is taken where ``x`` comes from: by the transpose of the all-gather that made
-    it, by JAX where the type of ``x`` says that it is equal on all devices, or of a parameter by ``value_and_grad`` and
-    ``sync_gradients``, as the mean.
+    Nothing travels. In the backward pass each device has the gradient of its own slice, and zeros elsewhere. The
+    gradient of ``x`` is their sum over the axis. The sum is taken where ``x`` comes from: by the transpose of the
+    all-gather that made ``x``; by JAX, if the type of ``x`` says that it is equal on all devices; or, for a parameter,
+    as the mean, by ``value_and_grad`` and ``sync_gradients``.
 
     Args:
       x: [..., d, ...], of any dtype.
@@ -182,7 +183,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
-    """A module's variables after it has split them: the boxes that are new say that this module gathers them."""
+    """The variables of a module that has just split them, with new boxes marked: this module gathers these leaves."""
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         box, was = leaf_of(leaf), leaf_of(old)

@@ -1,4 +1,4 @@
-"""Trees with boxes as leaves: walked, split into what takes a gradient and what does not, unboxed and boxed again."""
+"""Trees with boxes as leaves: walks them, splits off the leaves that take a gradient, unboxes and boxes them."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,7 +18,7 @@ OneLeaf = type[Any] | tuple[type[Any], ...] | Callable[[Any], bool]
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = BOXES) -> tuple[list[tuple[str, Any]], Any]:
     """All leaves with their paths, as in ``blocks/mlp/kernel``, and the structure to put them back: the one walk.
 
-    ``one_leaf`` is what counts as one leaf though JAX could take it apart: classes, or a predicate.
+    ``one_leaf`` says which nodes count as one leaf although JAX could take them apart: classes, or a predicate.
     """
     classes = one_leaf if isinstance(one_leaf, type | tuple) else None
     is_leaf: Any = one_leaf if classes is None else lambda node: isinstance(node, classes)
@@ -32,7 +32,7 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = BOXES) -> PyTree:
-    """``jax.tree.map`` where a box is one leaf; ``rest`` has a box or a bare value for each."""
+    """``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
     return map_leaves_with_path(lambda path, *leaves: fn(*leaves), tree, *rest, one_leaf=one_leaf)
 
 
@@ -70,9 +70,9 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def with_mesh_names(variables: PyTree) -> PyTree:
-    """What ``model.init`` returns under ``rules_of_mesh``, its logical names as axes of the mesh that is set.
+    """The variables of ``model.init`` under ``rules_of_mesh``, with logical names as axes of the mesh that is set.
 
-    Parameters are boxed by these axes; collections beside them are whole, and lose their logical boxes.
+    Parameters are boxed with these axes; other collections are whole, and lose their logical boxes.
     """
     return {
         name: map_leaves(partial(_with_mesh_names, split=name == "params"), tree) for name, tree in variables.items()
@@ -86,7 +86,7 @@ def _with_mesh_names(leaf: Any, split: bool) -> Any:
 
 
 def check_alive(tree: PyTree, reader: str) -> None:
-    """Raises a ``ValueError`` where an array that ``reader`` is to read was donated, to a step most likely."""
+    """Raises a ``ValueError`` if an array that ``reader`` wants to read was donated, most likely to a step."""
     for path, leaf in leaves_with_path(tree):
         value = leaf_of(leaf).value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
@@ -108,11 +108,11 @@ def without_frozen(tree: PyTree) -> PyTree:
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """The leaves that take a gradient (a box being one leaf), and a function that puts others in their positions.
+    """The leaves that take a gradient (a box being one leaf), and a function that puts other leaves in their places.
 
     Returns:
-      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the positions of the list
-      and ``rest(leaf)`` in those of the other leaves, which by default stay as they are.
+      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the places of the list, and
+      with ``rest(leaf)`` for every other leaf; by default these stay as they are.
     """
     found, treedef = flatten_with_path(tree)
     leaves = [leaf for _, leaf in found]

@@ -1,8 +1,8 @@
-"""Kernels of other packages inside a step with types.
+"""Makes kernels without types usable in a step with types (``check_vma=True``).
 
-Under ``check_vma=True`` each value has a type: the mesh axes over which it varies. JAX computes the type of each
-result, but not of a Pallas kernel's, whose author has to write it; the kernels that people use do not. So a kernel is
-traced here as if there were no types, and its program becomes one operation of the step:
+Under ``check_vma=True`` each value has a type: the mesh axes over which it varies. JAX computes the types of results,
+except of a Pallas kernel's results: the kernel's author has to write these, and the authors of common kernels do not.
+So a kernel is traced here as if there were no types, and its program becomes one operation of the step:
 
     typed_kernel(fn)(*args)
       forward     cast each array to vary over the axes of all  ->  one operation: fn, traced without types  ->  cast
@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, var
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Operations by which a kernel's result differs between devices though its arguments do not, or sends.
+# Operations that make a kernel's result differ between devices although its arguments do not, or that communicate.
 _OF_THE_MESH = {"axis_index", "psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
 
 
@@ -54,8 +54,8 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
 
     Args:
-      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays. It is
-        a function of its arguments: arrays that it closes over get no gradient.
+      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays. The
+        result must depend on the arguments alone: arrays that ``fn`` closes over get no gradient.
     Returns:
       A function with the same arguments and results.
     Raises:
@@ -80,6 +80,8 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
             again, by_name = put_back(trained | rest)
             return cast(Callable[..., Any], fn)(*again, **by_name)
 
+        # The second result is the kernel's vjp function. It is a pytree of its residuals, so they leave the operation
+        # as arrays, and `backward` can call it in an operation of its own.
         def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
             return _call(
                 lambda trained, rest: jax.vjp(lambda x: of_arrays(x, rest), trained), (trained, rest), axes, name
@@ -89,6 +91,7 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
             (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
             return grads, None
 
+        # By a rule of its own, since JAX cannot differentiate the opaque operation.
         one = jax.custom_vjp(lambda trained, rest: _call(of_arrays, (trained, rest), axes, name))
         one.defvjp(forward, backward)
         return one(trained, rest)
@@ -125,7 +128,7 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
 
 
 def _operations(jaxpr: core.Jaxpr) -> set[str]:
-    """The names of its operations and of those in their inner programs."""
+    """The names of all operations of a program, those of inner programs included."""
     names = set()
     for eqn in jaxpr.eqns:
         names.add(eqn.primitive.name)
@@ -135,12 +138,12 @@ def _operations(jaxpr: core.Jaxpr) -> set[str]:
 
 
 class _Kernel(core.Primitive):
-    """Its operands: what the jaxpr closes over, then its arguments."""
+    """One operation that runs a jaxpr. Its operands are the arrays that the jaxpr closes over, then the arguments."""
 
     multiple_results = True
 
     def is_high(self, *_: Any, **__: Any) -> bool:
-        """Never: it is lowered as it is, also where its program has references."""
+        """Never: the operation is lowered as it is, also if its program has references."""
         return False
 
 
@@ -153,6 +156,7 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr) -> Any:
+    # The operands have types here, and the program was traced without: its own types fit its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
     with _check_vma(False):
         results = mlir.lower_fun(functools.partial(_run, jaxpr), multiple_results=True)(untyped, *operands)

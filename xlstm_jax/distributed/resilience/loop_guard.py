@@ -216,7 +216,7 @@ class LoopGuard:
         return next(filter(None, map(_failure_of, losses)), None)
 
     def _listen(self) -> None:
-        """Installs handlers for SIGTERM and Ctrl-C. With several processes JAX handles SIGTERM, and tells all of them."""
+        """Installs handlers for SIGTERM and Ctrl-C. With several processes JAX hears SIGTERM, and tells all of them."""
         several = jax.distributed.is_initialized()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not several and not in_main_thread:

@@ -10,10 +10,10 @@ AxisEntry = None | str | tuple[str, ...]
 
 
 def size_if_bound(axis: str) -> int:
-    """The size of an axis that is bound here (in ``shard_map``, say), else 1: values are global then."""
+    """The size of an axis that is bound here (in ``shard_map``, say). Else 1: values are global."""
     try:
         return jax.lax.axis_size(axis)
-    except NameError:
+    except NameError:  # JAX's error of an axis that is not bound
         return 1
 
 

@@ -1,8 +1,8 @@
 """All communication of the library: the only file that calls ``jax.lax`` collectives.
 
 *Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
-over exactly these: over the others the value is equal on all devices, and a mean has nothing to do. Under
-``check_vma=False`` the types say nothing and a reduction runs over all axes that it was asked for.
+over exactly these axes: over other axes the value is equal on all devices, and a mean has nothing to do. Under
+``check_vma=False`` types say nothing, and a reduction runs over all axes that it was asked for.
 
 *Cost.* Axes of size 1 are skipped. Collectives over several axes are staged: gathers the innermost axis first, scatters
 the outermost first, so that shards lie in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links
@@ -61,14 +61,14 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def check_bound(axes: Sequence[str], *, caller: str) -> None:
-    """Raises a ``ValueError`` that names the axis and lists those that are bound, where one of ``axes`` is not."""
+    """Raises a ``ValueError`` if one of ``axes`` is not bound; names it and lists the axes that are."""
     unbound = [axis for axis in axes if not is_bound(axis)]
     if unbound:
         raise ValueError(unbound_message(unbound[0], caller))
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
-    """``axes``, or () where no axis is bound at all and values are global, as in ``init``.
+    """``axes``; or () if no axis is bound at all, so that values are global, as in ``init``.
 
     Raises:
       ValueError: some axes are bound, but not all of ``axes``.
@@ -80,7 +80,7 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
 
 
 def unbound_message(axis: str, caller: str) -> str:
-    """The text of an unbound axis: what was asked, which axes there are, what to do."""
+    """The text of the error about an unbound axis: what was asked, which axes there are, what to do."""
     there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
     if bound := manual_axes():
         there = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
@@ -116,12 +116,14 @@ def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """The manual axes over which the type of ``value`` says that it varies; empty under ``check_vma=False``."""
+    # JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
     aval = jax.typeof(value)
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def is_tracked(axis: str) -> bool:
-    """Whether types say over which devices along ``axis`` a value varies, i.e. ``check_vma=True``."""
+    """Whether types say if a value varies along ``axis``, i.e. ``check_vma=True``."""
+    # JAX has no public name for the mode. A device's index always varies along its axis, so its type tells the mode.
     if current_trace() != _in_this_trace.trace:
         _in_this_trace.trace, _in_this_trace.tracked = current_trace(), {}
     if axis not in _in_this_trace.tracked:
@@ -130,7 +132,10 @@ def is_tracked(axis: str) -> bool:
 
 
 class _InThisTrace(threading.local):
-    """What ``is_tracked`` has found in the trace that asked last: each question is an equation, and leaves are many."""
+    """The answers of ``is_tracked`` in the last trace that asked.
+
+    Without them each question would add an equation to the program, for every leaf.
+    """
 
     trace: Any = None
     tracked: dict[str, bool]
@@ -148,7 +153,8 @@ def types_tell(axis: str, value: Any) -> bool:
 
 
 def _is_for_shapes(tracer: Any) -> bool:
-    """Whether Flax's scan traces for shapes. JAX exports no name for a trace; in 0.10 its class tells."""
+    """Whether ``nn.scan`` traces for shapes."""
+    # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
     trace = getattr(tracer, "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
@@ -159,15 +165,16 @@ def _is_for_shapes(tracer: Any) -> bool:
 
 
 def is_batched(value: Any) -> bool:
-    """Whether ``value`` is an example of those that a ``jax.vmap`` runs over. JAX exports no name for such a tracer."""
+    """Whether ``value`` is one example of a batch that ``jax.vmap`` maps over."""
+    # JAX exports no name for such a tracer.
     return type(value).__name__ == "BatchTracer"
 
 
 def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
-    """The same values, typed as varying over the tracked ones of ``axes``; costs nothing.
+    """The same values, typed as varying over those of ``axes`` that types track; costs nothing.
 
-    JAX transposes the implicit form of this cast to a sum over the axes. Done by hand before differentiation, the cast
-    lies outside of what is differentiated, and gradients arrive as each device's own.
+    JAX makes this cast by itself where types meet, and transposes it to a sum over the axes. If the cast is made here,
+    before differentiation, it is not differentiated, and each device gets its own gradient.
     """
     tracked = [axis for axis in axes if is_tracked(axis)]
 
@@ -186,19 +193,17 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices.
-
-    The dim is moved to the front before the gather, and back after it. XLA on CPU copies the result of a gather along
-    another dim once more, which took 2 to 9 % of a step; it fuses the move back into the matrix product that reads the
-    result. TPU programs stay the same.
-    """
+    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
+    # The dim is moved to the front before the gather, and back after it. XLA on CPU copies the result of a gather along
+    # another dim once more, which took 2 to 9 % of a step; it fuses the move back into the matrix product that reads
+    # the result. TPU programs stay the same.
     for axis in reversed(spread_axes(axes)):
         value = jnp.moveaxis(lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True), 0, dim)
     return value
 
 
 def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """``all_gather``, the result of which is equal on all devices by its type too."""
+    """``all_gather`` with a result that is equal on all devices by its type, too."""
     axes = spread_axes(axes)
     tracked = bool(axes) and is_tracked(axes[0])
     to = "invarying" if tracked else "varying"
@@ -206,7 +211,7 @@ def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Arr
 
 
 def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Sends ``value[i]`` to device i, and returns what all have sent to this one: [n, ...] -> [n, ...] over n devices.
+    """Sends ``value[i]`` to device i; entry i of the result comes from device i: [n, ...] -> [n, ...] over n devices.
 
     Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost.
     """
@@ -218,10 +223,15 @@ Spans = tuple[jax.Array, jax.Array]
 
 
 def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
-    """Sends to device i the rows of ``value`` from ``sent[0][i]`` on, ``sent[1][i]`` of them.
+    """Sends rows of ``value`` to every device, to each another number of rows. XLA on CPUs has no such collective.
 
-    It has them from ``coming[0][i]`` of its result on, and ``coming[1][i]`` come from it; other rows are those of
-    ``out``. CPUs do not have it.
+    Args:
+      value: the rows to send.
+      out: the result holds these rows, except those that arrive.
+      sent: (begins, sizes): ``sizes[i]`` rows go to device i, from row ``begins[i]`` of ``value`` on.
+      coming: (begins, sizes): the rows for device i lie from row ``begins[i]`` of *its* result on; ``sizes[i]`` rows
+        come from device i to this device.
+      axes: the axes over which devices exchange rows.
     """
     axes = spread_axes(axes)
     operands = to_varying((value, out, *sent, *coming), varying_axes(value).union(axes))
@@ -229,9 +239,9 @@ def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spa
 
 
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
-    """What the device ``by`` places before this one along ``axes`` holds: every device sends to a later one.
+    """The value of the device that lies ``by`` places before this device along ``axes``.
 
-    In a ring the first devices receive from the last ones; otherwise they receive zeros.
+    In a ring the first devices receive from the last devices; otherwise they receive zeros.
     """
     axes = spread_axes(axes)
     count = axis_size(axes)
@@ -245,12 +255,11 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
 
     The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the whole
-    array and slice it, at twice the bytes: where a shard does not fill the tiles in which a TPU lays out an array, or
-    where an array of more dims is laid out with another one outermost.
-
-    Of narrow dtypes the dim itself is moved to the front: the matrix product that makes a gradient writes it in that
-    layout, where shards of another dim are copied. (In float32 that takes XLA on CPU 6 % of a step longer.)
+    array and slice it, at twice the bytes: if a shard does not fill the tiles in which a TPU lays out an array, or if
+    an array of three or more dims is laid out with another dim outermost.
     """
+    # For narrow dtypes the dim itself is moved to the front: the matrix product that makes a gradient can write this
+    # layout, while shards of another dim would be copied. (In float32 this takes XLA on CPU 6 % of a step longer.)
     if dim and value.dtype.itemsize < 4:
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(value, dim, 0), 0, axes), 0, dim)
     for axis in spread_axes(axes):
@@ -266,11 +275,11 @@ _TILE = 8, 128  # rows and columns in which a TPU lays out the last two dims of 
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims of an array as rows and columns of a matrix that is no narrower than the rows of a tile, either way.
+    """The shape as a matrix with at least 8 rows and 8 columns, as many as a tile has rows.
 
-    Columns are the last dim or, where it has too few values, the last dims; matrices stay as they are. Where that
-    leaves too few rows, or too few columns, columns are as many as a tile has, or fewer. An array that cannot be laid
-    out so keeps its shape.
+    The columns are the last dim or, if it is too small, several last dims; a matrix that is large enough stays. If that
+    leaves too few rows or columns, the columns are 128, as in a tile, or the largest smaller number that divides the
+    size. An array that cannot be laid out so keeps its shape.
 
     >>> _matrix_shape((256, 8, 128)), _matrix_shape((4, 4096)), _matrix_shape((3, 5))
     ((2048, 128), (128, 128), (3, 5))
@@ -283,15 +292,13 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices, in the value's own dtype; the value must vary over the tracked ones of ``axes``."""
+    """Sums over devices, in the value's own dtype; the value must vary over those of ``axes`` that types track."""
     return lax.psum(value, tuple(axes))
 
 
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which a reduction of ``value`` has something to do.
-
-    A tracked axis of size 1 that the value varies over is kept: the reduction is what makes the type say otherwise.
-    """
+    """The axes over which a reduction of ``value`` has something to do."""
+    # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
     return tuple(a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1))
 
@@ -316,7 +323,7 @@ def _reduce_together(
 def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
     """Sums ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes.
 
-    A value that its type declares equal along an axis counts once there, not once for each device.
+    A value that is equal along an axis by its type counts once there, not once for each device.
     """
     return _reduce_together(lax.psum, values, axes)
 
@@ -333,10 +340,11 @@ _SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
     """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
 
-    What each device holds counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for
-    ``lax.psum``. Values of one group travel as one vector, in their own dtype. A NaN on any device is the result, also
-    of "max" and "min", where all-reduces of some platforms pass over it.
+    Every device's value counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for ``lax.psum``.
+    Values of one group travel as one vector, in their own dtype. If a value is NaN on any device, the result is NaN,
+    also for "max" and "min".
     """
+    # For "max" and "min" floats travel as integers: an all-reduce of floats passes over NaN on some platforms.
     dtypes = [jnp.result_type(value) for value in values]
     sent = [x if op == "sum" else _ordered(jnp.asarray(x), op) for op, x in zip(operations, values, strict=True)]
     keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
@@ -354,10 +362,9 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
 
 
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
-    """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; others as they are.
-
-    The bits of positive floats, read as integers, are in order already; of negative ones all but the sign are inverted.
-    """
+    """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; other dtypes as is."""
+    # The bits of positive floats, read as integers, are in order already. For negative floats the order is reversed, so
+    # all their bits except the sign are inverted.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     integer = _SIGNED[value.dtype.itemsize]
@@ -372,7 +379,7 @@ def _invert_negative(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Every device's value of each: [...] -> [n, ...], equal on all devices by type; one collective for all.
+    """For each of ``values`` those of all devices: [...] -> [n, ...], equal on all devices by type; one collective.
 
     Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost. Values travel as 32-bit
     words, narrower ones widened.
@@ -407,9 +414,9 @@ def _word_dtype(dtype: Any) -> Any:
 def _as_one_vector_each(
     fn: Callable[[Key, jax.Array], jax.Array], keys: Sequence[Key], values: Sequence[Any]
 ) -> list[jax.Array]:
-    """Applies ``fn(key, vector)`` once to all values with the same key, laid end to end.
+    """Applies ``fn(key, vector)`` once for each key, to all values with this key, laid end to end.
 
-    ``fn`` may put dims in front; of the last dim each value gets its own range back, in its own shape.
+    ``fn`` may add dims in front. The last dim of its result is cut into the values again, each in its own shape.
     """
     groups: dict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):

@@ -1,11 +1,11 @@
-"""How a parameter travels: every rule about the dtypes of communication, and about copies of the shards.
+"""The rules about how a parameter travels: the dtypes of communication, and the copies of the shards.
 
   gather          shards are sent in ``gather_dtype``; by default as they are stored
   reduce-scatter  gradients are summed in ``grad_scatter_dtype``; by default in float32, or wider where the leaf is
   copies          gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; the default is the same
 
-Only floats are ever cast, and only to floats of the same kind (real, complex). What nobody asked to narrow is not.
-``FORMATS`` of blocks with scales (see ``quantized``) are dtypes of what travels alone: what arrives has the leaf's own.
+Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
+``FORMATS`` of blocks with scales (see ``quantized``) are for transport alone: a gathered value has the leaf's dtype.
 """
 
 from collections.abc import Collection
@@ -84,17 +84,17 @@ class Communication:
         replicas: Replicas | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
-        """The same from dtypes as users write them; see ``dtype_name``."""
+        """A ``Communication`` from dtypes as users write them; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", FORMATS)
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """The same with what ``other`` says, where this says nothing; the default of ``inter_host_axes`` is nothing."""
+        """This object's options; those that are None, or ``inter_host_axes`` at its default, come from ``other``."""
         given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
         return Communication(**{**vars(other), **given})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
-        """The same for a leaf that is split over ``axes``: along these there are shards of it, and no copies."""
+        """The options for a leaf that is split over ``axes``, along which it has shards and no copies."""
         left = tuple(axis for axis in self.copied_axes if axis not in axes)
         return replace(self, replicas=replace(self.replicas, axis_name=left) if self.replicas and left else None)
 
@@ -104,10 +104,10 @@ class Communication:
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """The dtype that a value has when it was gathered, and the one in which its gradient is summed.
+        """The dtype of the gathered value, and the dtype in which its gradient is summed.
 
         Raises:
-          ValueError: a dtype, the one for copies among them, does not fit the value; names the leaf at ``path``.
+          ValueError: a dtype, ``reduce_dtype`` of copies included, does not fit the value; names the leaf at ``path``.
         """
         gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
@@ -115,7 +115,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """The format of blocks in which a value is gathered; None where it travels as an array of its values."""
+        """The format of blocks in which a value is gathered; None if it travels as a plain array."""
         return packed_format(value, self.gather_dtype)
 
 
@@ -123,11 +123,11 @@ DEFAULT_COMMUNICATION = Communication()
 
 
 def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collection[str] = ()) -> str | None:
-    """A dtype by its name, so that equal ones compare as equal; None stays None.
+    """The name of a dtype, so that equal dtypes compare as equal; None stays None.
 
     Raises:
       TypeError: it is no dtype.
-      ValueError: it is none of ``formats``, nor of real or complex floats, to which alone a parameter is cast.
+      ValueError: it is neither one of ``formats`` nor a real or complex float; a parameter is cast to nothing else.
     """
     if dtype is None:
         return None
@@ -167,7 +167,7 @@ def value_dtype(value: Any) -> Any:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype in which sums run that nobody asked to narrow: float32 for narrower floats, else the dtype itself."""
+    """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -177,26 +177,27 @@ def widened(value: jax.Array) -> jax.Array:
 
 
 def term_of_mean(value: jax.Array, count: int, dtype: Any) -> jax.Array:
-    """What a device adds to a mean over ``count`` devices that is summed in ``dtype``.
+    """A device's term of a mean over ``count`` devices that is summed in ``dtype``.
 
-    It is divided before the sum, and before it is narrowed: a float16 sum then overflows only where the mean does. By a
-    power of two a narrow value is divided as it is, to the same bits: XLA takes the factor into the matrix product that
-    makes the value, and saves a pass over the gradient.
+    The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
     """
+    # By a power of two a narrow value is divided as it is, which gives the same bits: XLA takes the factor into the
+    # matrix product that makes the value, and saves a pass over the gradient.
     if value.dtype == dtype != wide_dtype(dtype) and count & (count - 1) == 0:
         return value * (1 / count)
     return (widened(value) / count).astype(dtype)
 
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """``requested`` where it is one of ``FORMATS`` and x is a real float, which it then packs; else None."""
+    """``requested`` if it is one of ``FORMATS`` and x is a real float, which alone can be packed; else None."""
     return str(requested) if requested in FORMATS and jnp.issubdtype(value_dtype(x), jnp.floating) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
-    """The dtype that ``x`` has when it arrives, where ``requested`` was asked for.
+    """The dtype in which ``x`` arrives if it is sent with the option ``requested``.
 
-    It is its own where nothing was asked for, where x is no float, and where x travels packed, in one of ``FORMATS``.
+    It is the dtype of x itself if nothing was requested, if x is no float, or if x travels packed, in one of
+    ``FORMATS``.
 
     Raises:
       ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.

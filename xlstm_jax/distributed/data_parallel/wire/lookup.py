@@ -1,17 +1,18 @@
-"""Rows of a table that is split, without the table: what travels are indices, and the rows that they ask for.
+"""Looks up rows of a split table without gathering it: indices travel, and the rows that they ask for.
 
-An ``nn.Embed`` reads t rows of its table [V, d] on each of N devices. A gather brings all V to each of them. Here each
-device of a group of G, the innermost axes of the table, gets some columns of all rows, w = d / G of them:
+An ``nn.Embed`` reads t rows of its table [V, d] on each of N devices. A gather would bring all V rows to each device.
+Here the devices along the innermost axes of the table form groups of G. Each device of a group gets some columns of all
+rows, w = d / G columns:
 
   columns   W[V_fsdp, d]  -- all-to-all within the group -->  -- all-gather over the other axes -->  W[V, w]
             W[V, d_fsdp]                                      -- all-gather over the other axes -->  W[V, w]
   indices   [t]           -- all-gather within the group -->  [G, t]
   rows      [G, t, w], looked up in the columns               -- all-to-all within the group -->     [t, d]
 
-Each device looks up as many values as it needs, whatever the tokens are: shapes are equal, and no owner of frequent
-rows is asked for more than another. The gradient takes the same ways back. A device sums the rows that come back to it
-in float32, repeated rows too, before anything is narrowed. With a table over one axis (G = N) a device sends V d / N
-and t d values, where a gather sends V d.
+All devices look up the same number of values, whatever the tokens are: shapes are static, and no device is asked for
+more than another because it owns frequent rows. The gradient goes the same way back. A device sums the rows that come
+back to it in float32, repeated rows too, before anything is narrowed. With a table over one axis (G = N) a device sends
+V d / N and t d values, while a gather sends V d values.
 """
 
 import math
@@ -43,10 +44,10 @@ class RowLookup:
 
     Attributes:
       shape: (V, d), without padding.
-      stored: the same with padding.
+      stored: (V, d) with padding.
       dim: the dim that is split.
       outer, group: the axes that split it, outermost first; columns are gathered over ``outer``.
-      outer_count, group_count: the devices along each.
+      outer_count, group_count: the number of devices along ``outer``, and along ``group``.
       how: dtypes and copies.
       path: of the leaf, for errors.
     """
@@ -68,16 +69,18 @@ class RowLookup:
 
     @property
     def width(self) -> int:
-        """w, the columns that a device has of all rows."""
+        """w, the number of columns that a device has of all rows."""
         return -(-self.stored[1] // self.group_count)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How the columns of a device lie in a row: so many blocks, of so many columns each."""
+        """How the columns of a device lie in a row: the number of blocks, and the columns of each block."""
+        # A dim of columns is split over (outer, group), outermost first. So device g of a group has, after the gather
+        # over `outer`, the blocks g, G + g, 2 G + g, ... of the row.
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """What a device sends: of its table with ``table_bytes`` for each value, of its rows with ``row_bytes``."""
+        """The bytes that a device sends, if a value of the table takes ``table_bytes`` and of a row ``row_bytes``."""
         outer, group = (1 - 1 / count for count in (self.outer_count, self.group_count))
         columns = self.stored[0] * self.width * outer
         columns += 0 if self.dim else self.stored[0] // self.parts * self.width * self.group_count * group
@@ -98,17 +101,17 @@ def by_rows(
     table_bytes: float,
     row_bytes: float,
 ) -> RowLookup | None:
-    """The lookup of so many tokens that sends least; None where a gather of the table sends as little.
+    """The lookup of ``tokens`` rows that sends least; None if a gather of the whole table does not send more.
 
-    The group is made of the innermost axes, of which there may be as many as leave columns that fill a TPU's lanes,
-    and of the innermost axis in any case.
+    The group consists of one or more of the innermost axes. It has more than one only if a device's columns still fill
+    the lanes of a TPU.
 
     Args:
       shape, stored, dim, how, path: see ``RowLookup``.
       axis_sizes: the axes that split the dim, outermost first, with the devices along each; none of size 1.
       tokens: the rows that each device needs.
-      index_bytes, table_bytes, row_bytes: those of an index, and of a value of the table and of a row, in forward and
-        backward together.
+      index_bytes: the bytes of an index.
+      table_bytes, row_bytes: the bytes of a value of the table, and of a row, in forward and backward together.
     """
 
     def split_at(first: int) -> RowLookup:
@@ -146,6 +149,7 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
     columns = _columns(shard_as_sent(shard, lookup.how), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
+    # Without the rows of the padding, so that an index beyond the table gives NaN, and -1 means the last true row.
     rows = jnp.take(columns[: lookup.shape[0]], asked, axis=0)
     rows = _in_one(collectives.all_to_all(_for_each(rows, lookup), lookup.group), lookup)
     return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (Primal.of(shard), asked)
@@ -155,6 +159,8 @@ def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: j
     (primal, asked), how = kept, lookup.how
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
     summed = how.dtypes(primal)[1]
+    # Rows are sent in the narrower dtype of the two. A term that is narrowed is divided first, since in float16 its sum
+    # may overflow where the mean does not; otherwise the sum is divided, below.
     rows, count = cotangent.reshape(-1, lookup.shape[1]), lookup.parts
     if jnp.dtype(summed).itemsize < rows.dtype.itemsize:
         rows, count = term_of_mean(rows, count, summed), 1
@@ -162,7 +168,10 @@ def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: j
     axes = collectives.varying_axes(rows) | collectives.varying_axes(asked)
     zeros = jnp.zeros((lookup.shape[0], lookup.width), wide_dtype(rows.dtype))
     zeros, rows = collectives.to_varying((zeros, widened(rows)), sorted(axes))
+    # "drop": an index beyond the table was answered by NaN, and has no row. The sum is wide, since a frequent token
+    # adds thousands of rows to one.
     columns = zeros.at[asked].add(rows, mode="drop") / count
+    # Narrowed only if the columns are sent.
     travels = not lookup.dim or lookup.outer_count > 1
     grad = _shard_of_columns(columns.astype(summed) if travels else columns, lookup)
     return gradient_of_shard(widened(grad), how, primal), None
@@ -180,7 +189,7 @@ def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
-    """The transpose of ``_columns``, of values without padding of rows: sums over ``outer``."""
+    """The transpose of ``_columns`` for columns without the rows of the padding: sums over ``outer``."""
     columns = jnp.pad(columns, [(0, lookup.stored[0] - lookup.shape[0]), (0, 0)])
     shard = collectives.reduce_scatter(columns, lookup.dim, lookup.outer)
     if lookup.dim:
@@ -190,12 +199,12 @@ def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _for_each(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """[G t, w] -> [G, t, w]: what each device of the group has asked for."""
+    """[G t, w] -> [G, t, w]: the rows that each device of the group has asked for."""
     return rows.reshape(lookup.group_count, -1, lookup.width)
 
 
 def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """[t, d] -> [G, t, w]: for each device of the group its columns, those of the padding zeros."""
+    """[t, d] -> [G, t, w]: the columns of each device of the group; columns of the padding are zeros."""
     (count, size), group = lookup.blocks, lookup.group_count
     padded = jnp.pad(rows, [(0, 0), (0, group * lookup.width - rows.shape[1])])
     parts = padded.reshape(-1, count, group, size)

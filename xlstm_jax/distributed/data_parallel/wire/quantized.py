@@ -3,7 +3,7 @@
   gather   W[d_fsdp, f] -- Packing --> rows of bytes -- all-gather, each stage --> -- unpack --> W[d, f]
   stored   W[d_fsdp, f] -- PackedAlong --> bytes[d_fsdp, p] -- all-gather --> bytes[d, p] -- unpack --> W[d, f]
 
-What was packed once stays packed through all stages, and is unpacked where it is read: each value is rounded once.
+A packed shard stays packed through all stages of a gather, and is unpacked at its reader: each value is rounded once.
 
   pack     x[..., r]                   -->  uint8[..., packed_size(r)]    codes of the values, then scales of the blocks
   unpack   uint8[..., packed_size(r)]  -->  x[..., r]                     code times scale
@@ -41,7 +41,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # smaller scales would be flushed to z
 
 
 class Format(NamedTuple):
-    """The codes of a format: their bits, the largest one, and the spacing relative to a code and next to zero."""
+    """The codes of a format: their bits, the largest code, and the spacing relative to a code and next to zero."""
 
     bits: int
     largest: float
@@ -49,10 +49,10 @@ class Format(NamedTuple):
     least_spacing: float
 
     def error_bound(self, value: ArrayLike, block_largest: ArrayLike) -> np.ndarray:
-        """How far ``unpack(pack(x))`` in float32 may be from x at most: half the distance of two codes.
+        """The largest distance of ``unpack(pack(x))`` in float32 from x: half the distance of two codes.
 
-        Beyond it lie a few float32 roundings. An integer format errs by at most a part of the block's largest value; a
-        floating one by a part of the value itself, down to its smallest numbers.
+        A few float32 roundings come on top. The error in an integer format is at most a part of the block's largest
+        value; in a floating format it is at most a part of the value itself, down to the format's smallest numbers.
         """
         scale = np.asarray(block_largest, np.float64) / self.largest * (1 + _HALF_ULP)
         return np.maximum(np.abs(value) * self.relative_spacing, scale * self.least_spacing) / 2
@@ -69,7 +69,7 @@ FORMATS = {
     "int4": Format(4, 7.0, 0.0, 1.0),
 }
 
-# What ``pack`` and ``unpack`` are called in compiled programs, and the format of each.
+# The names of ``pack`` and ``unpack`` in compiled programs, with their formats.
 PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in FORMATS}
 
 
@@ -91,6 +91,8 @@ def _packed(values: jax.Array, format_name: str) -> jax.Array:
     values = jnp.pad(values.astype(jnp.float32), [(0, 0)] * len(lead) + [(0, count * block - size)])
     blocks = values.reshape(*lead, count, block)
     scales = _scales_of(blocks, FORMATS[format_name].largest)
+    # No clipping: rounding changes a scale by 2^-8 of it at most, so the largest value becomes 127.498 at most, and
+    # rounds to 127 (7.03 to 7 in int4; 449.8 to 448 in float8).
     scaled = blocks / jnp.where(scales == 0, 1, scales)[..., None]
     return jnp.concatenate([_encoded(scaled.reshape(*lead, count * block), format_name), *_scale_bytes(scales)], -1)
 
@@ -111,7 +113,7 @@ def _unpacked(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.
 
 
 def fills_blocks(size: int) -> bool:
-    """Whether rows of this size hold little padding, packed by themselves."""
+    """Whether rows of this size, each packed by itself, hold little padding."""
     return 0 < -size % BLOCK_SIZE + size <= size * (1 + _MOST_PADDING)
 
 
@@ -124,7 +126,8 @@ def _blocks_of(size: int) -> tuple[int, int]:
 def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
     """[..., b, 64] -> [..., b]: bfloat16 values in float32; NaN for a block with a value that is not finite."""
     largest = lax.reduce_max(jnp.abs(blocks), [blocks.ndim - 1])
-    # No cast there and back, which XLA may leave out: codes would then belong to another scale than the one sent.
+    # Not by a cast to bfloat16 and back, which XLA may leave out: the codes would then belong to another scale than the
+    # scale that is sent.
     scales = lax.reduce_precision(largest / largest_code, exponent_bits=8, mantissa_bits=7)
     return jnp.where(jnp.isfinite(largest), jnp.where(scales < _TINY, 0, scales), jnp.nan)
 
@@ -136,13 +139,15 @@ def _scale_bytes(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
-    """[..., r], each within the codes' range -> uint8 [..., r] or, for 4 bits, [..., r / 2]."""
+    """[..., r], values within the codes' range -> uint8 [..., r] or, for 4 bits, [..., r / 2]."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
+    # Rounded first: the cast to an integer truncates.
     codes = lax.bitcast_convert_type(jnp.round(scaled).astype(jnp.int8), jnp.uint8)
     if format_name == "int8":
         return codes
-    first, second = jnp.split(codes & 0xF, 2, -1)  # halves of the row: neighbours would have to change places
+    # A byte holds a value of each half of the row: putting neighbours into one byte would shuffle all values.
+    first, second = jnp.split(codes & 0xF, 2, -1)
     return first | (second << 4)
 
 
@@ -160,9 +165,9 @@ def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
 
 
 class PackedAlong(NamedTuple):
-    """How an array is packed that is stored so: along a dim that no axis splits, all others staying as they are.
+    """How a packed array is stored: packed along a dim that no axis splits; all other dims stay as they are.
 
-    Each of its rows is packed by itself. So shards are those of the unpacked array, on any mesh.
+    Each row is packed by itself. So the packed array has the same shards as the unpacked array, on any mesh.
     """
 
     format_name: str
@@ -181,7 +186,7 @@ class PackedAlong(NamedTuple):
 
     @property
     def value(self) -> jax.ShapeDtypeStruct:
-        """A value, abstract: ``Communication.dtypes`` of it are those of values that are not packed."""
+        """An abstract scalar of the values' dtype, for which ``Communication.dtypes`` gives the dtypes of the leaf."""
         return jax.ShapeDtypeStruct((), self.dtype)
 
     def true_shape(self, packed_shape: Sequence[int]) -> tuple[int, ...]:
@@ -191,9 +196,9 @@ class PackedAlong(NamedTuple):
 
 
 def dim_to_pack(shape: Sequence[int], is_split: Sequence[bool]) -> int | None:
-    """The last of the dims of a matrix that is not split and that blocks fill, from the end; None where there is none.
+    """The dim of a matrix to pack along, -1 or -2: the last that is not split and that blocks fill; None without any.
 
-    Dims in front of the last two may be those of layers, which are taken apart.
+    Dims in front of the last two may be layers, which a scan takes apart.
     """
     dims = [dim for dim in (-1, -2) if len(shape) >= 2 and not is_split[dim] and fills_blocks(shape[dim])]
     return dims[0] if dims and any(is_split) else None
@@ -202,8 +207,8 @@ def dim_to_pack(shape: Sequence[int], is_split: Sequence[bool]) -> int | None:
 class Packing(NamedTuple):
     """How shards of one shape and dtype are packed, to be gathered along a dim.
 
-    A row is what a shard holds at one index of the dim: rows keep the layouts of TPUs, where to flatten the shard would
-    copy the gathered weight several times. Where the blocks do not fill such rows, the whole shard is one.
+    A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
+    the gathered weight several times. If blocks do not fill such rows, the whole shard is a single row.
     """
 
     format_name: str
@@ -228,7 +233,7 @@ class Packing(NamedTuple):
         return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
 
     def unpack(self, gathered: jax.Array) -> jax.Array:
-        """Any number of packed shards, one below the other, as one array of their dtype."""
+        """The packed shards of any number of devices, one below the other, as one array of their dtype."""
         rows, size = self.matrix
         values = unpack(gathered, self.format_name, size, self.dtype)
         whole = values.reshape(gathered.shape[0] // rows * self.shape[self.dim], *self._rest)
@@ -240,12 +245,12 @@ class Packing(NamedTuple):
 
 
 def sent_bytes(shape: Sequence[int], dim: int, dtype: str) -> int:
-    """Bytes of what each device puts into a gather along ``dim``, of a shard of this shape in a gather dtype."""
+    """Bytes that a device puts into a gather along ``dim``, for a shard of this shape and a gather dtype."""
     if dtype in FORMATS:
         return Packing(dtype, tuple(shape), None, dim).sent_bytes
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def sent_itemsize(dtype: str) -> float:
-    """Bytes of a value in a gather dtype; of a packed one with its part of the scale of its block."""
+    """Bytes of a value in a gather dtype; a packed value has its part of its block's scale."""
     return packed_size(BLOCK_SIZE, dtype) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize

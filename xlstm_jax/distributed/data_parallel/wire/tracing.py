@@ -1,8 +1,8 @@
-"""What surrounds a gather while it is traced: the loss function that runs, and the functions that are being called.
+"""What a gather knows about its surroundings while it is traced: the running loss function, and the calls on the stack.
 
 The loss function is a context variable: between ``value_and_grad``, which knows the axes, and the gathers stands the
-user's model. Functions are read off the stack, as no trace tells of the branch that it belongs to. All of it is asked
-while a model is traced, never in a step.
+user's model. Functions are read off the stack, since a trace does not say in which branch it is. All of this happens
+while a model is traced, never while a step runs.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from flax.core.tracers import current_trace
 class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
-    An evaluation has ``evaluated_axes`` in their place, those of its batch: no gradient of it is averaged. The loss
+    An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``. The loss
     that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. It runs on one device, on
     the step's batch, which may have been ``laid_out_for`` the sizes of the step's axes (zigzag).
 
-    ``model_axes`` are those of its parameters, by the boxes that it is given: a model may put other boxes around them,
-    which do not say it. Gathers add the paths of the leaves that they gather within a branch (``lax.cond``) to
-    ``gathered_in_branches``. ``gathers`` has what each shard was gathered to, with how, and in which trace.
+    ``model_axes`` are the axes that the boxes of its parameters name as the model's own. (A model may put other boxes
+    around its parameters, which do not name them.) Gathers add the paths of the leaves that they gather within a branch
+    (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``.
     """
 
     axes: tuple[str, ...] = ()
@@ -40,21 +40,22 @@ class RunningLoss:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes along which the batch differs, of a loss or of an evaluation; () where neither runs."""
+        """The axes along which the batch of the loss or evaluation differs; () if none runs."""
         return self.axes or self.evaluated_axes
 
     def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
-        """``gather()`` of the leaf at ``path``, or what it returned for the same shard before.
+        """``gather()`` of the leaf at ``path``, or its result from before, for the same shard.
 
-        A loss that reads a parameter twice (a tied embedding) then has one gather of it, and JAX adds up the gradients
-        of both reads before the one reduce-scatter. An array that was made within a transformation (``nn.remat``,
-        ``lax.scan``) does not exist outside of it, nor in another one: each of them gathers by itself.
+        A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds up the gradients of
+        both reads before a single reduce-scatter. An array that was made within a transformation (``nn.remat``,
+        ``lax.scan``) does not exist outside of it or in another transformation: each of them gathers by itself.
         """
         if not self.axes:
             return gather()
         if inside_branch():
             self.gathered_in_branches.append(path or "a parameter")
         key = (current_trace(), how)
+        # By `is`, and the list holds the shards: the `id` of a shard that is gone could be that of another by now.
         for known, of, whole in self.gathers:
             if known is shard and of == key:
                 return whole
@@ -67,12 +68,12 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """While that loss function runs."""
+    """A context in which ``loss`` is the loss function that runs."""
     return set_context(_running_loss, loss)
 
 
 def running_loss() -> RunningLoss:
-    """The loss function that runs; with no axes where none does."""
+    """The loss function that runs; a ``RunningLoss`` without axes if none does."""
     return _running_loss.get()
 
 
@@ -86,7 +87,7 @@ def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-# Functions of JAX, with the files that they are in.
+# JAX's functions that trace branches, with their files: a user's function may be called `cond`, too.
 BRANCHES = {
     ("cond", "conditionals.py"),
     ("_cond", "conditionals.py"),
@@ -99,6 +100,7 @@ _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
 
 def running_functions() -> Iterator[FrameType]:
     """The frames of the functions that are being called, the innermost first."""
+    # Frame 0 is this generator, and frame 1 iterates over it.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
