@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(argv)
         with sigterm_raises():
             return run(args)
+    # `Terminated` is a SystemExit and passes: the process ends with 143, as shells expect after SIGTERM.
     except KeyboardInterrupt:
         return INTERRUPTED
     # The library and the user's model may raise anything; a user of the command wants a line and not a traceback.

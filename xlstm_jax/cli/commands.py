@@ -211,6 +211,7 @@ def run_plan(args: Namespace, say: Say) -> Report:
     say("tracing the model")
     plan = _plan(_workload(args, factory, mesh), mesh)
     refusals: tuple[str, ...] = ()
+    # 1.0 allows all: without the option nothing is checked, and the check wants a number.
     fraction = 1.0 if args.max_replicated_fraction is None else args.max_replicated_fraction
     try:
         plan.check(max_replicated_fraction=fraction, max_bytes_per_device=args.max_bytes_per_device)
@@ -258,6 +259,7 @@ def run_forecast(args: Namespace, say: Say) -> Report:
 
 def run_lint(args: Namespace, say: Say) -> Report:
     """``xlstm-jax lint``"""
+    # Checked before the compilation, which takes minutes.
     rules = args.rules or list(RULES)
     if unknown := [name for name in rules if name not in RULES]:
         raise ValueError(f"--rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")

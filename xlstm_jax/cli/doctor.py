@@ -132,6 +132,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
         simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
         listed = run_child("devices", dict(os.environ))
         kinds = listed.get("kinds", [])
+        # On a single accelerator nothing is split, so training on it would show nothing about sharding.
         several = len(kinds) > 1 and listed["platform"] != "cpu"
         tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
         say(f"training a small model on {tested_on} and on one device")
@@ -196,6 +197,7 @@ def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_T
             return {"error": f"did not end within {timeout_s:.0f} s"}
         if done.returncode == 0 and path.exists():
             return json.loads(path.read_text())
+        # The last line of a traceback is the error.
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         return {"error": lines[-1]}
 

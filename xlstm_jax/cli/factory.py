@@ -148,6 +148,7 @@ def load_factory(name: str) -> Factory:
     # A console script has its own folder first in `sys.path`, and not the current one, as `python -m` has.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    # From here on the user's code runs: the import of a script may train, print or exit.
     module = _imported(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -90,6 +90,7 @@ def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any],
 def example_batch() -> dict[str, np.ndarray]:
     """Rows that grow in scale, so that each device sees rows of another scale."""
     random = np.random.default_rng(0)
+    # With alike rows each device's own gradient would be near the mean, and a missing mean would pass for rounding.
     x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
     return {"x": x * np.linspace(0.2, 2, ROWS, dtype=np.float32)[:, None], "y": y}
 
@@ -190,6 +191,7 @@ def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) ->
 
 def largest_mesh() -> Mesh:
     """A mesh of n devices at hand, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
+    # A power of two, since it must divide the rows of the batch and the widths of the model.
     devices = jax.local_devices()
     count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)
     shape = {"dp": 2, "fsdp": count // 2} if count >= 4 else {"fsdp": count}

@@ -397,8 +397,8 @@ class Checkpointer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
-        # First the lock, then the clearing, then the backend: orbax lists the steps when it is opened, and must not
-        # list those that are moved away; and only the holder of the lock may move or remove folders.
+        # First the lock, then the clearing, then the backend. Only the holder of the lock may move or remove folders,
+        # and orbax lists the steps when it is opened: it must not list a step that is moved away afterwards.
         writer = self._together(self._open_and_clear, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
         writer.open()

@@ -103,7 +103,7 @@ class OrbaxBackend:
         def how(struct: jax.ShapeDtypeStruct) -> Any:
             if struct.sharding is None:
                 return orbax().RestoreArgs(restore_type=np.ndarray)
-            # With shape and dtype given orbax takes no sharding from the checkpoint, whose mesh may not exist here.
+            # With a sharding given orbax takes none from the checkpoint, whose mesh may not exist here.
             return orbax().ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
 
         tree = unflatten_dict(wanted, sep="/")

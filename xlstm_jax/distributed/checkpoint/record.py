@@ -146,7 +146,7 @@ def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
     """The record of a state without checksums; it names the optimizers, and holds on to no array."""
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
-        if is_prng_key(leaf):  # JAX names the implementation of real keys only; an abstract key has a dtype instead
+        if is_prng_key(leaf):  # JAX names the implementation of real keys only; the dtype of abstract keys tells theirs
             record[path]["impl"] = str(jax.random.key_impl(leaf))
     for begin, name in _optimizers_of(state).items():
         if (first := _first(record, begin)) is not None:

@@ -317,7 +317,7 @@ class _StoredTensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """The values, mapped into memory: only those that are indexed are read."""
+        """The values, mapped into memory: only the entries that are indexed are read."""
         if not math.prod(self.shape):  # NumPy maps no empty range
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)

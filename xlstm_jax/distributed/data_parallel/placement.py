@@ -66,7 +66,7 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
             )
         return leaf_spec(leaf, mesh)
 
-    # Logical names are read as axes of the mesh that is set.
+    # The mesh is set, since logical names are read as axes of the mesh that is set.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return map_leaves_with_path(spec, tree)
 

@@ -72,6 +72,7 @@ class ShardPolicy:
                 f"replicas={self.replicas!r}: pass Replicas({self.replicas!r}), with the axes of the copies."
             )
         inter_host_axes = as_axis_names(self.inter_host_axes) if self.inter_host_axes else ()
+        # The default is allowed in any case: it has the names of axes that most meshes do not have.
         if inter_host_axes != INTER_HOST_AXES and (others := sorted(set(inter_host_axes) - set(axes))):
             raise ValueError(
                 f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name those "

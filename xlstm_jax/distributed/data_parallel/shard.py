@@ -187,6 +187,7 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         box, was = leaf_of(leaf), leaf_of(old)
+        # A box that had a unit before, and names no other axes now, belongs to a wrapped module inside this module.
         is_new = box.axes != was.axes or not was.unit_depth
         is_new = is_new and (box.gathered_axes != () or not box.axes)
         return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, Sharded) and is_new else leaf

@@ -281,7 +281,7 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
 
 
 def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss and the counters; starts the copy to the host of the one that decides."""
+    """The loss and the counters; starts to copy the decisive value to the host."""
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "

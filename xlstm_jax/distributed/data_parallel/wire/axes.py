@@ -25,6 +25,7 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
     """
     if isinstance(axis_name, set | frozenset):
         raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
+    # A value of another type becomes a name, so that the check below refuses it and shows it.
     names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(

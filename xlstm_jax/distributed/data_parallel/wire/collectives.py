@@ -204,6 +204,8 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 
 def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """``all_gather`` with a result that is equal on all devices by its type, too."""
+    # The type must say that the result is equal: from the values alone JAX cannot see it, and the result of a plain
+    # gather counts as varying.
     axes = spread_axes(axes)
     tracked = bool(axes) and is_tracked(axes[0])
     to = "invarying" if tracked else "varying"
@@ -315,6 +317,7 @@ def _reduce_together(
     out = [jnp.asarray(value) for value in values]
     for over, indices in groups.items():
         if over:
+            # Widened before the sum: in bfloat16 a sum over 256 devices loses whole terms.
             for i, reduced in zip(indices, reduce([widened(out[i]) for i in indices], over), strict=True):
                 out[i] = reduced.astype(out[i].dtype)
     return out

@@ -111,6 +111,7 @@ class Communication:
         """
         gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
+        # For its error alone, which must come before the first step and not in its backward pass.
         cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 

@@ -50,6 +50,8 @@ class RunningLoss:
         both reads before a single reduce-scatter. An array that was made within a transformation (``nn.remat``,
         ``lax.scan``) does not exist outside of it or in another transformation: each of them gathers by itself.
         """
+        # Outside of a loss `self` is the default of the context variable. It outlives every trace, and must hold no
+        # tracer.
         if not self.axes:
             return gather()
         if inside_branch():
