@@ -15,9 +15,9 @@ cast values, compute element by element, or draw random numbers (``RECOMPUTED``)
 its own that consists of nothing else.
 
 The results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their
-scales, an exp) are computed again in the backward pass. So are their results on activations, which costs no matrix
-product: XLA fuses them into the operations that read them. In the compiled programs of docs/remat.md this takes less
-memory *and* fewer cycles than keeping the results, as fewer bytes are moved.
+scales, an exp) are computed again in the backward pass. So are the results of the same operations on activations. This
+costs no matrix product: XLA fuses the operations into those that read the results. In the compiled programs of
+docs/remat.md it takes less memory *and* fewer cycles than keeping the results, as fewer bytes are moved.
 
 Some values that are computed from weights alone may still be kept: reductions (a norm, a maximum: smaller than the
 weight), products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``),

@@ -225,7 +225,7 @@ Spans = tuple[jax.Array, jax.Array]
 
 
 def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
-    """Sends rows of ``value`` to every device, to each another number of rows. XLA on CPUs has no such collective.
+    """Sends rows of ``value`` to every device, a different number to each. XLA on CPUs has no such collective.
 
     Args:
       value: the rows to send.
@@ -382,7 +382,7 @@ def _invert_negative(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """For each of ``values`` those of all devices: [...] -> [n, ...], equal on all devices by type; one collective.
+    """Gathers each of ``values`` from all devices: [...] -> [n, ...], equal on all devices by type; one collective.
 
     Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost. Values travel as 32-bit
     words, narrower ones widened.
