@@ -174,7 +174,9 @@ def test_the_other_number_of_arguments_is_refused_with_the_collections():
     with pytest.raises(TypeError, match="eval_fn takes collections as argument 4, and the state has none"):
         eval_step(lambda params, apply_fn, batch, collections: {}).trace(*given)
     kept = given[0].replace(collections={"batch_stats": {"mean": jnp.zeros(8)}})
-    with pytest.raises(TypeError, match=r"the state has the collections \['batch_stats'\], and eval_fn takes three"):
+    with pytest.raises(
+        TypeError, match=r"the state has the collections \['batch_stats'\], and eval_fn takes 3 arguments"
+    ):
         eval_step(lambda params, apply_fn, batch: {}).trace(kept, *given[1:])
 
 
