@@ -241,10 +241,18 @@ def test_a_search_finds_the_page_that_answers_first(asked, page):
     assert [index["docnames"][number] for number, _, main in found if main] == [page]
 
 
-def test_keywords_lead_to_pages_and_no_word_to_two():
-    sys.path.insert(0, str(ROOT / "docs"))
-    from implied_pages import KEYWORDS  # docs/ is no package
+sys.path.insert(0, str(ROOT / "docs"))
 
+from implied_pages import KEYWORDS, groups_of_pages  # noqa: E402  # docs/ is no package
+
+
+def test_keywords_lead_to_pages_and_no_word_to_two():
     assert {page for page in KEYWORDS if not (ROOT / "docs" / f"{page}.md").exists()} == set()
     words = [word.lower() for words in KEYWORDS.values() for word in words]
     assert len(words) == len(set(words))
+
+
+def test_the_sidebar_has_at_most_40_entries_on_each_page():
+    """It has the groups of pages, and the pages of the group that is read."""
+    groups = groups_of_pages()
+    assert len(groups) >= 10 and len(groups) + max(len(pages) for _, pages in groups) <= 40
