@@ -154,7 +154,17 @@ def judged(rows: Rows) -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 IN_README = ("chips", "ms a step", "of jit", "ms waited", "GiB held")
-COLUMNS = ("chips", "ms a step", "of jit", "ms waited", "GB sent", "busiest axis", "GiB held", "memory of jit")
+COLUMNS = (
+    "chips",
+    "ms a step",
+    "of jit",
+    "ms waited",
+    "GB sent",
+    "busiest axis",
+    "GiB held",
+    "memory of jit",
+    "options",
+)
 
 
 def cells(topology: str, pair: Mapping[str, Row]) -> list[str]:
@@ -173,7 +183,13 @@ def cells(topology: str, pair: Mapping[str, Row]) -> list[str]:
         "" if busiest is None else f"{busiest:.2f}",
         both("total_bytes", GIB, ".2f"),
         f"{ratio(pair, 'total_bytes'):.2f}",
+        " / ".join(_options(pair[side]["case"]) for side in SIDES),
     ]
+
+
+def _options(case: str) -> str:
+    """What of a case's name is neither the side nor the kernel, which both have."""
+    return ", ".join(word for word in case.split(", ") if word not in (*SIDES, "kernel")) or "defaults"
 
 
 def tables(rows: Rows) -> Iterator[Any]:
@@ -223,11 +239,14 @@ def of_pages(rows: Rows) -> Iterator[tuple[Path, str]]:
 
 
 def write_pages(rows: Rows) -> None:
-    """Puts the tables in place of those with the same head."""
+    """Puts the tables in place of those that begin with the same two columns."""
     for page, table in of_pages(rows):
-        head, text = table.partition("\n")[0], page.read_text()
-        before, _, rest = text.partition(head)
-        page.write_text(before + table + rest.partition("\n\n")[1][1:] + rest.partition("\n\n")[2])
+        columns = " | ".join(table.split(" | ")[:2])
+        before, there, rest = page.read_text().partition(columns)
+        if not there:
+            raise ValueError(f"{page} has no table that begins with {columns!r}.")
+        after = rest.partition("\n\n")[2]
+        page.write_text(f"{before}{table}\n{after}")
 
 
 def draw(path: Path, rows: Rows) -> None:

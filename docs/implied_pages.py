@@ -19,6 +19,7 @@ AT_THE_TOP = {
 }
 HEADING = re.compile(r"^##(#?) (.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+QUESTION = re.compile(r"# .*\n\n(?:\*+([^*]+\?)\*|((?:[^?.*]|\.(?!\s))+\?))")
 # A group of pages in index.md: its caption and its entries.
 GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What people search for, and the page that answers. Sphinx puts a page that has the word searched for as its main entry
@@ -123,14 +124,14 @@ def groups_of_pages():
 
 
 def _group_of_pages(caption, entries):
-    """A table of the pages with the question that each answers, which stands in italics under its title."""
+    """A table of the pages with the question that each answers, which stands first under its title."""
     rows = []
     for entry in entries:
         page = re.sub(r".*<(.*)>", r"\1", entry)
         text = (DOCS.parent / AT_THE_TOP[page] if page in AT_THE_TOP else DOCS / f"{page}.md").read_text()
-        asked = re.search(r"^\*([^*]+)\*$", text, re.MULTILINE)
+        asked = QUESTION.match(text)
         title = entry.split(" <")[0] if "<" in entry else re.search(r"^# (.*)", text, re.MULTILINE)[1]
-        rows.append(f"| [{title}](../{page}.md) | {' '.join(asked[1].split()) if asked else ''} |")
+        rows.append(f"| [{title}](../{page}.md) | {' '.join((asked[1] or asked[2]).split()) if asked else ''} |")
     pages = "\n".join(re.sub(r"^(.*<)?", lambda start: f"{start[0]}../", entry, count=1) for entry in entries)
     table = "\n".join(["| page | the question that it answers |", "| --- | --- |", *rows])
     return f"# {caption}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"

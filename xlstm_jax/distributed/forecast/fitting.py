@@ -25,7 +25,7 @@ import json
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ class Options:
     """One way to build a step.
 
     Attributes:
-      mesh: axes and sizes, outermost first. Parameters are split over those named fsdp..., the batch over all.
+      mesh: axes and sizes, outermost first. Parameters are split over those named fsdp..., the batch over all but the
+        model's own.
       min_weight_size: see ``shard_module_params``.
       keep_gathered: whether gathered weights are kept from the forward to the backward pass.
       remat: whether the activations of each block are computed again in the backward pass.
@@ -176,10 +177,15 @@ class Fit:
         trials = rich_table(title, [*options, "bytes per device", "expected", "fits"], rows, right=1)
         if self.best is None:
             return trials
-        code = textwrap.indent(code_of(self.best.options), "    ")
+        code = textwrap.indent(code_of(self.best.options, self._model_axes), "    ")
         applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
         said = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
         return Group(trials, *said, applied)
+
+    @property
+    def _model_axes(self) -> set[str]:
+        """The model's own axes, of those that ``model_axes`` allowed: they are not all axes of the batch."""
+        return {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
 
     @property
     def why_mesh(self) -> str:
@@ -193,7 +199,7 @@ class Fit:
         refused = len(self.considered) - len(estimates)
         return (
             f"Of {len(self.considered)} meshes {too_large} would not fit by their estimates, and {refused} have no "
-            f"step; the {len(compiled)} best were compiled. {format_mesh(own.mesh)} is the fastest of these that fits: "
+            f"step; the {len(compiled)} best were tried. {format_mesh(own.mesh)} is the fastest of these that fits: "
             f"{own.estimate}."
         )
 
@@ -208,7 +214,7 @@ class Fit:
             for times in [trial.forecast.step_time if trial.forecast else None]
         ]
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
-        code = code_of(self.best.options) if self.best else None
+        code = code_of(self.best.options, self._model_axes) if self.best else None
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
         data |= {"considered": [str(one) for one in self.considered]}
         return json.dumps(data | {"code": code}, indent=2)
@@ -473,9 +479,9 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     return [staged, flat, hybrid]
 
 
-def code_of(options: Options) -> str:
+def code_of(options: Options, model_axes: Collection[str] = ()) -> str:
     """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
-    axes = tuple(axis for axis in options.mesh if axis.startswith(BATCH_AXES))
+    axes = tuple(axis for axis in options.mesh if axis not in model_axes)
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
     wrapper = [
         "    shard_module_params,",
@@ -490,7 +496,7 @@ def code_of(options: Options) -> str:
             ")",
             *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
-            *(OFFLOADED_STATE.format(axes=tuple(options.mesh)).splitlines() if options.offload != NO_OFFLOAD else []),
+            *(OFFLOADED_STATE.format(axes=axes).splitlines() if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
             *(["    # and those of the model's own axes that split the batch:"] if axes != tuple(options.mesh) else []),
             f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}",

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from xlstm_jax.distributed.optimizers.state import (
     optimizer_state_shardings,
     owner_of_state,
 )
-from xlstm_jax.distributed.plan.expert_plan import expert_plan
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -119,7 +119,7 @@ def plan_sharding(
         expert_plan(path, module, of_layer, _axes_of(module), _count(_axes_of(module), sizes), rows)
         for path, (module, of_layer) in mixtures.items()
     )
-    roles = _roles(params, {axis for plan in experts for axis in plan.axes}, sizes)
+    roles = _roles(params, experts, sizes)
     return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
 
 
@@ -127,13 +127,16 @@ def _axes_of(module: Experts) -> tuple[str, ...]:
     return () if module.axis is None else as_axis_names(module.axis)
 
 
-def _roles(params: PyTree, of_experts: set[str], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
     """What parameters use each axis for; see ``ShardingPlan``."""
-    leaves = [leaf for _, leaf in leaves_with_path(params)]
-    gathered = {axis for leaf in leaves for axis in _gathered_axes(leaf)}
-    of_layers = {
-        axis for leaf in leaves for axis in leaf_of(leaf).axes if axis not in _gathered_axes(leaf)
-    } - of_experts
+    leaves = leaves_with_path(params)
+    gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
+    of_experts = {axis for plan in experts for axis in plan.axes}
+    of_layers: set[str] = set()
+    for path, leaf in leaves:  # an axis may split layers, and experts beside them
+        own = set(leaf_of(leaf).axes) - set(_gathered_axes(leaf))
+        mixture = next((plan for plan in experts if path.startswith(f"{plan.path}/experts/".lstrip("/"))), None)
+        of_layers |= own - set(mixture.axes) if mixture else own
     by_role = {"fsdp": gathered, "tensor": of_layers, "experts": of_experts}
     return {axis: tuple(role for role, axes in by_role.items() if axis in axes) for axis in sizes}
 
